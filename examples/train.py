@@ -1,6 +1,8 @@
-"""A small training with the monitor, from start to end. Look at it from a second terminal: flopwatch watch runs/example
+"""A language model with padded batches, gradient clipping, evaluation and checkpoints, monitored from start to end.
 
-python examples/train.py --steps 200
+python examples/train.py --steps 60
+
+Look at it from a second terminal: flopwatch watch runs/example
 """
 
 import argparse

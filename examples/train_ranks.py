@@ -1,7 +1,8 @@
-"""A small training on several ranks, one of them slow if you like.
+"""A small training on several ranks. The monitor on every rank reports one MFU and one total for the whole job.
 
-torchrun --nproc-per-node=4 examples/train_ranks.py --slow-rank 2
-flopwatch watch runs/ranks
+torchrun --nproc-per-node=2 examples/train_ranks.py
+
+With `--slow-rank 1` the log names that rank; look at it from a second terminal with: flopwatch watch runs/ranks
 """
 
 import argparse
@@ -40,6 +41,10 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 step.log(loss=loss, lr=3e-3)
+    if monitor.summary is not None:  # on the logging rank
+        values = monitor.summary.values
+        print(f"All ranks together: {values['total/tokens']:,} tokens and {values['total/model_flops']:,} FLOPs.")
+        print(f"A rank waits for the others during {values['ranks/waiting_percent']:.1f} % of a step.", flush=True)
     dist.barrier()
     os._exit(0)  # torch 2.13 can hang in the teardown of gloo after a backward pass
 

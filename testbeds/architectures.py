@@ -36,6 +36,11 @@ class Architecture:
     batch: Callable[[int, int], Batch]
     """Batch size and length to a batch; models without a length ignore it."""
 
+    def absence(self) -> str | None:
+        """Why this release of transformers cannot build it; None if it can."""
+        missing = [name for name in (self.model_class, self.config_class) if not hasattr(transformers, name)]
+        return f"transformers {transformers.__version__} has no {missing[0]}" if missing else None
+
     def build(self, *, eager: bool = False) -> nn.Module:
         """The model in training mode; `eager` swaps attention and experts for the ones torch can count."""
         config = getattr(transformers, self.config_class)(**self.config())
@@ -43,9 +48,17 @@ class Architecture:
             config._attn_implementation = "eager"
         torch.manual_seed(SEED)
         model: nn.Module = getattr(transformers, self.model_class)(config)
-        if eager and _has_experts(config):
+        # Before transformers 5 experts had no second implementation: they were eager always.
+        if eager and _has_experts(config) and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # type: ignore[operator]
         return model.train()
+
+    def untraceable(self) -> str | None:
+        """Why no trace can count this model; None if one can."""
+        config = getattr(transformers, self.config_class)(**self.config())
+        if _has_experts(config) and not hasattr(transformers.PreTrainedModel, "set_experts_implementation"):
+            return f"experts of transformers {transformers.__version__} read which tokens they get"
+        return None
 
 
 def _has_experts(config: Any) -> bool:
@@ -180,9 +193,10 @@ _VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "
 
 
 def _qwen2_vl_config() -> dict[str, Any]:
+    name = "rope_parameters" if hasattr(transformers.LlamaConfig(), "rope_parameters") else "rope_scaling"
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     return {
-        "text_config": text_sizes(rope_parameters=rope),
+        "text_config": text_sizes(**{name: rope}),
         "vision_config": {
             "depth": 2,
             "embed_dim": 32,

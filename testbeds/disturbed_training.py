@@ -39,7 +39,14 @@ TO_THE_TRAINING = (
 )
 TO_THE_MONITOR = tuple(
     f"{what}_on_{rank}"
-    for what in ("made_only", "closed_early", "note_step_raises", "thread_raises", "thread_never_starts", "no_group")
+    for what in (
+        "made_only",
+        "closed_early",
+        "note_step_raises",
+        "thread_raises",
+        "thread_never_starts",
+        "no_connection",
+    )
     for rank in (0, 1)
 )
 """In these the training itself is not disturbed."""

@@ -142,10 +142,11 @@ def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
     old: tuple[str, ...], new: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args, **_: seen.append(args))
 
-    main(["sweep", *old, "--dry-run"])
-    main(["sweep", *new, "--dry-run"])
+    for given in (old, new):
+        with pytest.raises(SystemExit):
+            main(["sweep", *given, "--dry-run"])
 
     assert seen[0] == seen[1] == ["sweep", *new, "--dry-run"]
     name_before, name_now = old[0].partition("=")[0], new[0].partition("=")[0]
@@ -154,9 +155,10 @@ def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
 
 def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args, **_: seen.append(args))
 
-    main(["watch", "run", "--refresh", "2"])
+    with pytest.raises(SystemExit):
+        main(["watch", "run", "--refresh", "2"])
 
     assert seen == [["watch", "run", "--refresh", "2"]]
 

@@ -1,13 +1,17 @@
 """A release of a framework that lacks a private name costs what the name was for, and nothing of the training's."""
 
+import sys
 from types import SimpleNamespace
 
 import torch
 
 from flopwatch.library_internals import (
+    OUTPUT_CAPTURING,
+    attention_implementation,
     find_trainer,
     guarded_part,
     lightning_logs_this_step,
+    outputs_are_captured,
     without_fabric_wrapper,
 )
 
@@ -47,3 +51,29 @@ def test_without_the_logger_connector_lightnings_documented_rule_decides():
 def test_a_model_that_fabric_has_not_wrapped_is_itself():
     model = torch.nn.Linear(2, 2)
     assert without_fabric_wrapper(model) is model
+
+
+def test_without_the_collector_of_transformers_no_outputs_count_as_captured(monkeypatch):
+    monkeypatch.setitem(sys.modules, OUTPUT_CAPTURING, SimpleNamespace())
+    assert not outputs_are_captured()
+    held = SimpleNamespace(get=lambda: ["hidden states"])
+    monkeypatch.setitem(sys.modules, OUTPUT_CAPTURING, SimpleNamespace(_active_collector=held))
+    assert outputs_are_captured()
+
+
+def test_without_the_setting_of_transformers_the_attention_of_a_model_is_unknown():
+    assert attention_implementation(SimpleNamespace(config=SimpleNamespace())) == ""
+    assert attention_implementation(SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))) == "sdpa"
+
+
+def test_without_rays_key_value_store_the_nodes_of_trials_are_not_recorded(monkeypatch):
+    from flopwatch.sweep.engines import ray_internals
+
+    for missing in ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del"):
+        names = {"_internal_kv_put", "_internal_kv_get", "_internal_kv_del"} - {missing}
+        store = SimpleNamespace(**dict.fromkeys(names))
+        monkeypatch.setattr(ray_internals, "import_module", lambda _, store=store: store)
+        ray_internals._key_value_store.cache_clear()
+        assert not ray_internals.has_node_records()
+        assert ray_internals.node_of("sweep", "trial") is None
+    ray_internals._key_value_store.cache_clear()

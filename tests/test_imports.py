@@ -35,7 +35,7 @@ def heavy_modules_after(statement):
 @pytest.mark.parametrize(
     "statement",
     [
-        "import flopwatch",
+        pytest.param("import flopwatch", marks=pytest.mark.portable),
         "import flopwatch.hardware",
         "import flopwatch.hardware.peaks",
         "import flopwatch.testing",
@@ -52,7 +52,7 @@ def heavy_modules_after(statement):
         RUN.format(arguments=["compare", "--help"]),
         "import flopwatch; assert flopwatch.peak_flops(name='NVIDIA H100 80GB HBM3').flops_per_s == 989.4e12",
         RUN.format(arguments=["--help"]),
-        RUN.format(arguments=["--version"]),
+        pytest.param(RUN.format(arguments=["--version"]), marks=pytest.mark.portable),
         RUN.format(arguments=["peak", "--help"]),
         RUN.format(arguments=["peak", "--name", "NVIDIA H100 80GB HBM3"]),
         RUN.format(arguments=["peak", "--name", "NVIDIA H100 80GB HBM3", "--dtype", "bf16", "--json"]),
@@ -68,6 +68,28 @@ def test_nothing_heavy_is_loaded(statement):
 )
 def test_looking_at_a_device_loads_torch_so_the_check_above_can_fail(statement):
     assert "torch" in heavy_modules_after(statement)
+
+
+IMPORT_TIMES = """
+import time
+def seconds(module):
+    began = time.process_time()
+    __import__(module)
+    return time.process_time() - began
+print(*map(seconds, ["flopwatch", "torch"]))
+"""
+
+
+def time_of_the_import_compared_with_torch():
+    done = subprocess.run([sys.executable, "-c", IMPORT_TIMES], capture_output=True, text=True, check=True)
+    flopwatch, torch = map(float, done.stdout.split())
+    return flopwatch / torch
+
+
+@pytest.mark.slow
+def test_importing_flopwatch_takes_at_most_5_percent_of_importing_torch():
+    """One of three tries is enough, because a disturbance makes an import slower, never quicker."""
+    assert any(time_of_the_import_compared_with_torch() <= 0.05 for _ in range(3))
 
 
 ROOT = Path(__file__).parents[1]

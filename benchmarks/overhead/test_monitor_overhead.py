@@ -21,7 +21,7 @@ def test_a_quick_run_prints_the_ratio_with_its_interval_and_a_small_own_time() -
     value, low, high = map(float, ratio)
     assert 0 < low <= value <= high
     (share,) = _only(rf"the same in CPU time.*= ({NUMBER}) % of the step", done.stdout)
-    assert float(share) <= 1
+    assert float(share) <= 4  # of a step of about 50 ms
     calls = re.findall(rf"`(?:attention_mask|batch)=`.* {NUMBER} µs +{NUMBER} µs +{NUMBER} µs", done.stdout)
     assert len(calls) == 4
 

@@ -91,7 +91,7 @@ def main(folder: Path, last_step: int) -> None:
     diary.write("closing")
     monitor.close()
     dist.barrier()
-    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
+    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/ranks.md).
     os._exit(0)
 
 

@@ -21,11 +21,12 @@ CASES = ("none", "input", "compute", "host")
 SLOW_RANK = 1
 DELAY_SHARE = 0.10
 WINDOW_STEPS = 20
+ROWS = 512
 _SETTLING_WINDOWS = {"none": 7, "input": 7, "compute": 20, "host": 40}
 """Processor time is a median over a minute; hold-ups are looked for about twice a second, and 150 looks remembered."""
 
 
-def train(case: str, windows: int, folder: str, delay_share: float) -> None:
+def train(case: str, windows: int, folder: str, delay_share: float, rows: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -37,7 +38,7 @@ def train(case: str, windows: int, folder: str, delay_share: float) -> None:
     layers = [torch.nn.Linear(512, 512) for _ in range(6)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.randn(512, 512)
+    batch = torch.randn(rows, 512)
 
     def step(monitor: Any, delay_seconds: float) -> None:
         is_slow = rank == SLOW_RANK and delay_seconds > 0
@@ -87,10 +88,13 @@ def cause(values: dict[str, float]) -> str:
     return max(shares, key=lambda name: shares[name])
 
 
-def run(case: str, windows: int, folder: Path, delay_share: float = DELAY_SHARE) -> list[dict[str, float]]:
+def run(
+    case: str, windows: int, folder: Path, delay_share: float = DELAY_SHARE, rows: int = ROWS
+) -> list[dict[str, float]]:
     """The values of each window in a training of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     settings = ["--windows", str(windows), "--folder", str(folder), "--delay-share", str(delay_share)]
+    settings += ["--rows", str(rows)]
     command = [*launcher, __file__, "--worker", case, *settings]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     return verdicts(folder, case)
@@ -102,17 +106,19 @@ def main() -> None:
     parser.add_argument("--quiet-windows", type=int, default=200)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--delay-share", type=float, default=DELAY_SHARE, help="of the undelayed step")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the batch")
     parser.add_argument("--worker", choices=CASES)
     parser.add_argument("--folder")
     options = parser.parse_args()
     if options.worker:
-        train(options.worker, options.windows, options.folder, options.delay_share)
+        train(options.worker, options.windows, options.folder, options.delay_share, options.rows)
     print("| delay | windows | named right | cause right | another rank named | step | excess, median |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
             windows = options.quiet_windows if case == "none" else options.windows
-            print(table_row(case, run(case, windows, Path(folder), options.delay_share)), flush=True)
+            found = run(case, windows, Path(folder), options.delay_share, options.rows)
+            print(table_row(case, found), flush=True)
 
 
 def table_row(case: str, rows: list[dict[str, float]]) -> str:

@@ -12,6 +12,7 @@ RATIO = r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\)"
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_a_quick_run_prints_the_ratio_and_the_cpu_time_of_each_rank():
     done = subprocess.run([*COMMAND, "--repeats", "4"], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from flopwatch.version import __version__
 
 if TYPE_CHECKING:
     from flopwatch import errors, flops, hardware, models, monitor, records, report, runs, sinks, sweep
+    from flopwatch.automatic import watch
     from flopwatch.compat import (
         calculate_mfu,
         calculate_mfu_with_profiler,
@@ -64,9 +65,11 @@ __all__ = [
     "runs",
     "sinks",
     "sweep",
+    "watch",
 ]
 
 _NAMES_BY_PACKAGE = {
+    "automatic": ("watch",),
     "errors": ("FlopwatchError", "InputError", "MeasurementError", "MissingDependencyError", "UntraceableError"),
     "compat": ("calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"),
     "flops": ("FlopLaw", "count_flops", "fit_flops_law", "register_formula"),

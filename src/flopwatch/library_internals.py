@@ -52,12 +52,6 @@ def attention_implementation(model: Any) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
-def prepare_for_opacus(parameter: Any) -> None:
-    """Give a new parameter the two attributes that the per-sample hooks of Opacus expect on every parameter."""
-    if not hasattr(parameter, "_forward_counter"):
-        parameter._forward_counter, parameter.grad_sample = 0, None
-
-
 def find_trainer(callback: Any) -> Any:
     """The Hugging Face `Trainer` that is calling this callback, or None if it is not found.
 
@@ -103,11 +97,13 @@ def without_fabric_wrapper(model: Any) -> Any:
     """The model that `fabric.setup` has wrapped, or `model` itself if it is not wrapped.
 
     The signature of the model's `forward` tells which parts of a batch the model takes; Fabric's wrapper accepts any
-    arguments. The public attribute `module` is not used, because a user's model may have an attribute of that name.
-    In releases without `_original_module` the wrapper is monitored, and no FLOPs are counted for batches with more
-    parts than the model takes.
+    arguments. Fabric's public `is_wrapped` is asked first, because a user's model may have an attribute `module` too.
     """
-    return getattr(model, "_original_module", model)
+    for name in ("lightning.fabric", "lightning_fabric"):
+        is_wrapped = getattr(sys.modules.get(name), "is_wrapped", None)
+        if is_wrapped is not None and is_wrapped(model):
+            return model.module
+    return model
 
 
 class EventFormat:
@@ -155,8 +151,9 @@ def is_lost_wandb_service(error: Exception) -> bool:
 def latest_mlflow_run(mlflow: Any) -> Any:
     """The newest active MLflow run of any thread, or None.
 
-    `mlflow.active_run` returns only a run of the calling thread, but a sink runs in a thread of its own. In
-    releases without `_get_latest_active_run` the training's run is not found, and the sink starts a new run.
+    `mlflow.active_run` and `mlflow.last_active_run` return only a run of the calling thread, but a sink runs in a
+    thread of its own. In releases without `_get_latest_active_run` the training's run is not found, and the sink
+    starts a new run.
     """
     fluent = require("mlflow.tracking.fluent", "mlflow")
     return getattr(fluent, "_get_latest_active_run", mlflow.active_run)()

@@ -31,7 +31,7 @@ def _imported(module: str, package: str, purpose: str, pip_arguments: str) -> Mo
         return import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{purpose} needs the package {package!r}, which could not be imported ({error}); "
+            f"{purpose} needs the package {package!r}, which cannot be imported ({error}); "
             f"install it with: pip install {pip_arguments}"
         ) from error
 

@@ -3,9 +3,9 @@
 No other module of flopwatch imports this one.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from os import getpid, sysconf
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -74,7 +74,7 @@ def fake_torch(facts: DeviceFacts) -> Any:
         )
 
     namespace = SimpleNamespace(
-        accelerator=SimpleNamespace(current_accelerator=lambda check_available: torch.device(facts.kind)),
+        accelerator=SimpleNamespace(is_available=lambda: True, current_accelerator=lambda: torch.device(facts.kind)),
         version=SimpleNamespace(hip="6.4" if facts.gcn_arch else None),
         backends=SimpleNamespace(
             mps=SimpleNamespace(
@@ -311,7 +311,7 @@ class FlakyEngine(InProcessEngine):
         if chance < self._share_lost:
             write_json(trial_folder(trial.sweep, trial.name) / STARTED, {"pid": 0, "host": "n1"})
             return None
-        facts: dict[str, float] = {"runner_pid": getpid(), "runner_rss_bytes": _own_rss_bytes()}
+        facts: dict[str, float] = {"runner_pid": os.getpid(), "runner_rss_bytes": _own_rss_bytes()}
         facts["end_monotonic_seconds"] = monotonic_seconds()
         return TrialResult(trial.name, trial.key, trial.spec, "ok", "ran to its end", facts, seconds=0.0)
 
@@ -326,6 +326,6 @@ class FlakyEngine(InProcessEngine):
 
 def _own_rss_bytes() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0

@@ -2,6 +2,7 @@
 
 import json
 
+from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
@@ -13,8 +14,15 @@ def quick_callback(**options):
     return FlopwatchCallback(mode="estimate", **options)
 
 
+def in_order(kind):
+    """The class with the rows in their order also where the Trainer has no setting for it."""
+    if tiny_run.can_choose_order():
+        return kind
+    return type(kind.__name__, (kind,), {"_get_train_sampler": lambda self, *_: SequentialSampler(self.train_dataset)})
+
+
 def hf_trainer(folder, *callbacks, model=None, kind=Trainer, **more):
-    return kind(
+    return in_order(kind)(
         model or tiny_run.model(),
         TrainingArguments(**tiny_run.training_arguments(folder, **more)),
         train_dataset=tiny_run.dataset(),

@@ -17,7 +17,6 @@ from flopwatch.integrations.hugging_face import FlopwatchCallback as TrainerMoni
 from flopwatch.integrations.lightning import FlopwatchCallback as LightningMonitor
 from testbeds.frameworks.tiny_hf import hf_trainer
 from testbeds.frameworks.tiny_lightning import ImageModule, lightning_trainer
-from testbeds.frameworks.tiny_sft import sft_trainer
 from testbeds.loops.audit import STEPS, Audit
 from testbeds.loops.models import WIDTH, llama, mlp, sgd, text
 
@@ -77,6 +76,8 @@ def trainer_with_evaluation(audit: Audit) -> list[nn.Module]:
 
 def sft(audit: Audit) -> list[nn.Module]:
     """TRL's `SFTTrainer`."""
+    from testbeds.frameworks.tiny_sft import sft_trainer  # needs trl
+
     return _train(audit, sft_trainer, model=llama(vocab_size=128))
 
 

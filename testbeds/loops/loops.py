@@ -1,5 +1,7 @@
 """The table of loops: what is run, and what is expected of its rows."""
 
+from importlib.util import find_spec
+
 from testbeds.loops import (
     backwards,
     changing,
@@ -50,7 +52,7 @@ LOOPS = [
     Loop(several_models.moco, exact_from=None, told=ESTIMATE),
     Loop(several_models.mean_teacher),
     Loop(several_models.maml, exact_from=8),
-    Loop(several_models.dpo, exact_from=8),
+    Loop(several_models.dpo, exact_from=8, is_slow=True),
     Loop(several_models.contrastive, exact_from=8),
     Loop(several_models.clip),
     Loop(several_models.triplet),
@@ -118,7 +120,7 @@ LOOPS = [
     Loop(frameworks.trainer, is_slow=True),
     Loop(frameworks.trainer_with_a_loss_of_its_own, exact_from=5, is_slow=True),
     Loop(frameworks.trainer_with_evaluation, is_slow=True),
-    Loop(frameworks.sft, is_slow=True),
+    *([Loop(frameworks.sft, is_slow=True)] if find_spec("trl") else []),
     Loop(frameworks.lightning),
     Loop(frameworks.lightning_by_hand, exact_from=5),
     Loop(frameworks.accelerate, is_slow=True),

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from flopwatch.runs import read_log
 from support.warm_python import start_warm
+from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,10 @@ def code_of(body, how="as a context"):
 
 
 def wait_for_rows(folder):
-    end = time.monotonic() + 60
-    while not (Path(folder) / "waiting").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until((Path(folder) / "waiting").exists, "25 steps were made", seconds=120.0)
 
 
-WAIT = "open(sys.argv[1] + '/waiting', 'w').close(); time.sleep(60)"
+WAIT = "open(sys.argv[1] + '/waiting', 'w').close(); time.sleep(300)"
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -96,7 +93,8 @@ def test_a_run_that_was_killed_is_called_dead_at_once_and_has_no_time_left(flopw
     # A child of ours, so that it can be left a zombie.
     process = subprocess.Popen([sys.executable, "-c", code_of(WAIT), str(tmp_path)], stdout=subprocess.DEVNULL)
     wait_for_rows(tmp_path)
-    time.sleep(6)  # the log is flushed every 5 seconds
+    log = tmp_path / "training_log.jsonl"
+    wait_until(lambda: log.exists() and '"row"' in log.read_text(), "the log is flushed, which is every 5 seconds")
     _, shown, _ = flopwatch("watch", str(tmp_path))
     assert "running" in shown.splitlines()[0]
     process.kill()

@@ -78,6 +78,7 @@ def test_compare_lists_that_one_run_is_exact_and_the_other_is_not(flopwatch, tol
     assert re.search(r"^  exact +yes +no +affects", out, re.MULTILINE), out
 
 
+@pytest.mark.slow
 def test_explain_divides_mixed_types_by_the_peak_that_the_row_was_divided_by(flopwatch, tmp_path, monkeypatch):
     """One layer in bf16, one in fp32: neither type's peak is the denominator."""
     monkeypatch.delenv("FLOPWATCH_PEAK_TFLOPS", raising=False)

@@ -44,7 +44,7 @@ def test_what_an_older_log_does_not_tell_apart_is_not_called_recomputation(flopw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[6, 10], [16]])
+@pytest.mark.parametrize("lengths", [[6, 10], pytest.param([16], marks=pytest.mark.campaign)])
 def test_the_pairs_of_a_real_packed_run_are_those_a_formula_gives(flopwatch, tmp_path, lengths):
     """Per pair, scores and their use: 2 products of 2 FLOPs x 32 features x 2 layers forward, twice that backward."""
     ids = torch.zeros(1, 16, dtype=torch.long)

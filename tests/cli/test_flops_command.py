@@ -17,6 +17,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ending.value.code or 0), captured.out, captured.err
 
 
+@pytest.mark.portable
 def test_json_holds_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--json")
     model = load_model("tiny")

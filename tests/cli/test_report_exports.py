@@ -38,6 +38,7 @@ def test_a_dash_is_standard_output_and_then_nothing_else_is_on_it(flopwatch, swe
     assert [row["outcome"] for row in csv.DictReader(io.StringIO(out))] == ["ok"] * 12
 
 
+@pytest.mark.slow
 def test_parquet_on_standard_output_is_the_bytes_of_the_file(sweep, tmp_path):
     file = tmp_path / "a.parquet"
     command = [sys.executable, "-m", "flopwatch", "report", str(sweep), "--parquet"]

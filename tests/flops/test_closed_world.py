@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import flopwatch
+from flopwatch.flops.formulas import registry
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.records.flops import FlopCount
@@ -176,6 +177,18 @@ def test_an_op_whose_python_needs_real_values_is_named() -> None:
     assert count.model_flops == 0
 
 
+def test_multiplying_whole_numbers_cannot_differ_while_a_step_is_counted() -> None:
+    """Vision-language models do this with the sides of their images."""
+    assert forward_count(lambda x: x @ x.T + torch.tensor([2, 3]).prod(), ROWS).mode_risks == ()
+    assert forward_count(lambda x: x @ x.T + x.prod(), ROWS).mode_risks == ("aten::prod",)
+
+
+def test_a_notebook_shows_what_was_not_counted() -> None:
+    page = forward_count(lambda x: torch.linalg.svdvals(x @ x.T), ROWS)._repr_html_()
+    assert "at least 4,096" in page
+    assert "_linalg_svd" in page
+
+
 INT8 = torch.ones(64, 32, dtype=torch.int8)
 ROWS = torch.randn(8, 32)
 
@@ -254,3 +267,21 @@ def counted_forward(run: Callable[[], object]) -> FlopCount:
     with CountingMode(ModuleStack(), "full") as mode:
         run()
     return mode.tally.as_count("step", "full")
+
+
+def test_an_op_whose_arguments_have_other_names_than_its_formula_knows_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(registry._formulas, "aten::mm", lambda call: len(call.arguments["a name of another release"]))
+    count = counted(lambda: leaf(4, 8) @ leaf(8, 2))
+    assert count.coverage == 0
+    assert {uncounted.op for uncounted in count.uncounted} == {"mm"}
+
+
+def test_attention_over_a_part_of_a_cache_has_no_formula() -> None:
+    op = torch.ops.aten._flash_attention_forward.default
+    packed = dict.fromkeys(("query", "key", "value"), torch.empty(6, 2, 8))
+    formula = registry.find_formula(op)
+    assert formula is not None
+    assert formula(registry.OpCall(op, packed, None)) is not None
+    assert formula(registry.OpCall(op, {**packed, "seqused_k": torch.tensor([3])}, None)) is None

@@ -8,6 +8,7 @@ import flopwatch
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
 from flopwatch.hardware.peaks import DTYPES, canonical_dtype
 from flopwatch.records.flops import PhaseFlops
+from support.torch_features import needs_grouped_mm
 
 X = torch.randn(8, 16)
 
@@ -69,6 +70,7 @@ def test_fp8_products_are_fp8() -> None:
     assert {dtype: flops.total for dtype, flops in count.by_dtype.items()} == {"fp8": 2 * 16 * 16 * 32}
 
 
+@needs_grouped_mm
 def test_an_optional_tensor_does_not_decide_the_type() -> None:
     """The ends of the groups are integers, and an argument that may be left out."""
     from flopwatch.flops.tracing.counter import CountingMode

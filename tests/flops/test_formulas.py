@@ -15,6 +15,7 @@ from flopwatch.flops.formulas.layers import convolution_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.records.flops import AttentionConvention, FlopCount
+from support.torch_features import needs_grouped_mm
 
 
 def ours(run: Callable[[], Any], attention: AttentionConvention = "full") -> FlopCount:
@@ -64,6 +65,7 @@ def test_an_op_costs_what_the_same_products_cost(run: Callable[[], Any], same_as
     assert count.coverage == 1.0
 
 
+@needs_grouped_mm
 def test_a_grouped_matmul_costs_one_matrix_per_row() -> None:
     rows, experts = leaf(10, 8), leaf(3, 8, 16)
     offsets = torch.tensor([2, 7, 10], dtype=torch.int32)
@@ -116,7 +118,7 @@ def test_convolution_flops_of_a_depthwise_layer() -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recurrent_layer_costs_its_cells(kind: str, bidirectional: bool) -> None:
     layer = getattr(nn, kind)(6, 5, num_layers=2, bidirectional=bidirectional)
     data = leaf(7, 3, 6)

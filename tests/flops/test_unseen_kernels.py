@@ -142,6 +142,20 @@ def test_a_thread_that_outlives_the_count_is_told_and_left_as_it_was() -> None:
     assert (modes, profile, functions) == ([], None, 0)
 
 
+def test_after_a_thread_that_outlives_the_count_functions_are_still_compiled() -> None:
+    flopwatch.count_flops(KeptThread(), X, method="step")
+    KeptThread.pools.pop().shutdown()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x.sin() @ x.T, backend=backend)(X)
+
+    assert len(graphs) == 1
+
+
 def test_an_error_in_a_thread_reaches_the_caller() -> None:
     class Fails(Threads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

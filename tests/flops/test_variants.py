@@ -1,7 +1,5 @@
 """The same truth when parts are frozen, adapted, cast, or recomputed."""
 
-import os
-
 import peft
 import pytest
 import torch
@@ -14,12 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import flopwatch
 from flopwatch.records.flops import FlopCount
-from support.quick import for_each, varied
+from support.quick import VARIED, for_each
 from testbeds.architectures import ARCHITECTURES, SEED, Architecture, true_flops
 
 pytestmark = pytest.mark.slow
 
-each_architecture = for_each(varied())
+each_architecture = for_each(in_ci=VARIED)
 
 # peft refuses some layers (fused experts, Mamba's output): the attention projections or the classifier then.
 _LORA_TARGETS = {
@@ -82,7 +80,8 @@ def test_autocast_changes_no_count(architecture: Architecture) -> None:
 
 
 @each_architecture
-@pytest.mark.parametrize("is_other_kind", [False, *([True] if "FLOPWATCH_LONG" in os.environ else [])])
+@pytest.mark.parametrize("is_other_kind", [False, pytest.param(True, marks=pytest.mark.campaign)])
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT")  # torch 2.10 and earlier
 def test_recomputation_is_told_apart(architecture: Architecture, is_other_kind: bool) -> None:
     """Half of the architectures use reentrant checkpointing, half the other kind; `make campaign` runs both."""
     reentrant = (ARCHITECTURES.index(architecture) % 2 == 0) != is_other_kind

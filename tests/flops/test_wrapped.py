@@ -37,8 +37,15 @@ def plain_flops(batch: Batch) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("method", ["trace", "step"])
+@pytest.mark.parametrize(
+    ("method", "warm"),
+    [
+        pytest.param("trace", False, id="trace-cold"),
+        pytest.param("trace", True, id="trace-warm", marks=pytest.mark.campaign),
+        pytest.param("step", False, id="step-cold", marks=pytest.mark.campaign),
+        pytest.param("step", True, id="step-warm"),
+    ],
+)
 def test_a_compiled_model_stays_compiled(warm: bool, method: str, batch: Batch, plain_flops: int) -> None:
     model = torch.compile(ARCHITECTURE.build(), backend="aot_eager")
     if warm:

@@ -25,8 +25,10 @@ def cuda_autocast():
 
 @pytest.fixture
 def restored_fp32_precision():
-    """Puts every switch of fp32 matmuls back."""
-    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    """Puts every switch of fp32 matmuls back. Torch releases before 2.9 have only one."""
+    backends = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    before = {backend: backend.fp32_precision for backend in backends if hasattr(backend, "fp32_precision")}
     yield
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before
+    for backend, precision in before.items():
+        backend.fp32_precision = precision

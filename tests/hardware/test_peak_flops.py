@@ -203,7 +203,7 @@ def test_the_compute_type_now_is_taken_when_none_is_given(cuda_autocast):
 
 
 def test_allowing_tf32_makes_the_tf32_rate_the_peak(restored_fp32_precision):
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = True
     assert peak_flops(fake_device("a100")).flops_per_s == 156e12
     assert peak_flops(fake_device("v100")).flops_per_s == 15.7e12  # before Ampere the switch does nothing
 

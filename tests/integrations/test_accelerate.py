@@ -8,6 +8,8 @@ from flopwatch.integrations.accelerate import AccelerateMonitor
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import logged_rows
 
+pytestmark = pytest.mark.slow
+
 
 def train(accelerator, folder, *, model=None, epochs=range(tiny_run.EPOCHS), at_end=lambda monitor: None, **options):
     """The tiny run; returns the monitor (None when `folder` is) and each optimizer step's mean loss."""
@@ -102,14 +104,12 @@ def test_totals_go_on_from_a_saved_state(tmp_path):
     assert monitor.summary.step == 5  # counted on from the saved one
 
 
-@pytest.mark.slow
 def test_mixed_precision_decides_the_peaks_type_and_counts_the_same(tmp_path):
     monitor, _ = train(accelerator_for_cpu(mixed_precision="bf16"), tmp_path)
     assert monitor.config.dtype == "bf16"
     assert monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
 
 
-@pytest.mark.slow
 def test_parameters_are_bitwise_equal(tmp_path, monkeypatch):
     def trained(folder):
         torch.manual_seed(0)

@@ -10,7 +10,10 @@ import flopwatch
 from flopwatch.integrations.fabric import monitor_for
 from testbeds.frameworks import tiny_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo, of itself
+]
 
 
 def fabric_for_cpu(**options):
@@ -39,7 +42,6 @@ def train(fabric, folder, *, compiled=False, make_monitor=monitor_for, epochs=1)
     return monitor, tiny_run.parameters(plain)
 
 
-@pytest.mark.slow
 def test_a_plain_monitor_on_a_wrapped_model_counts_the_same(tmp_path):
     def plain_monitor(fabric, model, folder):
         return flopwatch.TrainingMonitor(folder, model=model)
@@ -48,14 +50,13 @@ def test_a_plain_monitor_on_a_wrapped_model_counts_the_same(tmp_path):
     assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_mixed_precision_decides_the_peaks_type_and_counts_the_same(tmp_path):
     monitor, _ = train(fabric_for_cpu(precision="bf16-mixed"), tmp_path)
     assert monitor.config.dtype == "bf16"
     assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
 
 
-@pytest.mark.slow
 def test_a_pair_is_cut_to_what_the_model_takes(tmp_path):
     fabric = fabric_for_cpu()
     model = fabric.setup_module(nn.Linear(12, 4))
@@ -64,14 +65,13 @@ def test_a_pair_is_cut_to_what_the_model_takes(tmp_path):
     assert monitor.summary.values["total/model_flops"] == 5 * 2 * (2 * 12 * 4)
 
 
-@pytest.mark.slow
 def test_parameters_are_bitwise_equal(tmp_path):
     _, bare = train(fabric_for_cpu(), tmp_path, make_monitor=None, epochs=4)
     _, watched = train(fabric_for_cpu(), tmp_path, epochs=4)
     assert torch.equal(watched, bare)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_compiled_model_has_as_many_graphs(tmp_path):
     def graphs(make_monitor):
         torch._dynamo.reset()

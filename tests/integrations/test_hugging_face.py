@@ -35,6 +35,7 @@ class TestRows:
         monkeypatch.setenv("WANDB_DIR", str(tmp_path))
         hf_trainer(tmp_path, FlopwatchCallback(), report_to=["wandb"]).train()
         wandb.finish()
+        wandb.teardown()  # waits until W&B's process has written the file
         rows = [row for row in read_history(find_file(tmp_path)) if "train/loss" in row]
         assert [row["train/global_step"] for row in rows] == [2, 4, 6]
         assert all({"train/perf/mfu", "train/perf/step_time", "train/total/tokens"} <= row.keys() for row in rows)
@@ -197,8 +198,6 @@ def test_a_weight_frozen_on_the_way_is_not_charged_any_more(tmp_path):
         def on_epoch_begin(self, args, state, control, model=None, **kwargs):
             model.lm_head.weight.requires_grad_(state.global_step == 0)
 
-    callback, whole = FlopwatchCallback(), FlopwatchCallback()
-    hf_trainer(tmp_path / "frozen", callback, Freeze()).train()
-    hf_trainer(tmp_path / "whole", whole).train()
-    totals = [one.monitor.summary.values["total/model_flops"] for one in (callback, whole)]
-    assert 0 < totals[0] < totals[1]
+    callback = FlopwatchCallback()
+    hf_trainer(tmp_path, callback, Freeze()).train()
+    assert 0 < callback.monitor.summary.values["total/model_flops"] < tiny_run.truth()["total/model_flops"]

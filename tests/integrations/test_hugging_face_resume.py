@@ -19,7 +19,7 @@ class TestResume:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         return trainer
 
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.campaign)])
     def test_totals_go_on_from_the_checkpoint(self, tmp_path, workers):
         first, second = FlopwatchCallback(tmp_path / "first"), FlopwatchCallback(tmp_path / "second")
         self.trained_twice(tmp_path, [first], [second], dataloader_num_workers=workers)

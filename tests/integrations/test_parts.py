@@ -9,7 +9,10 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
-    [("hugging_face", ["transformers"], "hf"), ("lightning", ["lightning", "pytorch_lightning"], "lightning")],
+    [
+        ("hugging_face", ["transformers"], "hf"),
+        pytest.param("lightning", ["lightning", "pytorch_lightning"], "lightning", marks=pytest.mark.campaign),
+    ],
 )
 def test_a_missing_package_names_its_extra(module, missing, extra):
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in missing)

@@ -12,10 +12,12 @@ from testbeds.frameworks import tiny_run
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.portable
 def test_a_plain_loop(tmp_path: Path) -> None:
     assert totals(plain_loop(tmp_path)) == tiny_run.truth()
 
 
+@pytest.mark.portable
 def test_hugging_face_trainer(tmp_path: Path) -> None:
     assert totals(hugging_face(tmp_path)) == tiny_run.truth()
 
@@ -27,10 +29,12 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
     assert totals(trl(tmp_path)) == {**tiny_run.truth(), "total/model_flops": model_flops()}
 
 
+@pytest.mark.portable
 def test_accelerate(tmp_path: Path) -> None:
     assert totals(accelerate(tmp_path)) == tiny_run.truth()
 
 
+@pytest.mark.portable
 def test_lightning(tmp_path: Path) -> None:
     assert totals(lightning(tmp_path)) == tiny_run.truth()
 

@@ -19,7 +19,7 @@ pytestmark = [
     "layout",
     [
         {"padding_free": True},
-        {"packing": True, "max_length": 64},
+        pytest.param({"packing": True, "max_length": 64}, marks=pytest.mark.campaign),
         {"packing": True, "max_length": 64, "padding_free": False},
     ],
     ids=["padding-free", "packed", "packed and padded"],
@@ -33,7 +33,13 @@ def test_documents_without_padding_cost_what_each_costs_alone(tmp_path, layout):
         assert values[key] == tiny_run.truth()[key]
 
 
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "not checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        pytest.param(True, id="checkpointed"),
+        pytest.param(False, id="not checkpointed", marks=pytest.mark.campaign),
+    ],
+)
 def test_lora_counts_no_weight_gradient_of_frozen_weights(tmp_path, checkpointing):
     """TRL's gradient checkpointing makes the embeddings ask for a gradient; the first layer then computes one."""
     from peft import LoraConfig
@@ -66,7 +72,7 @@ def test_parameters_are_bitwise_equal_and_nothing_stays(tmp_path):
     def train(*callbacks):
         torch.manual_seed(0)
         model = tiny_run.model(dropout=0.2)
-        trainer = sft_trainer(tmp_path, *callbacks, model=model, num_train_epochs=8)
+        trainer = sft_trainer(tmp_path, *callbacks, model=model, num_train_epochs=3)
         trainer.train()
         assert "training_step" not in vars(trainer)
         return tiny_run.parameters(model)

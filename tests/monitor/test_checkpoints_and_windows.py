@@ -68,7 +68,7 @@ os._exit(9)
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("killed_at", [25, 28, 30, 47])
+@pytest.mark.parametrize("killed_at", [25, *(pytest.param(step, marks=pytest.mark.campaign) for step in (28, 30)), 47])
 def test_a_resume_from_a_checkpoint_inside_a_window_counts_every_step_once(tmp_path, killed_at, with_state):
     """Killed is: no close. The log is flushed by the checkpoint, later rows may or may not have made it."""
     first = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)

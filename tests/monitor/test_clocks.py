@@ -275,7 +275,7 @@ def train_disturbed(folder):
     torch.set_num_threads(1)
     model = BY_NAME["llama"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    micro_batches = [causal_batch(4, 64) for _ in range(4)]
+    micro_batches = [causal_batch(4, 16) for _ in range(4)]
     open_monitor = partial(
         flopwatch.TrainingMonitor, folder, model=model, strict=True, peak_flops_per_s=PEAK_FLOPS_PER_S
     )
@@ -292,6 +292,7 @@ def train_disturbed(folder):
             model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(0.1)  # most of a step, so that two clocks read a moment apart on a busy machine hardly differ
         watch.end_step()
         # The first call of a session is counted when its step ends, which is no step's time.
         with watch.phase("count") if is_first else nullcontext():
@@ -324,24 +325,27 @@ def warm_up_steps_in(log):
 
 @pytest.mark.slow
 def test_a_disturbed_run_has_the_rates_of_its_steps_alone(tmp_path):
-    """Against a stopwatch in the same loop: both clocks see the same noise, so a few percent are plenty."""
+    """Against a stopwatch in the same loop: both clocks see the same noise, so a few percent are plenty.
+
+    A pause that was taken for a part of the steps would be a fifth of them.
+    """
     monitors, watch = train_disturbed(tmp_path)
 
     totals = monitors[-1].summary.values
     assert totals["total/steps"] == STEPS
-    assert totals["total/tokens"] == STEPS * 4 * 4 * 64
+    assert totals["total/tokens"] == STEPS * 4 * 4 * 16
     train_seconds = sum(watch.steps)
     # What steps that are counted as they run take beyond the others is booked as counting.
     counted = watch.apart.pop("count")
     booked = totals["time/train_seconds"] + totals["time/count_seconds"]
-    assert booked == pytest.approx(train_seconds + counted, rel=0.03)
+    assert booked == pytest.approx(train_seconds + counted, rel=0.05)
     for name, seconds in watch.apart.items():
-        assert totals[f"time/{name}_seconds"] == pytest.approx(seconds, rel=0.03, abs=0.03 * train_seconds), name
+        assert totals[f"time/{name}_seconds"] == pytest.approx(seconds, rel=0.05, abs=0.05 * train_seconds), name
     warm_up = warm_up_steps_in(tmp_path / "training_log.jsonl")
     for monitor, session in zip(monitors, (range(36), range(36, STEPS)), strict=True):
         counted = [watch.steps[number] for number in session if number not in warm_up]
         seconds_per_step = statistics.fmean(counted)
         values = monitor.summary.values
         flops_per_s = totals["total/model_flops"] / STEPS / seconds_per_step
-        assert values["perf/tokens_per_second"] == pytest.approx(4 * 4 * 64 / seconds_per_step, rel=0.03)
-        assert values["perf/mfu"] == pytest.approx(flops_per_s / PEAK_FLOPS_PER_S, rel=0.03)
+        assert values["perf/tokens_per_second"] == pytest.approx(4 * 4 * 16 / seconds_per_step, rel=0.05)
+        assert values["perf/mfu"] == pytest.approx(flops_per_s / PEAK_FLOPS_PER_S, rel=0.05)

@@ -53,6 +53,7 @@ def test_000_mfu_of_one_step(model, true_of_4_x_32, monkeypatch):
     assert model.training
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R3")
 @pytest.mark.requirement("R6")
 def test_000_the_monitor_in_a_training(model, true_of_4_x_32, tmp_path, monkeypatch):
@@ -186,7 +187,10 @@ def test_001_complex():
 
 @pytest.mark.slow
 @pytest.mark.requirement("R11")
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[] if name in ("production", "prototype") else pytest.mark.campaign) for name in PRESETS],
+)
 def test_001_every_preset_runs(preset, model, tmp_path):
     monitor = TrainingMonitor(tmp_path, model=model, preset=preset, strict=True, peak_flops_per_s=PEAK)
     for step in range(3):
@@ -197,7 +201,13 @@ def test_001_every_preset_runs(preset, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.requirement("R12")
-@pytest.mark.parametrize(("training_phase", "measure_freq"), [("warmup", 1000), ("main", 500), ("finetune", 200)])
+@pytest.mark.parametrize(
+    ("training_phase", "measure_freq"),
+    [
+        ("finetune", 200),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in (("warmup", 1000), ("main", 500))),
+    ],
+)
 def test_001_frequency_by_training_phase(training_phase, measure_freq, model, tmp_path):
     """Counts are checked at the phase's frequency; a weight that was frozen is noticed at the end of the window."""
     sink = RecordingSink()

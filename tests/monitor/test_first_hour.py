@@ -1,5 +1,7 @@
 """What a new user does in the first hour, and what the monitor answers."""
 
+import html
+import re
 from collections import UserDict
 from dataclasses import dataclass
 
@@ -86,9 +88,30 @@ def test_a_monitor_says_what_it_is(tmp_path):
     assert "closed" in repr(monitor)
 
 
+def test_a_notebook_shows_a_monitor_as_a_table_of_its_newest_row_and_later_of_its_summary(tmp_path):
+    monitor = TrainingMonitor(tmp_path / "<b>run", model=TinyText(), log_every=5)
+    assert "no step yet" in monitor._repr_html_()
+    for number in range(20):
+        monitor.log_step(number, loss=2.5, batch=text_batch(2, 8))
+    newest = cells(monitor._repr_html_())
+    assert (newest["steps"], newest["loss"]) == ("20", "2.5000")
+    assert newest["MFU"].startswith("~")
+    assert "no call of the model was seen" in newest["not exact"]
+    monitor.close()
+    page = monitor._repr_html_()
+    assert "&lt;b&gt;run: closed at step 19" in page
+    assert "<b>" not in page
+    assert cells(page)["tokens"] == "320"
+
+
+def cells(page):
+    return {label: html.unescape(text) for label, text in re.findall(r"<th[^>]*>(.*?)</th><td[^>]*>(.*?)</td>", page)}
+
+
 def test_a_monitor_that_is_switched_off_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
     assert repr(TrainingMonitor(tmp_path)).endswith("switched off by FLOPWATCH_DISABLE)")
+    assert "switched off by FLOPWATCH_DISABLE" in TrainingMonitor(tmp_path)._repr_html_()
 
 
 @dataclass

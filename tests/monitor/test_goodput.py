@@ -492,6 +492,7 @@ def test_a_state_of_another_run_is_not_mixed_with_the_log_that_is_there(world, t
     assert (spent.wall, spent.rerun, spent.restart) == (20 + 90 + 1 + 2, 0.0, 91.0)
 
 
+@pytest.mark.slow
 def test_the_start_of_the_process_is_the_operating_systems(tmp_path):
     """Between the moments just before and just after it was started; the kernel counts in 10 ms."""
     code = (

@@ -2,8 +2,7 @@
 
 import contextlib
 import hashlib
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,15 @@ import torch
 from torch import nn
 
 import flopwatch
+from support.torchrun import outputs_of_ranks
 
 pytestmark = pytest.mark.slow
 
 STEPS = 300
 MODES = ["smart", "estimate", "profiler", "hybrid"]
+PORTABLE = [("plain", "smart"), ("compiled", "smart"), ("plain", "profiler")]
+IN_CI = {*PORTABLE, *(("plain", mode) for mode in MODES), ("autocast", "smart"), ("accumulating", "smart")}
+DDP_MODES = MODES if "FLOPWATCH_LONG" in os.environ else MODES[:1]
 SCRIPT = Path(__file__).parent / "scripts" / "train_ddp.py"
 
 
@@ -114,10 +117,20 @@ def bare():
     return result
 
 
+def marks_of(case):
+    return [pytest.mark.portable] * (case in PORTABLE) + [pytest.mark.campaign] * (case not in IN_CI)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
-@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
-@pytest.mark.parametrize("variant", ["plain", "compiled", "autocast", "accumulating"])
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [
+        pytest.param(variant, mode, marks=marks_of((variant, mode)))
+        for variant in ("plain", "compiled", "autocast", "accumulating")
+        for mode in MODES
+    ],
+)
 @pytest.mark.requirement("R20")
 def test_parameters_are_bitwise_equal_with_and_without(variant, mode, bare, tmp_path):
     expected, graphs = bare(variant)
@@ -130,6 +143,7 @@ def test_parameters_are_bitwise_equal_with_and_without(variant, mode, bare, tmp_
     assert (graphs > 0) == (variant == "compiled")
 
 
+@pytest.mark.portable
 def test_a_dropout_too_many_would_be_seen(bare):
     """The comparison can fail: one more draw of random numbers changes everything."""
     draw = torch.manual_seed
@@ -147,18 +161,18 @@ def test_a_dropout_too_many_would_be_seen(bare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in DDP_MODES else [pytest.mark.campaign]) for mode in MODES]
+)
 def test_ddp_on_two_ranks_is_bitwise_equal_with_and_without(mode, trained_by_ddp):
     assert trained_by_ddp[mode] == trained_by_ddp["bare"]
 
 
 @pytest.fixture(scope="module")
 def trained_by_ddp(tmp_path_factory):
-    """One launch for all: starting two ranks takes longer than their 300 steps."""
+    """One launch for all modes."""
     folder = tmp_path_factory.mktemp("ddp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=127.0.0.1:0", str(SCRIPT), str(folder), "bare", *MODES]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert len(lines) == 1 + len(MODES), result.stdout + result.stderr
+    output, _ = outputs_of_ranks(SCRIPT, str(folder), "bare", *DDP_MODES, ranks=2)
+    lines = [line.split() for line in output.splitlines() if line.startswith("RESULT")]
+    assert len(lines) == 1 + len(DDP_MODES), output
     return {mode: rest for _, mode, *rest in lines}

@@ -12,11 +12,19 @@ PENDING = "so far|no step with such calls|times the FLOPs of the model's calls"
 
 
 QUICK = {loop.name for loop in [loop for loop in LOOPS if not loop.is_slow][::12]}
-"""Every twelfth in `make test`, all of them in CI."""
+"""Every twelfth in `make test`, nearly all of them in CI."""
+
+CAMPAIGN = {
+    "accelerate", "compiled_in_place", "divergence_on_generated_text", "fabric", "grpo_with_ends", "length_curriculum",
+    "lora_merged_on_the_way", "mixture_of_shapes", "pruned", "sft", "speech", "trainer_with_a_loss_of_its_own",
+    "trainer_with_evaluation", "videos",
+}  # fmt: skip
+"""They take longest, and CI has another loop of their kind, or a test of their framework."""
 
 
 def marks_of(loop: Loop) -> list[pytest.MarkDecorator]:
     marks = [] if loop.name in QUICK else [pytest.mark.slow]
+    marks += [pytest.mark.campaign] if loop.name in CAMPAIGN else []
     return marks if loop.hole is None else [*marks, pytest.mark.xfail(strict=True, reason=loop.hole)]
 
 

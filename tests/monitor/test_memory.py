@@ -45,7 +45,9 @@ def containers_below(root):
         waiting += gc.get_referents(thing)
 
 
-@pytest.mark.parametrize("logged", ["opened steps", "batches that are only described"])
+@pytest.mark.parametrize(
+    "logged", ["opened steps", pytest.param("batches that are only described", marks=pytest.mark.campaign)]
+)
 def test_a_run_with_thousands_of_shapes_keeps_a_bounded_number_of_them(tmp_path, logged):
     model = ManyLayers()
     monitor = TrainingMonitor(tmp_path, model=model, log_every=200)

@@ -109,6 +109,7 @@ def test_a_sink_that_fails_or_hangs_costs_nobody_else_anything(tmp_path, caplog,
     assert "bad" in lines[-1]["failed_parts"], "the local log tells about the others"
 
 
+@pytest.mark.slow
 def test_a_sink_that_is_too_slow_loses_rows_and_that_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("flopwatch.monitor.output.CLOSE_SECONDS", 1.0)
     slow = RecordingSink("slow", hangs=True, fails_after=1)
@@ -169,7 +170,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path, caplog):
     [
         ({"config": {"monitoring": {"mode": "fast"}}}, "mode='fast'"),
         ({"sinks": ["tensorbord"]}, "no sink 'tensorbord'"),
-        ({"preset": "fast"}, "the presets are production"),
+        ({"preset": "fast"}, "use one of production"),
     ],
 )
 def test_strict_raises_at_once(tmp_path, options, message):

@@ -94,7 +94,7 @@ def run(monitor: TrainingMonitor, feed: Feed, steps: int) -> list[list[str]]:
 
 
 @every_way
-@pytest.mark.parametrize("mode", ["smart", "estimate", "profiler"])
+@pytest.mark.parametrize("mode", ["smart", "estimate", pytest.param("profiler", marks=pytest.mark.campaign)])
 def test_an_ordinary_step_reads_writes_sends_and_waits_for_nothing(feed: Feed, mode: str, tmp_path: Path) -> None:
     log_every = LOG_EVERY * (2 if feed is with_timed_batches else 1)
     # Every reading of this clock is 1 ms after the last. By a real one, a pause of a busy machine between two steps is
@@ -176,7 +176,8 @@ def connect(loss: torch.Tensor, folder: Path) -> None:
 
 
 def synchronise(loss: torch.Tensor, folder: Path) -> None:
-    with contextlib.suppress(AssertionError):  # without CUDA it can be called, not more
+    # Without CUDA it can be called, not more: a build without CUDA asserts, one with CUDA finds no driver.
+    with contextlib.suppress(AssertionError, RuntimeError):
         torch.cuda.synchronize()
 
 

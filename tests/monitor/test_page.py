@@ -1,4 +1,4 @@
-"""What docs/monitoring.md says of settings, spellings and metrics is what the code says."""
+"""What docs/reference/settings.md says of presets is what the code says, and every metric has a description."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,8 @@ import yaml
 from flopwatch.monitor.config import PRESETS, read_config
 from flopwatch.records.metrics import METRICS, find_metric
 
-TEXT = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
 YAML = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("block", YAML)
-def test_every_yaml_block_is_understood(block):
-    _, problems = read_config(yaml.safe_load(block))
-    assert problems == []
 
 
 @pytest.mark.parametrize("block", [block for block in YAML if block.startswith("# ")])

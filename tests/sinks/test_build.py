@@ -25,7 +25,7 @@ def test_objects_are_taken_as_they_are_and_classes_by_their_path(tmp_path):
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
-    with pytest.raises(InputError, match=r"no sink 'tensorbord'; use one of console, tensorboard, wandb, mlflow, prom"):
+    with pytest.raises(InputError, match=r"no sink 'tensorbord'; did you mean 'tensorboard'\? Use one of console"):
         build_sinks(["console", "tensorbord"], tmp_path, {})
 
 

@@ -91,7 +91,10 @@ def steps_of_event_file(path):
     return [Event.FromString(event).step for event in RawEventFileLoader(str(path)).Load()]
 
 
-@pytest.mark.parametrize("when", ["halfway", "at_the_end", "while_it_finishes"])
+@pytest.mark.parametrize(
+    "when",
+    ["halfway", *(pytest.param(when, marks=pytest.mark.campaign) for when in ("at_the_end", "while_it_finishes"))],
+)
 def test_wandb_that_is_killed_is_reported_and_does_not_hold_up_the_end(run, when):
     name, message = the_only_failure(run(f"wandb_killed_{when}"))
     assert name == "wandb"

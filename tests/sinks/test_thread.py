@@ -132,10 +132,14 @@ def test_a_sink_is_flushed_when_all_is_written_and_then_left_alone(start):
     thread = start(sink, gather_seconds=0.01)
     thread.put(START)
     wait_until(lambda: sink.flushes == 1, "the sink is flushed")
-    time.sleep(0.1)  # ten times the wait: a thread that polls would have flushed or worked again
-    asleep = thread.cpu_seconds
-    time.sleep(0.1)
-    assert (sink.flushes, thread.cpu_seconds) == (1, asleep)
+
+    def is_asleep():
+        before = thread.cpu_seconds
+        time.sleep(0.1)  # ten times the wait: a thread that polls would have flushed or worked again
+        return thread.cpu_seconds == before
+
+    wait_until(is_asleep, "the thread sleeps")
+    assert sink.flushes == 1
     thread.put(START)
     wait_until(lambda: sink.flushes == 2, "the sink is flushed again")
 

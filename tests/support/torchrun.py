@@ -17,9 +17,9 @@ def torchrun(script: Path, *arguments: str, ranks: int, seconds: float = 240) ->
 
 
 def outputs_of_ranks(
-    script: Path, *arguments: str, ranks: int, seconds: float = 300, modules: tuple[str, ...] = TORCH
+    script: str | Path, *arguments: str, ranks: int, seconds: float = 300, modules: tuple[str, ...] = TORCH
 ) -> list[str]:
-    """What each rank of the script printed.
+    """What each rank of the script, or of this code, printed.
 
     The environment is the one torchrun gives; its agent and the import of torch in every rank are saved.
     """

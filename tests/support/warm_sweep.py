@@ -179,7 +179,8 @@ def _become(
             os.environ.update(env)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
         sys.argv = [module, *arguments]
-        sys.path[0] = os.getcwd()
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:] = [os.getcwd(), *given, *sys.path[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +14,7 @@ from flopwatch.sweep.engines.slurm import SlurmEngine
 from support.sweeping import TESTS, Listener, left_behind, run_sweep
 from support.warm_sweep import run_sweep_warm
 from testbeds.real_ray import need_ray
+from testbeds.wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
 
@@ -102,8 +102,7 @@ def check_endings(folder, killer, run, quiet_seconds=FRESH_QUIET_SECONDS):
     starts = [line.split()[0] for line in (folder / "starts.txt").read_text().splitlines()]
     assert sorted(starts) == sorted(results), "each was started once"
     assert len(listener.results) == len(ENDINGS)
-    time.sleep(0.2)
-    assert left_behind(folder) == []
+    wait_until(lambda: left_behind(folder) == [], "nothing of any trial is left", seconds=20.0)
 
 
 def test_under_the_local_engine(tmp_path, killer):

@@ -60,6 +60,7 @@ def holding(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign  # every trial imports torch; the same search with a command follows
 def test_the_largest_batch_of_a_limited_trainer_is_found_in_at_most_six_trials(tmp_path, monkeypatch):
     (tmp_path / "greedy.py").write_text(TRAINER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

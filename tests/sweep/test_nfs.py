@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -33,15 +32,16 @@ print(Path("new").exists(), sorted(os.listdir(".")), Path("changed").read_text()
 """
 
 
+@pytest.mark.slow
 def test_the_stand_in_shows_late_what_another_host_wrote(tmp_path):
     root = tmp_path / "nfs"
     root.mkdir()
-    environment = on_nfs(root, 1.0)
+    environment = on_nfs(root, 5.0)
     (root / "changed").write_text("before")
     write = "import os; open('new', 'w').close(); open('beside', 'w').write('after'); os.replace('beside', 'changed')"
     subprocess.run([sys.executable, "-c", write], cwd=root, env={**environment, "NFS_STANDIN_HOST": "far"}, check=True)
     seen = subprocess.run(
-        [sys.executable, "-c", LATE, str(root), "1.1"],
+        [sys.executable, "-c", LATE, str(root), "5.1"],
         cwd=root,
         env=environment,
         check=True,
@@ -97,12 +97,13 @@ def test_a_sweep_loses_nothing_and_runs_nothing_twice(folder):
 def test_another_host_takes_over_from_a_killed_runner(folder):
     """What had finished stands, though its result was not in sight when the runner was killed."""
     environment = on_nfs(folder, SECONDS)
-    runner = start(folder, 4, environment)
-    wait_until(lambda: len(starts(folder)) >= 2, "two trials run")
-    time.sleep(1.0)
+    command = "echo {batch_size} >> $STARTS; until test {batch_size} -le 2 -o -e $STARTS.go; do sleep 0.1; done"
+    runner = start(folder, 4, environment, command)
+    wait_until(lambda: len(starts(folder)) >= 3, "a trial has ended and the next ones run")
     runner.send_signal(signal.SIGKILL)
     runner.wait()
-    assert start(folder, 4, {**environment, "NFS_STANDIN_HOST": "login2"}).wait(180) == 0
+    (folder.parent / "starts.txt.go").touch()
+    assert start(folder, 4, {**environment, "NFS_STANDIN_HOST": "login2"}, command).wait(180) == 0
     assert all_ok(folder, 4)
     assert b"waiting" in (folder.parent / "errors.txt").read_bytes(), "it said why it waited"
 

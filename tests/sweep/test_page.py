@@ -12,7 +12,12 @@ from support.warm_sweep import flopwatch_warm
 
 pytestmark = pytest.mark.slow
 
-PAGES = [Path(__file__).parents[2] / name for name in ("docs/sweep.md", "docs/zh-CN.md", "README.md")]
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "docs/sweep.md",
+    *ROOT.glob("README*.md"),
+    *sorted({*ROOT.glob("docs/**/*.md")} - {ROOT / "docs/sweep.md"}),
+]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

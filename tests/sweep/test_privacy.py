@@ -1,7 +1,6 @@
 """Epsilon is what Opacus's own accountants say, for the training that was asked about."""
 
 import math
-import os
 import random
 import warnings
 from dataclasses import asdict
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.slow
 
 accountants = pytest.importorskip("opacus.accountants")
 
-LONG = pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="20 s more; in `make campaign`")
 CLASSES = {
     "rdp": accountants.RDPAccountant,
     "prv": accountants.PRVAccountant,
@@ -46,7 +44,7 @@ def random_settings(seed):
 
 @pytest.mark.parametrize(
     ("accountant", "count"),
-    [("rdp", 50), ("gdp", 50), ("prv", 8), pytest.param("prv", 50, marks=LONG)],
+    [("rdp", 50), ("gdp", 50), ("prv", 8), pytest.param("prv", 50, marks=pytest.mark.campaign)],
 )
 def test_epsilon_is_opacus_own_for_random_settings(accountant, count):
     compared = 0
@@ -75,7 +73,13 @@ def test_a_part_of_a_step_counts_as_a_whole_one():
 
 @pytest.mark.parametrize(
     ("accountant", "batch_size", "target"),
-    [("rdp", 512, 3.0), ("prv", 512, 3.0), ("gdp", 512, 3.0), ("prv", 6, 2.0), ("prv", 60, 0.05)],
+    [
+        ("rdp", 512, 3.0),
+        ("prv", 512, 3.0),
+        ("gdp", 512, 3.0),
+        pytest.param("prv", 6, 2.0, marks=pytest.mark.campaign),
+        ("prv", 60, 0.05),
+    ],
 )
 def test_the_noise_for_a_target_keeps_epsilon_at_most_there(accountant, batch_size, target):
     privacy = {"dataset_size": 50_000, "epochs": 1, "delta": 1e-5, "target_epsilon": target}

@@ -46,6 +46,7 @@ def test_a_matrix_runs_and_its_results_come_back_by_name(tmp_path: Path) -> None
     assert len(flopwatch.report.load(tmp_path / "sweep")) == 4
 
 
+@pytest.mark.slow
 def test_a_second_call_runs_nothing_and_a_yaml_file_is_the_same_matrix(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text(json.dumps(MATRIX))

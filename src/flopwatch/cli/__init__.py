@@ -32,13 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The arguments after `flopwatch`; None reads them from `sys.argv`.
     """
     from flopwatch.cli.app import app
+    from flopwatch.cli.run import ScriptRequest, start
+    from flopwatch.cli.typer_internals import USAGE_ERRORS, print_usage_error
 
-    _escape_unknown_characters()
     given, notes = with_new_flags(sys.argv[1:] if arguments is None else arguments)
+    request: ScriptRequest | None = None
+    if given[:1] != ["run"]:  # a script's output streams stay as they are
+        _escape_unknown_characters()
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     try:
-        app(args=given)
+        sys.exit(app(args=given, prog_name="flopwatch", standalone_mode=False))
+    except ScriptRequest as wanted:
+        request = wanted
+    except typer.Abort:
+        sys.exit(1)
+    except USAGE_ERRORS as error:
+        print_usage_error(error)
+        sys.exit(2)
     except FlopwatchError as error:
         print_error(str(error))
         sys.exit(2)
@@ -46,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in _OUTPUT_IS_GONE or error.filename is not None:
             raise
         _leave_without_output(error)
+    if request is not None:
+        start(request)
 
 
 def _escape_unknown_characters() -> None:

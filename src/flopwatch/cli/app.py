@@ -3,6 +3,7 @@
 Every command imports heavy packages inside its functions, so that `--help` stays quick.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,9 @@ import typer
 from flopwatch.cli.compare import compare
 from flopwatch.cli.explain import explain
 from flopwatch.cli.flops import flops, peak
+from flopwatch.cli.init import init
 from flopwatch.cli.report import report
+from flopwatch.cli.run import run
 from flopwatch.cli.trials.sweep import sweep
 from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
@@ -129,12 +132,28 @@ app = typer.Typer(
     cls=LightGroup,
     help="Count the FLOPs of PyTorch training steps exactly, and measure how much of the hardware they use.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help drawn with rich takes twice as long
 )
-for _command in (peak, flops, watch, explain, compare, selftest, trial, sweep, fit, report):
-    app.command(_command.__name__, cls=LightCommand)(_command)
+# The overview in `flopwatch --help` cuts lines of more than 64 characters.
+_COMMANDS: dict[Callable[..., None], str] = {
+    run: "Run a training script unchanged and measure it.",
+    watch: "Watch a run in the terminal until it ends.",
+    explain: "Print how a logged MFU was calculated.",
+    compare: "Compare step time, rates and MFU of two runs or two sweeps.",
+    flops: "Count the FLOPs of one training step, by module.",
+    peak: "Print the peak FLOP/s of a device.",
+    sweep: "Measure every trial of a matrix, each in its own process.",
+    trial: "Measure one trial in a separate process.",
+    fit: "Find the largest batch size that fits in memory.",
+    report: "Print the results of a sweep, or export the rows of a run.",
+    init: "Write a YAML file in which every setting is explained.",
+    selftest: "Check that counting and monitoring work on this machine.",
+}
+for _command, _summary in _COMMANDS.items():
+    # Options after the script's name belong to the script.
+    _settings = {"allow_interspersed_args": False} if _command is run else None
+    app.command(_command.__name__, cls=LightCommand, short_help=_summary, context_settings=_settings)(_command)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -162,6 +162,11 @@ def _seconds(explanation: "Explanation") -> Iterator[str]:
         yield f"{explanation.seconds!r}"
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
         yield f"of which {explanation.input_wait_seconds:.6g} s were spent waiting for the batch"
+        from flopwatch.records.metrics import advice
+
+        share = explanation.input_wait_seconds / explanation.seconds if explanation.seconds else 0.0
+        if (sentence := advice({"perf/input_wait_percent": 100 * share})) is not None:
+            yield f"{sentence}."
     if explanation.is_warm_up:
         yield "This is a warm-up step, so no MFU in the log includes it."
     for reason in sorted(set(explanation.left_out.values())):

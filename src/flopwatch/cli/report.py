@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 
 def report(
-    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep.")] = None,
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep; with --csv also of a run.")
+    ] = None,
     logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
     html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
     md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     output: Annotated[str | None, flag("Write the JSON to a file.", metavar="PATH")] = None,
-    csv: Annotated[str | None, flag("Write one row per trial as CSV; - is stdout.", metavar="PATH")] = None,
+    csv: Annotated[
+        str | None,
+        flag("Write one row per trial, or per logging window of a run, as CSV; - is stdout.", metavar="PATH"),
+    ] = None,
     parquet: Annotated[str | None, flag("Write one row per trial as Parquet; - is stdout.", metavar="PATH")] = None,
     wandb: Annotated[str | None, flag("Log every trial to W&B; update those logged before.", metavar="PROJECT")] = None,
     mlflow: Annotated[
@@ -38,7 +43,11 @@ def report(
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
     refuse_unusable(wandb, mlflow)
-    capture = capture_sweep(_sweep_folder(directory, logs_dir))
+    folder = _sweep_folder(directory, logs_dir)
+    if csv is not None and (log := _log_of_run(folder)) is not None:
+        _write_rows_of_run(log, csv)
+        return
+    capture = capture_sweep(folder)
     written = write_tables(capture, csv, parquet)
     is_printed = STANDARD_OUTPUT in (csv, parquet)
     is_logged = wandb is not None or mlflow is not None
@@ -63,6 +72,37 @@ def report(
     _say_written(written, err=as_json or is_printed)
     if is_logged:
         log_capture(capture, wandb, mlflow)
+
+
+def _log_of_run(folder: Path) -> Path | None:
+    """The log, if the folder is that of a monitored run and not of a sweep."""
+    from flopwatch.records.sweep_results import is_sweep_folder
+    from flopwatch.runs.log_file import NoLogError, find_log
+
+    try:
+        return None if is_sweep_folder(folder) else find_log(folder)
+    except NoLogError:
+        return None
+
+
+def _write_rows_of_run(log: Path, path: str) -> None:
+    """Write the rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
+    import csv
+    import io
+
+    from flopwatch.runs.reading import read_log
+
+    rows = read_log(log).rows
+    metrics = list(dict.fromkeys(key for row in rows for key in row.values))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "unix_time", "exact", *metrics])
+    for row in rows:
+        writer.writerow([row.step, row.unix_time, row.exact, *(row.values.get(key, "") for key in metrics)])
+    if path == STANDARD_OUTPUT:
+        typer.echo(text.getvalue(), nl=False)
+    else:
+        _say_written([_write(path, text.getvalue().encode())], err=False)
 
 
 def _say_written(paths: "Iterable[str]", *, err: bool) -> None:

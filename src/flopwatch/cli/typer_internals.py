@@ -15,6 +15,19 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+USAGE_ERRORS: tuple[type[Any], ...] = (typer.BadParameter.__base__ or typer.BadParameter,)
+"""The class of all errors in the arguments of a command: click's UsageError, which typer does not export."""
+
+
+def print_usage_error(error: Any) -> None:
+    """Print in two lines what is wrong with the arguments, and the command that prints the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+        error.show()
+        return
+    typer.secho(error.format_message(), fg="red", err=True)
+    command = error.ctx.command_path if error.ctx is not None else "flopwatch"
+    typer.echo(f"Run '{command} --help' to see its arguments and options.", err=True)
+
 
 class LightCommand(TyperCommand):
     def get_params(self, ctx: Any) -> Any:

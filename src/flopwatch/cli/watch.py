@@ -1,5 +1,6 @@
 """`flopwatch watch`: shows a run live, from its log."""
 
+import os
 import signal
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from flopwatch.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from flopwatch.records.run import Record
     from flopwatch.runs.state import WatchFeed
 
 
@@ -20,7 +22,10 @@ def watch(
     once: Annotated[bool, flag("Print the view once and exit.", "--once")] = False,
     refresh: Annotated[float, flag("Seconds between two reads of the log.")] = 1.0,
 ) -> None:
-    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
+    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run.
+
+    If the folder holds several runs, list them.
+    """
     from rich.console import Console
 
     from flopwatch.runs.state import WatchFeed
@@ -28,12 +33,62 @@ def watch(
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     console = Console(highlight=False)
-    feed = WatchFeed(run_dir, time.time)
+    below = _runs_below(run_dir)
+    if len(below) > 1:
+        console.print(
+            f"{len(below)} runs in {run_dir}; watch one of them with: flopwatch watch {run_dir.rstrip(chr(47))}/RUN",
+            soft_wrap=True,
+        )
+        console.print(_list_of_runs(below, run_dir))
+        return
+    feed = WatchFeed(below[0] if below else run_dir, time.time)
     if once or not console.is_terminal:
         feed.look(must_exist=True)
         console.print(_frame(feed, console))
     else:
         _watch_live(feed, console, refresh)
+
+
+def _runs_below(folder: str) -> list[str]:
+    """The runs in subfolders of a folder that has no log itself; empty if it has one."""
+    from flopwatch.runs.log_file import NoLogError, find_log, runs_below
+
+    try:
+        find_log(folder)
+    except NoLogError:
+        return [str(path) for path in runs_below(folder)]
+    return []
+
+
+def _list_of_runs(places: "list[str]", folder: str) -> "RenderableType":
+    """A table with one line per run, the newest last."""
+    from rich.table import Table
+
+    from flopwatch.number_format import number, percent
+    from flopwatch.runs.log_file import find_log
+    from flopwatch.runs.reading import read_around
+    from flopwatch.runs.state import WatchedRun
+
+    table = Table("run", "state", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("step", "loss", "MFU", "last record"):
+        table.add_column(name, justify="right")
+    for place in places:
+        run = WatchedRun()
+        log = read_around(find_log(place))
+        ended: list[Record] = [] if log.summary is None else [log.summary]
+        for record in (*log.starts, *log.rows, *ended):
+            run.add(record)
+        mfu = run.value("perf/mfu_percent")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard_unix_time)) if run.row is not None else ""
+        table.add_row(
+            os.path.relpath(place, os.path.expanduser(folder)),
+            run.state(time.time()),
+            "" if run.row is None else f"{run.row.step:,}",
+            "" if run.loss is None else number(run.loss[1], digits=4),
+            "" if mfu is None else percent(mfu / 100),
+            when,
+        )
+    return table
 
 
 def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -> None:

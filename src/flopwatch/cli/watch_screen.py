@@ -6,6 +6,7 @@ from rich.text import Text
 
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
 from flopwatch.number_format import duration, flop_rate, percent
+from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice
 from flopwatch.runs.state import State, WatchedRun
 
@@ -132,12 +133,12 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """The exception that ended the run, if there is one, and below it the notices, newest first."""
+    """The exception that ended the run, if there is one, below it the notices, newest first, and advice."""
     ended_by = run.summary.ended_by if run.summary is not None else None
-    if ended_by is not None and ":" in ended_by:
-        last = [Notice(None, "error", "ended", ended_by)]
-        return [row for notice in [*last, *reversed(run.notices)] for row in _notice(notice, width)]
-    return [row for notice in reversed(run.notices) for row in _notice(notice, width)]
+    first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
+    advised = None if run.row is None else advice(run.row.values)
+    last = [] if advised is None else [Notice(None, "info", "advice", advised)]
+    return [row for notice in [*first, *reversed(run.notices), *last] for row in _notice(notice, width)]
 
 
 def _notice(notice: Notice, width: int) -> list[Text]:

@@ -245,9 +245,8 @@ def read_shape(batch: Any) -> BatchShape:
         tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
     if not tensors:
         raise InputError(
-            f"the batch holds no tensor (got {_content(batch)}); pass a dict of the model's keyword arguments, a tuple "
-            "of its positional arguments, or one tensor. If you have a DataLoader, pass next(iter(loader)); if you "
-            "have a numpy array, pass torch.from_numpy(array)"
+            f"the batch holds no tensor (got {_content(batch)}); pass what the model is called with: a tensor, a tuple "
+            "or a dict of tensors. For a DataLoader pass next(iter(loader)), for numpy torch.from_numpy(array)"
         )
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
@@ -295,6 +294,8 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _content(batch: Any) -> str:
+    if isinstance(batch, list | tuple) and batch:
+        return f"a {type(batch).__name__} of {type(batch[0]).__name__}"
     if not isinstance(batch, Mapping):
         return type(batch).__name__
     keys = [f"{key!r} ({type(value).__name__})" for key, value in list(batch.items())[:_MOST_KEYS]]

@@ -56,8 +56,14 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     is_additive = _is_additive(batch, rows, counted, count)
     if len(set(keys)) <= _MOST_ROWS_COUNTED and is_additive:
         return _sum_of_rows(rows, keys, counted)
+    # Single rows have no padding, so neither does the batch that the law is fitted to. The attention kernel may be
+    # another one with padding, and with it the FLOPs.
     law = fit_flops_law(
-        model, batch, attention=options["attention"], loss_fn=options["loss_fn"], training=options["training"]
+        model,
+        with_full_masks(batch),
+        attention=options["attention"],
+        loss_fn=options["loss_fn"],
+        training=options["training"],
     )
     if is_additive and not law.exact:
         return _sum_of_rows(rows, keys, counted)
@@ -117,10 +123,16 @@ def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount
     """Return whether the FLOPs of the padded rows, counted one by one, add up to those of the padded batch."""
     layout = suggest_layouts(batch)[-1]
     executed = count.forward_flops + count.backward_flops
-    whole = one_sample(batch, layout, 0)
-    mask = whole.get("attention_mask")
-    one = counted({**whole, "attention_mask": torch.ones_like(mask)} if mask is not None else whole)
+    one = counted(with_full_masks(one_sample(batch, layout, 0)))
     return bool(executed == len(rows) * (one.forward_flops + one.backward_flops))
+
+
+def with_full_masks(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch with all its positions marked as real."""
+    masks = {
+        name: batch[name] for name in ("attention_mask", _TARGET_MASK) if isinstance(batch.get(name), torch.Tensor)
+    }
+    return {**batch, **{name: torch.ones_like(mask) for name, mask in masks.items()}}
 
 
 def count_flops(

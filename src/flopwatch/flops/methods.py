@@ -21,7 +21,7 @@ from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.formulas.attention import WholeAttention
 from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, with_steering
 from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError
-from flopwatch.flops.tracing.fakes import NEEDS_VALUES, Faker, quiet_fakes
+from flopwatch.flops.tracing.fakes import Faker, quiet_fakes
 from flopwatch.flops.tracing.passes import (
     AutocastState,
     LossFn,
@@ -38,6 +38,7 @@ from flopwatch.flops.tracing.replay import Replay, ReplayMemory, ReplayRefusedEr
 from flopwatch.flops.tracing.replica import ModuleStack, own_generator, replicate, undisturbed
 from flopwatch.flops.tracing.tally import EventLog, Tally
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method
+from flopwatch.torch_internals import check_schemas, knows_nodes, what_is_missing
 
 
 def count_by_step(
@@ -189,13 +190,15 @@ class _Trace:
         try:
             return self._counted(replay=replay)
         except MeasurementError as error:
-            # The message has this word if the model needs FlexAttention's backward pass, which the CPU does not have.
-            if "FlexAttention" not in str(error):
+            # The message names FlexAttention, or its op flex_attention, if the model needs its backward pass, which the
+            # CPU does not have.
+            if "flexattention" not in str(error).lower().replace("_", ""):
                 raise
             return replace(self, keep_whole=True)._counted(replay=replay)
 
     def _counted(self, *, replay: bool) -> FlopCount:
-        return self._with_replay() if replay and not self.memory.is_refused else self._in_full()
+        can_replay = replay and not self.memory.is_refused and knows_nodes()
+        return self._with_replay() if can_replay else self._in_full()
 
     def _in_full(self) -> FlopCount:
         faker, stack, steering = Faker(), ModuleStack(), Steering()
@@ -237,7 +240,7 @@ class _Trace:
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
-            with failures_named(stack, NEEDS_VALUES), noticed[0], noticed[1], noticed[2], whole_attention:
+            with failures_named(stack), noticed[0], noticed[1], noticed[2], whole_attention:
                 run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
 
 
@@ -249,7 +252,7 @@ def _as_count(
     attention: AttentionConvention,
     steering: Steering,
 ) -> FlopCount:
-    for note in stack.notes():
+    for note in (*stack.notes(), *what_is_missing()):
         tally.note(note)
     return with_steering(tally.as_count(method, attention), steering, mode.risky_ops)
 
@@ -285,6 +288,10 @@ def count_as_is(
 def _count_by_first_that_works(
     model: nn.Module, batch: Any, autocast: AutocastState | None, **options: Any
 ) -> FlopCount:
+    try:
+        check_schemas()
+    except MeasurementError as error:
+        return _estimated(model, batch, str(error), options)
     try:
         traced = count_by_trace(model, batch, autocast=autocast, **options)
         # A real step can count ops in threads that the model starts, a trace cannot.

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.flops.batch_contents import tensors_of
 from flopwatch.flops.formulas import find_formula
 from flopwatch.records.flops import FlopCount
-from flopwatch.torch_internals import FakeTensor, HigherOrderOperator, op_name, op_packet
+from flopwatch.torch_internals import FakeTensor, OpOverload, op_name, op_packet
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -159,7 +159,7 @@ def following(execute: Execute, steering: Steering) -> Execute:
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = execute(func, args, kwargs)
-        if not isinstance(func, HigherOrderOperator):
+        if isinstance(func, OpOverload):
             steering.follow(func, args, kwargs, out)
         return out
 
@@ -175,6 +175,8 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _PYTHON_READS:
             self._steering._note_read(_origins(args))
+        if func is torch.Tensor.data_ptr and type(args[0]) is FakeTensor:
+            return 0  # as torch returns, which also shows the user a warning
         return func(*args, **(kwargs or {}))
 
 

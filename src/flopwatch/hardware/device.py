@@ -48,9 +48,10 @@ def find_device(device: torch.device | str | None = None, torch_module: Any = to
     device(type='cuda', index=1)
     """
     if device is None:
-        # With check_available=False, a CUDA build of torch returns CUDA on a machine that has no GPU.
-        current: torch.device | None = torch_module.accelerator.current_accelerator(check_available=True)
-        return current or torch.device("cpu")
+        # Without the check, a CUDA build of torch returns CUDA, or raises an error, on a machine that has no GPU. The
+        # argument `check_available` of `current_accelerator` does the same, but torch 2.6 does not have it.
+        accelerator = torch_module.accelerator
+        return (accelerator.current_accelerator() if accelerator.is_available() else None) or torch.device("cpu")
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -138,5 +139,6 @@ def _tf32_is_allowed(compute_capability: tuple[int, int] | None) -> bool:
     if compute_capability is not None and compute_capability < _FIRST_WITH_TF32:
         return False
     # `fp32_precision` also reflects the older switches, `allow_tf32` and `set_float32_matmul_precision`. Reading those
-    # raises an error after a user has set `fp32_precision`.
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    # raises an error after a user has set `fp32_precision`. Torch releases before 2.9 have only the older switches.
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() != "highest" if precision is None else precision == "tf32"

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -163,21 +164,28 @@ def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
 @contextmanager
 def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
     """Switch gradients and autocast off in the block, and TF32 on only if `dtype` is `tf32`; undo this after it."""
-    backends: Any = torch.backends  # type checkers do not know its attributes, because torch creates them at run time
-    backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
-    before = backend.fp32_precision
-    wanted = "tf32" if dtype == "tf32" else "ieee"
-    # The value "none" means full precision too. `fp32_precision` is set only if necessary, because reading torch's
-    # older switches (such as `allow_tf32`) raises an error while they disagree with it.
-    must_switch = dtype in ("fp32", "tf32") and wanted != before and not (wanted == "ieee" and before == "none")
+    precision, switch, tf32, full = _fp32_switch(device)
+    # The switch is set only if necessary, because reading torch's older switches (such as `allow_tf32`) raises an error
+    # while they disagree with `fp32_precision`.
+    must_switch = precision != tf32 if dtype == "tf32" else dtype == "fp32" and precision not in full
     try:
         if must_switch:
-            backend.fp32_precision = wanted
+            switch(tf32 if dtype == "tf32" else full[0])
         with torch.inference_mode(), torch.autocast(device.type, enabled=False):
             yield
     finally:
         if must_switch:
-            backend.fp32_precision = before
+            switch(precision)
+
+
+def _fp32_switch(device: torch.device) -> tuple[str, Callable[[str], None], str, tuple[str, ...]]:
+    """How fp32 matmuls are computed now, a function that changes it, and its values for TF32 and for full precision."""
+    backends: Any = torch.backends  # type checkers do not know its attributes, because torch creates them at run time
+    backend = backends.cuda.matmul if device.type == "cuda" else getattr(backends.mkldnn, "matmul", None)
+    if (precision := getattr(backend, "fp32_precision", None)) is not None:
+        return precision, partial(setattr, backend, "fp32_precision"), "tf32", ("ieee", "none")
+    # Torch releases before 2.9 have one switch for all devices.
+    return torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision, "high", ("highest",)
 
 
 def _operands(

@@ -85,8 +85,7 @@ def canonical_dtype(dtype: object) -> str:
     spelling = str(dtype).strip().lower().removeprefix("torch.").replace("-", "_")
     if spelling in _CANONICAL:
         return _CANONICAL[spelling]
-    accepted = ", ".join("/".join((key, *spellings[:1])) for key, spellings in _SPELLINGS.items())
-    raise InputError(f"dtype {dtype!r} is not known; use one of {accepted}, or one of these as a torch.dtype")
+    raise InputError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}, or a torch.dtype")
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def _resolve(
     if override_flops_per_s is not None:
         what = f"override_flops_per_s={override_flops_per_s!r}"
         figure = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12")
-        return _users_peak(figure, facts, compute_dtype, "the argument override_flops_per_s")
+        return _users_peak(figure, facts, compute_dtype, "given by you")
     figure_from_environment = _environment_flops_per_s(facts)
     if figure_from_environment is not None:
         return _users_peak(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")

@@ -104,7 +104,7 @@ class FetchTimer:
             self._callback.monitor.end_wait(has_batch=has_batch)
 
 
-Selection = Literal["basic", "all"]
+Selection = Literal["none", "basic", "all"]
 
 _GROUPS = ("perf", "total", "time", "ranks")
 """Groups of metrics for the framework's log; not `training`, because the framework logs loss and learning rate."""
@@ -120,5 +120,5 @@ def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dic
     return {
         key: float(values[key])
         for key, metric in metrics.items()
-        if key.partition("/")[0] in _GROUPS and (metric.basic or selection == "all")
+        if key.partition("/")[0] in _GROUPS and (selection == "all" or (selection == "basic" and metric.basic))
     }

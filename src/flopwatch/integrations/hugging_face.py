@@ -30,7 +30,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `output_dir`.
-        metrics: `basic` adds the basic metrics to the `Trainer`'s rows, `all` adds all metrics.
+        metrics: `basic` adds the basic metrics to the `Trainer`'s rows, `all` adds all, `none` adds none.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `peak_flops_per_s=`.
 
     Example:
@@ -59,7 +59,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     @harmless
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()  # closes the monitor of an earlier training that raised
+        self.end()  # closes the monitor of an earlier training that raised
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
         self.strict = self.strict or self.monitor.config.strict
@@ -122,7 +122,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     @harmless
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()
+        self.end()
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint stores: the totals, and the options that can be stored as JSON."""
@@ -173,17 +173,28 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             try:
                 return part(*args, **kwargs)
             except BaseException:
-                self._end()
+                self.end()
                 raise
 
         return guarded
 
     @harmless
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Restore the trainer's methods and close the monitor."""
         while self._put_back:
             self._put_back.pop()()
         if self.monitor is not None:
             self.monitor.close()
+
+
+class AutomaticCallback(FlopwatchCallback):
+    """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = find_trainer(self)
+        others = [] if trainer is None else trainer.callback_handler.callbacks
+        if not any(isinstance(other, FlopwatchCallback) and other is not self for other in others):
+            super().on_train_begin(args, state, control, **kwargs)
 
 
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:

@@ -45,7 +45,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `log_dir`.
         model: Module to count, or its name in the `LightningModule`, such as `"model"`; by default it is searched for.
-        metrics: `basic` adds the basic metrics to the loggers' rows, `all` adds all metrics.
+        metrics: `basic` adds the basic metrics to the loggers' rows, `all` adds all, `none` adds none.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
     Example:
@@ -85,7 +85,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._end()
+        self.end()
         self._forget_step()
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
@@ -133,7 +133,8 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._forget_step()
         if lightning_logs_this_step(trainer):
             values = framework_metrics(self.monitor.log_now(), self._metrics)
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+            if values:
+                pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._enter(self._phases, "eval")
@@ -144,15 +145,15 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end()
+        self.end()
 
     @harmless
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._end()
+        self.end()
 
     @harmless
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._end()
+        self.end()
 
     def state_dict(self) -> dict[str, Any]:
         self._note_totals()
@@ -167,7 +168,8 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             self._totals = self.monitor.state_dict()
 
     @harmless
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Restore the trainer's methods and close the monitor."""
         self._note_totals()  # because Lightning saves some checkpoints after this
         self._phases.close()
         while self._put_back:
@@ -229,6 +231,14 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             self._counted = self._wanted_model or find_model(pl_module, batch)
         if self.monitor is not None and self._counted is not None:
             self.monitor.set_model(self._counted)
+
+
+class AutomaticCallback(FlopwatchCallback):
+    """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not any(isinstance(other, FlopwatchCallback) and other is not self for other in trainer.callbacks):
+            super().on_train_start(trainer, pl_module)
 
 
 def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:

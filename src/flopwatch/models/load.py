@@ -55,7 +55,7 @@ def load_model(spec: str, *, device: str = "meta") -> nn.Module:
 
 def _from_config_file(file: Path, device: str) -> nn.Module:
     try:
-        settings: dict[str, Any] = json.loads(file.read_text())
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(settings, dict) or "model_type" not in settings:
@@ -88,7 +88,9 @@ def _from_factory(spec: str, device: str) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot load the model {spec!r}: {error}") from error
+        raise InputError(
+            f"cannot load the model {spec!r}: {error}; correct the name, run in the module's folder, or set PYTHONPATH"
+        ) from error
     finally:
         sys.path.remove("")
     try:

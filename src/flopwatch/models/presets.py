@@ -1,6 +1,7 @@
 """Sizes of the preset models, and the check of a model's name. Does not import torch, which would take seconds."""
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from flopwatch.errors import InputError
@@ -72,13 +73,15 @@ def check_model_name(spec: str) -> None:
     if is_config(spec):
         file = config_file(spec)
         if not file.exists():
-            raise InputError(f"the model's config file {file} does not exist")
+            raise InputError(f"the model's config file {file} does not exist; correct the path, or name a preset")
     elif spec.partition("@")[0] in IMAGE_PRESETS:
         if image_preset(spec) is None:
             raise InputError(f"model {spec!r}: after @, write the side of the images in pixels, 1 to {MOST_PIXELS}")
     elif spec not in PRESETS and ":" not in spec:
         known = ", ".join((*PRESETS, *IMAGE_PRESETS))
-        raise InputError(f"model {spec!r} must be a preset ({known}), a .json file or 'module:function'")
+        near = get_close_matches(spec, (*PRESETS, *IMAGE_PRESETS), n=1)
+        maybe = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"model {spec!r} must be a preset ({known}), a .json file or 'module:function'{maybe}")
 
 
 def is_config(spec: str) -> bool:

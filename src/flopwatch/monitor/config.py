@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
+from flopwatch.records.reading import first_line
 
 ModeName = Literal["smart", "estimate", "profiler", "hybrid"]
 
@@ -102,19 +103,30 @@ def _as_dict(config: "Mapping[str, Any] | str | Path | None", problems: list[str
     try:
         content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problems.append(f"config {str(config)!r} could not be read: {error}")
+        problems.append(f"config={str(config)!r} cannot be read ({_in_one_line(error)}); correct the path or the file")
+        return {}
+    if content is None:  # the file is empty, or all its settings are commented out
         return {}
     if not isinstance(content, Mapping):
-        problems.append(f"config {str(config)!r} contains a {type(content).__name__} instead of keys and values")
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        problems.append(f"config={str(config)!r} contains {found}; write settings as lines such as 'log_every: 10'")
         return {}
     return content
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or first_line(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"not YAML: {error.problem} in line {error.problem_mark.line + 1}"
+    return first_line(error)
 
 
 def _preset(name: str | None, problems: list[str]) -> Mapping[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        problems.append(f"preset {name!r} does not exist; the presets are {', '.join(PRESETS)}")
+        problems.append(f"there is no preset {name!r}; use one of {', '.join(PRESETS)}")
     return PRESETS.get(name, {})
 
 
@@ -187,7 +199,7 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             found[_MONITORING.get(path, path)] = value
         elif section in _SECTIONS and name in fields:
             found[name] = value
-        elif section in _SECTIONS:
+        elif section in _SECTIONS and (name or value is not None):  # a section without settings is no mistake
             unknown.append(_unknown(path, name, fields))
     return found, unknown
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flopwatch.errors import InputError
+from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.flops import Peak
 from flopwatch.records.reading import first_line
@@ -48,20 +48,42 @@ def mfu_above_peak(mfu: float, peak: Peak) -> NoticeText:
     return _warning(
         "mfu_above_peak",
         f"MFU is {100 * mfu:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} FLOP/s "
-        f"({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype= or peak_flops_per_s=",
+        f"({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
+        "peak_flops_per_s=312e12 if it is 312 TFLOP/s",
     )
 
 
-def nothing_to_count(*, has_model: bool, has_batch: bool) -> NoticeText:
-    """Make one notice about a missing model, a missing batch, or both."""
+def not_a_model(model: object) -> str:
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    return f"model= must be the torch.nn.Module that is trained, got {got}, so there will be no FLOPs and no MFU"
+
+
+def step_logged_twice(step: int) -> NoticeText:
+    return _warning(
+        "step_logged_twice",
+        f"step {step} was logged twice, and both count as optimizer steps. With gradient accumulation, pass each batch "
+        "to micro_batch() and log the step once, after optimizer.step()",
+    )
+
+
+def folder_in_use(output_dir: Path, pid: int) -> NoticeText:
+    return _warning(
+        "folder_in_use",
+        f"process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are mixed there; "
+        "give each run an output_dir of its own, or close the first monitor before the second starts",
+    )
+
+
+def nothing_to_count(*, has_model: bool, has_batch: bool, has_calls: bool = False) -> NoticeText:
+    """Make one notice about a missing model, a missing batch, or both; with `has_calls`, FLOPs are known without it."""
     of_model = "model= to TrainingMonitor (or call set_model)"
     of_batch = "batch= to step() or log_step(), or each one to micro_batch()"
     missing = [*([] if has_model else [of_model]), *([] if has_batch else [of_batch])]
     what = " and no ".join([*([] if has_model else ["model"]), *([] if has_batch else ["batch"])])
-    tokens = "" if has_batch else "no tokens per second, "
+    effects = [*([] if has_batch else ["no tokens per second"]), *([] if has_calls else ["no FLOPs and no MFU"])]
     return _warning(
         "no_batch" if has_model else "no_model",
-        f"no {what} was given, so there will be {tokens}no FLOPs and no MFU; pass {', and '.join(missing)}",
+        f"no {what} was given, so there will be {', '.join(effects)}; pass {', and '.join(missing)}",
     )
 
 
@@ -82,8 +104,8 @@ def not_readable(name: str) -> NoticeText:
 def input_wait_unknown() -> NoticeText:
     return _info(
         "input_wait_unknown",
-        "the input wait is not known, because micro-batches are fetched inside the step; write `for batch in "
-        "monitor.batches(loader)` to measure it",
+        "the input wait is not known, because micro-batches are fetched inside the step; a TrainingMonitor in the loop "
+        "measures it with `for batch in monitor.batches(loader)`",
     )
 
 
@@ -166,7 +188,7 @@ def ranks_absent(ranks: Sequence[int]) -> NoticeText:
     return _warning(
         "ranks_absent",
         f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} joined this run before "
-        "it ended, so its totals lack those ranks; create the same monitors on every rank, in the same order and with "
+        "it ended, so the totals lack them; create the same monitors on every rank, in the same order and with "
         "the same logging_rank",
     )
 
@@ -210,7 +232,9 @@ def flops_unknown(error: BaseException) -> NoticeText:
 
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:
-    return _warning("peak_unknown", f"there will be no MFU, because the device's peak for {dtype} is not known. {why}")
+    # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
+    why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split())
+    return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why[0].lower()}{why[1:]}")
 
 
 def shapes_not_counted() -> NoticeText:
@@ -333,6 +357,12 @@ class Outlets:
         reason = f"{type(error).__name__}: {first_line(error)}"
         self.failed_parts[name] = reason
         message = f"the sink {name} failed and is switched off, the training goes on: {reason}"
+        if isinstance(error, MissingDependencyError):
+            message = f"the sink {name} is not used: {first_line(error)}"
+        if name == JsonlSink.name and isinstance(error, OSError):
+            message = (
+                f"the run's log cannot be written ({first_line(error)}); pass an output_dir that can be written to"
+            )
         self.notify("error", f"sink_failed:{name}", message)
 
 
@@ -355,7 +385,7 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     outlets = Outlets([log, *sinks])
     for name, reason in failures.items():
         outlets.failed_parts.setdefault(name, reason)
-        message = f"the sink {name} cannot be opened and is not used, the training goes on: {reason}"
+        message = f"the sink {name!r} is not used: {reason}"
         outlets.notify("error", f"sink_failed:{name}", message)
     return outlets
 

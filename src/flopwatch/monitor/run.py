@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock
+from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
@@ -22,11 +23,11 @@ from flopwatch.monitor.pricing.certificates import NO_CALLS
 from flopwatch.monitor.pricing.law_book import FlopMode, choose_mode
 from flopwatch.monitor.pricing.step_calls import StepNoter, checked_flops
 from flopwatch.monitor.pricing.step_prices import StepCost, StepPricer
-from flopwatch.monitor.ranks.group import data_parallel_size
 from flopwatch.monitor.ranks.job_values import explain_straggler
+from flopwatch.monitor.ranks.layout import data_parallel_size
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.rows import JobLayout, RowMaker
-from flopwatch.monitor.session import Session, describe_environment, device_memory_gib
+from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.step_clock import HostTimer, StepClock, StepTimer, timer_for
 from flopwatch.monitor.window import (
     DatasetMetrics,
@@ -150,6 +151,8 @@ class MonitoredRun:
         )
 
     def set_model(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(notices.not_a_model(model))
         self.noter.set_model(model)
         self.pricer.set_model(model)
         timer = timer_for(self.pricer.peaks.device, self._clock)
@@ -195,6 +198,8 @@ class MonitoredRun:
         """Keep what is known when a step ends. On an ordinary step, do not read from the device, write or wait."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
+        if step == self.last_step:
+            self._notify(*notices.step_logged_twice(step))
         if not self._has_started:
             self._start_run(step)
         if batch is not None:
@@ -400,11 +405,13 @@ class MonitoredRun:
             return
         self._has_looked_for_gaps = True
         has_model = self.costs.model is not None or self._flops_fn is not None
+        has_model = has_model or "set_model" in self.outlets.failed_parts  # reported already
         is_unreadable = "batch" in window.left_out or "batch" in self.outlets.failed_parts
         noted = [step.noted for step in window.steps]
-        has_batch = is_unreadable or any(step.readings or step.user_flops or step.calls.kinds for step in noted)
+        has_batch = is_unreadable or any(step.readings or step.user_flops for step in noted)
+        has_calls = has_model and any(step.calls.kinds for step in noted)
         if not (has_model and has_batch):
-            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
+            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, has_calls=has_calls))
 
     def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
         """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
@@ -542,6 +549,9 @@ class MonitoredRun:
             self.is_off = self.ranks.link is None
             return
         environment = describe_environment(self.pricer.peaks.device)
+        other = process_writing(self._log_path)
+        if other is not None:
+            self._notify(*notices.folder_in_use(self._output_dir, other))
         clock = self.step_clock
         ledger = self._session.begin(first_step, environment, clock.first_step_began, clock.seconds_before_first_step)
         start = RunStart(
@@ -562,7 +572,9 @@ class MonitoredRun:
         if self._config.strict:
             raise error
         self.outlets.failed_parts.setdefault(part, f"{type(error).__name__}: {first_line(error)}")
-        message = f"{part} failed in the monitor, the training goes on: {first_line(error)}"
+        # An InputError is a mistake of the user, and its message says how to correct it.
+        what = "" if isinstance(error, InputError) else f"{part} failed in the monitor, the training goes on: "
+        message = f"{what}{first_line(error)}"
         self._notify("error", f"part_failed:{part}", message)
 
     def _notify(self, level: Any, code: str, message: str, step: int | None = None) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,15 @@ from flopwatch.monitor.output import Notify
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
-from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object
-from flopwatch.runs.state import identify_process
+from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
+from flopwatch.runs.state import identify_process, is_running
 from flopwatch.version import __version__
 
 _START_FIELD = 19
 """Index of the process's start time in /proc/self/stat, after the command's name: field 22 of proc_pid_stat(5)."""
+
+_MOST_LINES_SEARCHED = 20_000
+"""How many lines of a log are searched for the start of its last session, which takes 0.1 s."""
 
 _monitored_process: int | None = None
 
@@ -77,9 +81,10 @@ def process_start_unix_time() -> float | None:
 def _start_by_psutil() -> float | None:
     try:
         import psutil
-    except ImportError:
+
+        return float(psutil.Process().create_time())
+    except Exception:  # not installed, or one of psutil's own errors: the process may not read about itself
         return None
-    return float(psutil.Process().create_time())
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -228,6 +233,18 @@ def is_same_job(log: Path, environment: Mapping[str, Any]) -> bool:
     # torchrun's agent keeps its pid when it restarts workers. `run_id` alone is not enough: its default is "none".
     same = before and all(before[name] == now[name] for name in ("run_id", "agent_pid"))
     return bool(same and before["restart_count"] < now["restart_count"])
+
+
+def process_writing(log: Path) -> int | None:
+    """The process of the log's last session, if it runs and has not ended the session; None otherwise."""
+    try:
+        newest = islice(lines_from_end(log), _MOST_LINES_SEARCHED) if log.is_file() else ()
+        records = (parse_object(line) for line in newest if row_step(line) is None)
+        last = next((record for record in records if record.get("type") in ("run", "summary")), {})
+    except (OSError, TornLineError):
+        return None
+    process = last.get("environment", {}).get("process", {})
+    return process["pid"] if is_running(process) else None
 
 
 def _end_of(ledger: Ledger) -> LastRecord | None:

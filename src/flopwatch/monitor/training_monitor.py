@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
+from flopwatch.records.html_table import html_table
 from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
@@ -224,6 +226,11 @@ class TrainingMonitor:
         strict: bool | None = None,
         clock: Clock = monotonic_seconds,
     ) -> None:
+        if not isinstance(output_dir, str | os.PathLike):
+            raise InputError(
+                f"output_dir must be the path of a folder, got {type(output_dir).__name__}; "
+                'write TrainingMonitor("outputs", model=model)'
+            )
         wanted_sinks = _as_list(sinks)
         self.config, problems = read_config(
             config,
@@ -269,6 +276,7 @@ class TrainingMonitor:
             peak_flops_per_s=peak_flops_per_s,
         )
         self._started_run = self._run
+        _open_monitors.add(self)
         for problem in problems:
             message = f"a setting of the monitor's configuration is not used: {problem}"
             self._run.outlets.notify("warning", f"configuration:{problem}", message)
@@ -536,6 +544,7 @@ class TrainingMonitor:
         except Exception as failure:
             self._failed("close", failure)
         self._run = None
+        _open_monitors.discard(self)
 
     def __enter__(self) -> "TrainingMonitor":
         return self
@@ -546,17 +555,28 @@ class TrainingMonitor:
     def __repr__(self) -> str:
         return f"TrainingMonitor({str(self.output_dir)!r}: {self._words()})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows if the monitor is the last line of a cell: the newest row, later the summary."""
+        from flopwatch.sinks.console import summary_lines  # imports rich, which a training may not need
+
+        summary, run = self.summary, self._started_run
+        if summary is None and run is not None:
+            summary = Summary(run.last_step, 0.0, self.latest, exact=run.rows.exact, notes=run.rows.notes)
+        title = f"{self.output_dir}: {self._state()}"
+        return html_table(title, [] if summary is None else summary_lines(summary))
+
     def _words(self) -> str:
+        values = self.latest
+        shown = [("loss", "training/loss", ".4g", ""), ("MFU", "perf/mfu_percent", ".3g", " %")]
+        parts = [f"{name} {values[key]:{form}}{unit}" for name, key, form, unit in shown if key in values]
+        return ", ".join([self._state(), *parts])
+
+    def _state(self) -> str:
         if self._started_run is None:
             return "switched off by FLOPWATCH_DISABLE"
         if self._started_run.last_step is None:
             return "no step yet" if self._run is not None else "closed before the first step"
-        values = self._started_run.rows.latest
-        shown = [("loss", "training/loss", ".4g"), ("MFU", "perf/mfu_percent", ".3g")]
-        parts = [f"{name} {values[key]:{form}}" for name, key, form in shown if key in values]
-        percent = " %" if "perf/mfu_percent" in values else ""
-        closed = "" if self._run is not None else ", closed"
-        return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
+        return f"{'' if self._run is not None else 'closed at '}step {self._started_run.last_step:,}"
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
         """Call `action`; report its errors as those of `part`. With `is_own_work`, its time is no input wait."""
@@ -575,6 +595,19 @@ class TrainingMonitor:
     def _failed(self, part: str, error: Exception) -> None:
         if self._run is not None:
             self._run.failed(part, error)
+
+
+_open_monitors: "weakref.WeakSet[TrainingMonitor]" = weakref.WeakSet()
+
+
+def act_on_run(monitor: TrainingMonitor, part: str, action: Callable[[MonitoredRun], None]) -> None:
+    """Call `action` with the monitor's run, for code of flopwatch that drives a monitor; errors are reported once."""
+    monitor._do(part, action)
+
+
+def open_monitors() -> "list[TrainingMonitor]":
+    """The monitors of this process that are not closed."""
+    return list(_open_monitors)
 
 
 def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | Sink]:

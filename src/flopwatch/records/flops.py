@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from flopwatch.number_format import percent
+from flopwatch.records.html_table import html_table
+
 Method = Literal["trace", "step", "estimate", "flops_fn"]
 AttentionConvention = Literal["full", "causal"]
 Confidence = Literal["high", "medium", "low"]
@@ -112,6 +115,24 @@ class FlopCount:
     def is_lower_bound(self) -> bool:
         """True if some matmul-like op had no formula, so that the true count is higher."""
         return bool(self.uncounted)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows if the count is the last line of a cell."""
+        at_least = "at least " if self.is_lower_bound else ""
+        amounts = {
+            "model FLOPs": self.model_flops,
+            "executed FLOPs": self.hardware_flops,
+            "forward": self.forward_flops,
+            "backward": self.backward_flops,
+            "recomputed": self.recompute_flops,
+            "padding": self.padding_flops,
+        }
+        lines = [(label, f"{at_least}{amount:,}") for label, amount in amounts.items() if amount]
+        if self.coverage is not None:
+            lines.append(("ops with a formula", percent(self.coverage)))
+        lines += [("not counted", f"{op.op} in {op.module or 'the model itself'}") for op in self.uncounted]
+        lines += [("note", note) for note in self.notes]
+        return html_table(f"FLOPs of one step, by {self.method}, attention {self.attention}", lines)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

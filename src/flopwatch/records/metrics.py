@@ -113,6 +113,28 @@ _ALL = (
 
 METRICS = {metric.key: metric for metric in _ALL}
 
+_LEAST_ADVISED_PERCENT = {
+    "perf/input_wait_percent": (10.0, "of the step waits for input: raise num_workers of the DataLoader"),
+    "perf/padding_percent": (30.0, "of the tokens are padding: pack sequences, or batch similar lengths"),
+    "perf/recompute_percent": (30.0, "of the FLOPs are recomputed: checkpoint fewer layers if memory allows"),
+}
+
+
+def advice(values: Mapping[str, float]) -> str | None:
+    """One sentence about what costs a training most, and what to change; None if nothing costs much.
+
+    >>> advice({"perf/input_wait_percent": 67.2, "perf/padding_percent": 5.0})
+    '67 % of the step waits for input: raise num_workers of the DataLoader'
+    >>> advice({"perf/input_wait_percent": 2.0}) is None
+    True
+    """
+    costly = [(values[key], key) for key, (least, _) in _LEAST_ADVISED_PERCENT.items() if values.get(key, 0.0) > least]
+    if not costly:
+        return None
+    share, key = max(costly)
+    return f"{share:.0f} % {_LEAST_ADVISED_PERCENT[key][1]}"
+
+
 _OF_DATASETS = {
     "loss": Metric("dataset/*/loss", "", "Mean loss of this dataset's samples in the window.", basic=True),
     "accuracy": Metric("dataset/*/accuracy", "1", "Share of this dataset's predictions that are right.", basic=True),

@@ -23,6 +23,9 @@ _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
 """Limits in bytes of a file and of a line. flopwatch writes far less, and reading more could exhaust the memory."""
 
+_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Windows has only the last one, Unix only the others."""
+
 
 class UnreadableError(FlopwatchError):
     """The path exists, but it is not a file that can be read; the message says why."""
@@ -37,7 +40,7 @@ def opened_regular(file: Path) -> Iterator[BinaryIO]:
         UnreadableError: The path is not a regular file, or reading is not permitted.
     """
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(file, os.O_RDONLY | _OPEN_FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(file)) from None
     except (OSError, ValueError) as error:  # os.open raises ValueError for a path with a NUL character

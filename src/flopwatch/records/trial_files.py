@@ -96,7 +96,7 @@ def write_json(file: Path, content: Any) -> None:
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
     """Append a line of JSON in one write. If the disk is full after half the line, the half is removed again."""
     line = (json.dumps(content) + "\n").encode()
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
     try:
         before = os.fstat(handle).st_size
         if os.write(handle, line) < len(line):

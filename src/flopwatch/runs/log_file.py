@@ -182,9 +182,15 @@ def _is_record(line: bytes) -> bool:
         return row_step(line) is not None
 
 
-def _logs_below(folder: Path) -> str:
+def runs_below(folder: str | Path) -> list[Path]:
+    """Return the runs in the subfolders of a folder, those whose log was written last at the end."""
     patterns = (f"*/{DEFAULT_NAME}", f"*/{_OF_INTEGRATIONS}/{DEFAULT_NAME}")
-    found = sorted(str(path.parent) for pattern in patterns for path in folder.glob(pattern))
+    logs = [path for pattern in patterns for path in Path(folder).expanduser().glob(pattern) if path.is_file()]
+    return [path.parent for path in sorted(logs, key=lambda path: path.stat().st_mtime)]
+
+
+def _logs_below(folder: Path) -> str:
+    found = sorted(map(str, runs_below(folder)))
     return f"; there are logs in {listed(found)}" if found else ""
 
 

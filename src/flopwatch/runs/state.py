@@ -42,13 +42,26 @@ def is_gone(process: Mapping[str, Any]) -> bool:
     >>> is_gone(identify_process())
     False
     """
+    return _has_ended_here(process) is True
+
+
+def is_running(process: Mapping[str, Any]) -> bool:
+    """Return True if the process certainly runs. From another machine or container the result is always False.
+
+    >>> is_running(identify_process()), is_running({})
+    (True, False)
+    """
+    return _has_ended_here(process) is False
+
+
+def _has_ended_here(process: Mapping[str, Any]) -> bool | None:
+    """Return whether a process of this machine and container has ended; None for others, and if it is unknown."""
     try:
-        is_seen_from_here = process["boot_id"] == _boot_id() and process["pid_namespace"] == os.readlink(
-            "/proc/self/ns/pid"
-        )
-        return bool(is_seen_from_here and _has_ended(int(process["pid"]), int(process["start_ticks"])))
+        if process["boot_id"] != _boot_id() or process["pid_namespace"] != os.readlink("/proc/self/ns/pid"):
+            return None
+        return _has_ended(int(process["pid"]), int(process["start_ticks"]))
     except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _has_ended(pid: int, start_ticks: int) -> bool:

@@ -12,10 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.number_format import count, duration, flop_rate, flops, number, percent, step_time
+from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
 """If waiting for input takes more than this share of the step time, the printed line shows the share."""
+
+LONG_COUNT_SECONDS = 1.0
+"""If counting FLOPs takes longer than this, the summary shows how long it took."""
 
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
@@ -78,11 +82,13 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     lines = [
         ("steps", steps),
         ("time in steps", _of(values, "time/train_seconds", duration)),
+        ("counting FLOPs", _long_count(values)),
         ("loss", _of(values, "training/loss", _loss)),
         ("MFU", _of(values, "perf/mfu_percent", lambda value: about + _percent(value))),
         ("HFU", _of(values, "perf/hfu_percent", lambda value: about + _percent(value))),
         ("not exact", "; ".join(summary.notes) or None),
         ("input wait", _long_wait(values)),
+        ("advice", advice(values)),
         ("tokens", _of(values, "total/tokens", count)),
         ("tokens/s", _of(values, "perf/tokens_per_second", count)),
         ("model FLOPs", _of(values, "total/model_flops", flops)),
@@ -91,6 +97,11 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
     ]
     return [(label, text) for label, text in lines if text is not None]
+
+
+def _long_count(values: Mapping[str, Number]) -> str | None:
+    seconds = values.get("time/count_seconds", 0)
+    return f"{duration(seconds)}, not in the time in steps" if seconds > LONG_COUNT_SECONDS else None
 
 
 def _long_wait(values: Mapping[str, Number]) -> str | None:

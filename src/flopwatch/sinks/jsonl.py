@@ -93,9 +93,12 @@ class JsonlSink:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        binary = getattr(os, "O_BINARY", 0)  # without it Windows writes two bytes at the end of a line
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
         size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+        if size:
+            os.lseek(self._descriptor, size - 1, os.SEEK_SET)  # writes still go to the end
+        if size and os.read(self._descriptor, 1) != b"\n":
             self._buffer[:0] = b"\n"  # ends a line that a killed session left incomplete
 
     def _is_in_place(self, descriptor: int) -> bool:

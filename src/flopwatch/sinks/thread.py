@@ -6,6 +6,7 @@ Therefore a sink that hangs or fails affects neither the training nor the other 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -206,9 +207,11 @@ def build_sinks(
             sinks.append(_checked(want))
             continue
         if want not in SINK_NAMES and ":" not in want:
+            close = get_close_matches(want, SINK_NAMES, n=1)
+            maybe = f"did you mean {close[0]!r}? " if close else ""
             raise InputError(
-                f"there is no sink {want!r}; use one of {', '.join(SINK_NAMES)}, a class as 'module:Class', or an "
-                "object with the methods of flopwatch.sinks.protocol.Sink"
+                f"there is no sink {want!r}; {maybe}Use one of {', '.join(SINK_NAMES)}, your own as 'module:Class', "
+                "or an object of such a class"
             )
         try:
             sinks.append(_make(want, output_dir, options.get(want, {})))
@@ -227,7 +230,11 @@ def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
         "mlflow": {"output_dir": output_dir},
     }
     module, _, class_name = _CLASSES.get(name, name).partition(":")
-    return _checked(getattr(import_module(module), class_name)(**{**defaults.get(name, {}), **options}))
+    try:
+        made = getattr(import_module(module), class_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{name!r} cannot be imported ({error}); correct the name, or set PYTHONPATH") from error
+    return _checked(made(**{**defaults.get(name, {}), **options}))
 
 
 def _checked(sink: Any) -> Sink:

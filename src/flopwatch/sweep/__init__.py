@@ -4,9 +4,11 @@
 supervises a trial imports this package too. To keep its start fast, other modules are imported inside the functions.
 """
 
+import os
+import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,8 @@ def run(
     """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
 
     Does what the command `flopwatch sweep` does; each can resume a sweep that the other began. Ctrl-C ends the running
-    trials.
+    trials. Your own trainers and models (`module:name`) are found in the current folder, in the folder of the script
+    that calls this function, and in those of PYTHONPATH.
 
     Args:
         matrix: The keys of docs/sweep.md as a dict, or the path of a YAML file with them.
@@ -79,17 +82,37 @@ def run(
     policy = retry_policy(asked.retries, asked.retry_on)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
-    plan, _, _ = run_sweep(
-        sweep,
-        lambda: make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name),
-        where,
-        Screen(observer),
-        with_preflight=preflight,
-        retries=policy,
-        budget_seconds=asked.budget,
-    )
+    with _modules_of_the_script():
+        plan, _, _ = run_sweep(
+            sweep,
+            lambda: make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name),
+            where,
+            Screen(observer),
+            with_preflight=preflight,
+            retries=policy,
+            budget_seconds=asked.budget,
+        )
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
+
+
+@contextmanager
+def _modules_of_the_script() -> Iterator[None]:
+    """Let the processes of the trials import what the calling script can import from its own folder."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None:  # a notebook, a shell, or `python -m module`
+        yield
+        return
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(Path(script).resolve().parent)]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class Screen:

@@ -58,6 +58,7 @@ from flopwatch.sweep.claims import (
     withdraw,
 )
 from flopwatch.sweep.host.environment import fingerprint
+from flopwatch.sweep.host.processes import check_system
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
@@ -101,8 +102,10 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
             that line to stderr.
 
     Raises:
-        InputError: Another runner is alive, the folder is not a sweep's, or it cannot be written.
+        InputError: Another runner is alive, the folder is not a sweep's or cannot be written, or this system cannot
+            run trials.
     """
+    check_system()
     _make_folders(sweep)
     with _hold(sweep, report or _write_to_stderr):
         _close_torn_line(sweep / RESULTS)

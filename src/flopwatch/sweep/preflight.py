@@ -118,7 +118,7 @@ def preflight_trials(
     """
     specs = [trial.spec for trial in trials if trial.spec.trainer != COMMAND]
     found = run_preflight(sweep, specs) if specs else {}
-    show(found)
+    show({pair: result for pair, result in found.items() if not result.is_mistake})
     refuse_mistakes(found)
     why_not = refusals(found, specs)
     return lambda trial: why_not(trial.spec)
@@ -126,15 +126,18 @@ def preflight_trials(
 
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
     """Raise InputError if a configuration is unusable, because a sweep that skips its trials would look complete."""
-    mistakes = [
-        f"{result.trainer} on {result.model}: {result.reason}" for result in found.values() if result.is_mistake
-    ]
+    mistakes = [_mistake(result) for result in found.values() if result.is_mistake]
     if mistakes:
         more = f"; and {len(mistakes) - _MOST_MISTAKES} more" if len(mistakes) > _MOST_MISTAKES else ""
         raise InputError(
-            f"no trial was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. Correct the setting, leave it out with "
-            "--exclude, or use --no-preflight to run the other trials"
+            f"no trial was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. "
+            "Correct it, or leave it out with --exclude"
         )
+
+
+def _mistake(result: PreflightResult) -> str:
+    is_named = repr(result.trainer) in result.reason
+    return result.reason if is_named else f"{result.trainer} on {result.model}: {result.reason}"
 
 
 def run_preflight(

@@ -137,7 +137,7 @@ def main(*kinds: str) -> None:
             sys.stdout.write(f"RESULT {json.dumps(result)}\n")
             sys.stdout.flush()
     distributed.barrier()
-    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
+    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/ranks.md).
     os._exit(0)
 
 

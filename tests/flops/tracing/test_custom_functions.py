@@ -188,6 +188,45 @@ def test_what_a_checkpoint_written_by_hand_keeps_may_be_a_copy(phases: Any) -> N
     assert phases(model) == (LAYER + 2 * HEAD, LAYER + 4 * HEAD, 2 * HEAD)
 
 
+def saves_nothing_but_inputs(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward(x, weight)
+    return (x @ weight.t()).relu()
+
+
+class ComputesAgain(torch.autograd.Function):
+    forward = staticmethod(saves_nothing_but_inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0] * (x @ weight.t() > 0)
+        return gradient @ weight, gradient.t() @ x
+
+
+class Inherits(ComputesAgain):
+    pass
+
+
+class Decorated(ComputesAgain):
+    forward = staticmethod(torch.amp.custom_fwd(saves_nothing_but_inputs, device_type="cuda"))
+
+
+class SetsUpItsContext(ComputesAgain):
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight.t()).relu()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+@pytest.mark.parametrize("function", [ComputesAgain, Inherits, Decorated, SetsUpItsContext])
+def test_a_forward_pass_is_recognised_however_it_is_written(phases: Any, function: Any) -> None:
+    model = WithHead(function.apply)
+    assert phases(model) == (LAYER + HEAD, LAYER + 2 * HEAD, HEAD)
+
+
 class TraceOfABA(torch.autograd.Function):
     """tr(ABA): its gradients are (AB + BA)' for A and (AA)' for B.
 

@@ -51,7 +51,11 @@ ONE_OP = [
 
 @pytest.mark.parametrize(("op", "args"), ONE_OP, ids=lambda value: str(value) if callable(value) else "")
 def test_an_op_gives_a_fake_what_it_gives_a_real_tensor(op, args):
-    real, fake = op(*args), run_on_fakes(op, args)
+    try:
+        real = op(*args)
+    except NotImplementedError as error:
+        pytest.skip(f"this torch has no kernel for the type of the result: {error}")  # bfloat16 x 1j since 2.14
+    fake = run_on_fakes(op, args)
     assert isinstance(fake, FakeTensor)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     assert fake.device.type == "cpu"

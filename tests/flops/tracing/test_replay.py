@@ -18,7 +18,7 @@ from flopwatch.flops.methods import count_by_trace
 from flopwatch.flops.tracing import repeated, replay
 from flopwatch.flops.tracing.replay import ReplayMemory
 from flopwatch.flops.tracing.tally import EventLog, Tally
-from support.quick import for_each, varied
+from support.quick import VARIED, for_each
 from testbeds.architectures import BY_NAME, causal_batch, text_sizes
 
 pytestmark = pytest.mark.slow
@@ -74,13 +74,16 @@ def built_deep(name):
     return dataclasses.replace(architecture, config=lambda: deep(architecture.config(), layers=8)).build()
 
 
-@for_each(varied())
+@for_each(in_ci=VARIED)
 def test_a_replayed_count_is_the_full_one(architecture):
     name = architecture.name
     assert_same(built_deep(name), BY_NAME[name].batch(2, 24), replayed=name not in ALL_LAYERS_RUN)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "deepseek_v3", "t5", "clip"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "t5", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("gpt2", "deepseek_v3", "clip"))],
+)
 def test_a_replayed_count_of_causal_attention_is_the_full_one(name):
     assert_same(built_deep(name), BY_NAME[name].batch(2, 24), attention="causal", replayed=True)
 
@@ -121,14 +124,17 @@ def test_frozen_layers_cost_what_they_cost():
     assert in_full.by_module["model.layers.3.mlp.up_proj"].backward == 0
 
 
-@pytest.mark.parametrize("layers", [None, [1, 4]])
+@pytest.mark.parametrize("layers", [pytest.param(None, marks=pytest.mark.campaign), [1, 4]])
 def test_adapters_on_all_or_some_layers(layers):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], layers_to_transform=layers)
     model = peft.get_peft_model(llama(), config)
     assert_same(model, BATCH, replayed=True)
 
 
-@pytest.mark.parametrize(("use_reentrant", "attention"), [(False, "full"), (True, "full"), (False, "causal")])
+@pytest.mark.parametrize(
+    ("use_reentrant", "attention"),
+    [(False, "full"), (True, "full"), pytest.param(False, "causal", marks=pytest.mark.campaign)],
+)
 def test_recomputed_layers_are_recomputed(use_reentrant, attention):
     model = llama(attention_dropout=0.1)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -140,7 +146,7 @@ def test_the_forward_pass_alone():
     assert_same(llama(), BATCH, training=False, replayed=True)
 
 
-@pytest.mark.parametrize("wanted", [True, [2, 5]])
+@pytest.mark.parametrize("wanted", [pytest.param(True, marks=pytest.mark.campaign), [2, 5]])
 def test_hidden_states_are_asked_for(wanted):
     in_full, _ = assert_same(
         llama(),
@@ -150,6 +156,7 @@ def test_hidden_states_are_asked_for(wanted):
     assert in_full.by_op["bmm"].forward > 0
 
 
+@pytest.mark.campaign
 def test_router_logits_are_asked_for():
     config = transformers.Qwen3MoeConfig(
         **text_sizes(

@@ -62,6 +62,7 @@ def test_smart_counts_once_and_prices_every_shape(tmp_path, model):
     ]
 
 
+@pytest.mark.slow
 def test_smart_verifies_lengths_beyond_its_range_with_one_count_per_doubling(tmp_path, model):
     run = Run(tmp_path, model)
     run.log([0], length=10)
@@ -76,7 +77,10 @@ def test_smart_verifies_lengths_beyond_its_range_with_one_count_per_doubling(tmp
     assert [row.steps["model_flops"][0] for row in rows[1:]] == [flops_of(length) for length in range(20, 120, 2)]
 
 
-@pytest.mark.parametrize(("mode", "frequency"), [("smart", 30), ("profiler", 20), ("hybrid", 20)])
+@pytest.mark.parametrize(
+    ("mode", "frequency"),
+    [("smart", 30), *(pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("profiler", "hybrid"))],
+)
 @pytest.mark.requirement("R10")
 def test_a_model_that_changes_is_counted_anew_at_the_next_window(tmp_path, model, mode, frequency):
     config = {"warm_up_steps": 0, "recalibration_frequency": 30, "flops_profile_freq": 20}
@@ -182,6 +186,7 @@ def test_counting_new_kinds_of_batches_stops_when_it_has_had_its_share(tmp_path)
     assert notices == ["shapes_not_counted"], "said once"
 
 
+@pytest.mark.slow
 def test_checks_take_at_most_their_share_of_the_run(tmp_path):
     clock = FakeClock()
 

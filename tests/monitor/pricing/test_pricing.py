@@ -44,6 +44,7 @@ class Rank:
         return self.pricer.cost(calls, [work], None, None).flops
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R13")
 def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length():
     model = load_model("tiny")

@@ -1,7 +1,9 @@
 """Windows of different ranks are added up where they end together."""
 
+import pytest
+
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.link import FAN_OUT, children, parent
+from flopwatch.monitor.ranks.layout import FAN_OUT, children, parent
 from flopwatch.monitor.ranks.rank import ends_window
 from flopwatch.monitor.ranks.reports import RankReport, aligned, report_of
 
@@ -55,22 +57,37 @@ def test_a_rank_that_ends_inside_a_window_is_in_it_with_what_it_has():
     assert ends([windows(0, 4, 9), windows(1, 4, 6)]) == [(4, 2, 10), (9, 2, 7)]
 
 
-def test_every_rank_but_the_root_has_one_parent_that_knows_it():
-    for world_size in (1, 2, 7, 64, 1000):
-        for root in {0, world_size - 1, world_size // 2}:
-            told = [child for rank in range(world_size) for child in children(rank, root, world_size)]
-            assert sorted([*told, root]) == list(range(world_size))
-            assert all(
-                parent(child, root, world_size) == rank
-                for rank in range(world_size)
-                for child in children(rank, root, world_size)
-            )
+@pytest.mark.parametrize(
+    ("world_size", "per_host"),
+    [(w, h) for w in (1, 2, 7, 12, 64, 128, 1000) for h in (1, 2, 4, 7, 8, 25, 64, 128) if w % h == 0],
+)
+def test_every_rank_but_the_root_has_one_parent_that_knows_it(world_size, per_host):
+    for root in {0, world_size - 1, world_size // 2, world_size // 3}:
+        below = {rank: children(rank, root, world_size, per_host) for rank in range(world_size)}
+        told = [child for of_rank in below.values() for child in of_rank]
+        assert sorted([*told, root]) == list(range(world_size))
+        assert all(
+            parent(child, root, world_size, per_host) == rank for rank, of_rank in below.items() for child in of_rank
+        )
+        assert max(map(len, below.values())) <= 2 * FAN_OUT
 
 
-def test_no_rank_hears_from_more_than_the_fan_out_and_the_depth_grows_with_the_logarithm():
+def test_a_host_sends_one_report_to_other_hosts():
+    world_size, per_host = 64, 8
+    for root in (0, 13):
+        above = [(rank, parent(rank, root, world_size, per_host)) for rank in range(world_size)]
+        leaving = [rank // per_host for rank, to in above if to is not None and to // per_host != rank // per_host]
+        assert sorted(leaving) == [host for host in range(world_size // per_host) if host != root // per_host]
+
+
+@pytest.mark.parametrize("per_host", [1, 8, 64])
+def test_no_rank_hears_from_more_than_two_fan_outs_and_the_depth_grows_with_the_logarithm(per_host):
     world_size = 16_384
-    assert max(len(children(rank, 0, world_size)) for rank in range(world_size)) == FAN_OUT
-    rank, depth = world_size - 1, 0
-    while (above := parent(rank, 0, world_size)) is not None:
-        rank, depth = above, depth + 1
-    assert depth == 5
+    most = max(len(children(rank, 0, world_size, per_host)) for rank in range(world_size))
+    assert most <= (FAN_OUT if per_host == 1 else 2 * FAN_OUT)
+    depths = []
+    for rank in range(world_size):
+        depths.append(0)
+        while (above := parent(rank, 0, world_size, per_host)) is not None:
+            rank, depths[-1] = above, depths[-1] + 1
+    assert max(depths) <= 6

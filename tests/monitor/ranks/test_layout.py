@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
-from flopwatch.monitor.ranks.group import data_parallel_size
+from flopwatch.monitor.ranks.layout import data_parallel_size
 
 
 @pytest.fixture
@@ -26,6 +26,20 @@ def test_plain_models_have_different_data_on_every_rank(mesh):
 def test_fsdp_beside_tensor_parallelism_says_it_itself(mesh):
     model = nn.Sequential(parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel()), nn.Linear(8, 8))
     assert data_parallel_size(fully_shard(model, mesh=mesh["dp"]), 4) == 2
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "replicated", "with tensor parallelism"])
+def test_without_torchs_private_function_the_parameters_say_it(mesh, kind, monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    if kind == "with tensor parallelism":
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    whole = init_device_mesh("cpu", (4,))
+    meshes = {"fsdp": whole, "replicated": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    fully_shard(model, mesh=meshes.get(kind, mesh["dp"]))
+    with_it = data_parallel_size(model, 4)
+    monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
+
+    assert data_parallel_size(model, 4) == with_it == (2 if kind == "with tensor parallelism" else 4)
 
 
 def test_parameters_sharded_over_different_meshes_count_by_the_largest(mesh):

@@ -61,6 +61,7 @@ def test_a_report_that_knows_nothing_comes_out_the_same():
     assert nothing.slowest is None
 
 
+@pytest.mark.slow
 def test_sums_are_exact_beyond_64_bits():
     ranks = 16_384
     flops = 9 * 10**18 + 7

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flopwatch.monitor.ranks.group import device_identity, ranks_by_launcher, shared_peak
+from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher, shared_peak
 from flopwatch.records.flops import Peak
 from support.torchrun import torchrun
 

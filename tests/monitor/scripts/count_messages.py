@@ -7,17 +7,17 @@ flight recorder, which notes every collective of registered groups.
 import json
 import os
 import pickle
+import socket
 import sys
 import threading
 from collections import Counter
-from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 import flopwatch
-from flopwatch.monitor.ranks import group as ranks_group
+from flopwatch.monitor.ranks import wire
 from support.forbidden_calls import forbidden_calls
 
 STEPS, WINDOW_STEPS = 40, 10
@@ -25,29 +25,25 @@ messages: list[tuple[str, int, str]] = []
 """Kind, bytes, thread."""
 
 
-class CountingGroup:
-    """Our own group, which the flight recorder does not see."""
+def count_messages() -> None:
+    """Note what is sent and received between ranks; the flight recorder sees only the training's groups."""
+    send, receive = wire.send, wire.receive
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def noted_send(connection: socket.socket, message: bytes) -> None:
+        messages.append(("send", len(message), threading.current_thread().name))
+        send(connection, message)
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        messages.append(("send", tensors[0].nbytes, threading.current_thread().name))
-        return self._group.send(tensors, rank, tag)
+    def noted_receive(connection: socket.socket, size: int) -> bytes:
+        messages.append(("recv", size, threading.current_thread().name))
+        return receive(connection, size)
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        messages.append(("recv", tensors[0].nbytes, threading.current_thread().name))
-        return self._group.recv(tensors, rank, tag)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the monitor used {name} of its group")
+    wire.send, wire.receive = noted_send, noted_receive
 
 
 def main(is_monitored: bool, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    open_group = ranks_group.open_group
-    ranks_group.open_group = lambda name: CountingGroup(open_group(name))
+    count_messages()
     torch.manual_seed(dist.get_rank())
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     monitor = flopwatch.TrainingMonitor(folder, model=model, log_every=WINDOW_STEPS, strict=True)

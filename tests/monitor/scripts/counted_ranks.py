@@ -1,4 +1,6 @@
-"""120 steps of DDP in which some ranks also ask a teacher; each rank prints the rows that it logged.
+"""120 steps of DDP or more, in which some ranks also ask a teacher; each rank prints the rows that it logged.
+
+The training goes on until five rows are exact, because the name server decides how soon the ranks meet.
 
 Run by tests/monitor/ranks/test_counted_steps.py under torchrun. The argument names the ranks that ask the teacher.
 """
@@ -6,7 +8,9 @@ Run by tests/monitor/ranks/test_counted_steps.py under torchrun. The argument na
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +18,27 @@ from torch import nn
 
 import flopwatch
 
-STEPS, WIDTH, SAMPLES = 120, 64, 8
+STEPS, WINDOW, WIDTH, SAMPLES = 120, 10, 64, 8
+PATIENCE_S = 90
 
 
 def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def logged_rows(folder: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (Path(folder) / "training_log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["type"] == "row"]
+
+
+def goes_on(folder: str, deadline: float) -> bool:
+    """What rank 0 sees in its log, on every rank."""
+    decided = [False]
+    if dist.get_rank() == 0:
+        exact = [row for row in logged_rows(folder) if row["exact"]]
+        decided = [len(exact) < 5 and time.monotonic() < deadline]
+    dist.broadcast_object_list(decided)
+    return decided[0]
 
 
 def main(folder: str, asking: set[int]) -> None:
@@ -27,8 +47,12 @@ def main(folder: str, asking: set[int]) -> None:
     torch.manual_seed(0)
     model, teacher = nn.parallel.DistributedDataParallel(two_layers()), two_layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    with flopwatch.TrainingMonitor(folder, model=model, log_every=10, peak_flops_per_s=1e12, strict=True) as monitor:
-        for _ in range(STEPS):
+    with flopwatch.TrainingMonitor(
+        folder, model=model, log_every=WINDOW, peak_flops_per_s=1e12, strict=True
+    ) as monitor:
+        step, deadline = 0, time.monotonic() + PATIENCE_S
+        while step < STEPS or step % WINDOW or goes_on(folder, deadline):
+            step += 1
             batch = torch.randn(SAMPLES, WIDTH)
             with monitor.step(batch):
                 target = batch
@@ -38,9 +62,7 @@ def main(folder: str, asking: set[int]) -> None:
                 (model(batch) - target).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    log = Path(folder) / "training_log.jsonl"
-    records = [json.loads(line) for line in log.read_text().splitlines()] if dist.get_rank() == 0 else []
-    rows = [record for record in records if record["type"] == "row"]
+    rows = logged_rows(folder) if dist.get_rank() == 0 else []
     sys.stdout.write("RESULT " + json.dumps({"rank": dist.get_rank(), "rows": rows}) + "\n")
     sys.stdout.flush()
     dist.barrier()

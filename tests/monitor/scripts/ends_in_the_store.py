@@ -11,8 +11,8 @@ import time
 
 import torch.distributed as dist
 
-from flopwatch.monitor.ranks.group import RunKey
 from flopwatch.monitor.ranks.link import RankLink
+from flopwatch.monitor.ranks.meeting import RunKey
 
 STORE = """
 import time
@@ -44,9 +44,10 @@ def main(ending: str) -> None:
     time.sleep(0.5)
     host.send_signal(signal.SIGSTOP)
     time.sleep(1.0)  # by now it looks for the plan
-    if ending == "finished":
-        link.finish(0.1)
     assert not link.is_over
+    if ending == "finished":
+        assert not link.finish(0.1)
+        assert link.is_over
     sys.modules["breaks_off"] = BreaksOff(host.pid)  # type: ignore[assignment]
     sys.stdout.write("the end\n")
 

@@ -309,7 +309,7 @@ def main(folder: str, names: str, steps: str, *accumulations: str) -> None:
             sys.stdout.flush()
     if names != "single":
         dist.barrier()
-        # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
+        # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/ranks.md).
         os._exit(0)
 
 

@@ -1,6 +1,6 @@
 """300 steps of DDP on gloo for each mode given, `bare` without the monitor; rank 0 prints a hash of all parameters.
 
-Run by tests/monitor/test_harmless.py under torchrun.
+Run by tests/monitor/test_harmless.py on two ranks.
 """
 
 import os
@@ -22,7 +22,7 @@ def main(folder: str, *modes: str) -> None:
             sys.stdout.write(f"RESULT {mode} {hash_of(model)} {graphs} {hooks_of(model)}\n")
             sys.stdout.flush()
     dist.barrier()
-    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
+    # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/ranks.md).
     os._exit(0)
 
 

@@ -1,7 +1,5 @@
 """Trials over two nodes of a Ray cluster: a placement group, the supervisor on its first, an agent on the other."""
 
-import os
-
 import pytest
 
 from flopwatch.errors import InputError
@@ -21,7 +19,7 @@ def cluster():
         yield cluster
 
 
-@pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="a minute; in `make campaign`")
+@pytest.mark.campaign  # a minute
 def test_one_trial_over_two_nodes_measures_and_one_loses_a_process(cluster, tmp_path, monkeypatch):
     engine = RayEngine(address=cluster.address)
     many_nodes.one_measures_and_one_loses_a_process(engine, tmp_path, monkeypatch, "ddp")

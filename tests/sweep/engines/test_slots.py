@@ -69,6 +69,6 @@ def test_a_slot_folder_without_locks_is_told_instead_of_waited_for(tmp_path, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path))
-    monkeypatch.setattr("flopwatch.sweep.engines.local.fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with closing(SlotPool(("0",), 1, tmp_path)) as pool, pytest.raises(InputError, match="FLOPWATCH_SLOT_DIR"):
         pool.take(1.0)

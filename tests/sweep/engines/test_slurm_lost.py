@@ -153,7 +153,7 @@ def node_of_the_long_one():
     return run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%N").split()[0]
 
 
-@pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="a minute and a half; in `make campaign`")
+@pytest.mark.campaign  # a minute and a half
 @pytest.mark.parametrize(("settings", "state"), [({"extra": {"no_requeue": True}}, "NODE_FAIL"), ({}, "REQUEUED")])
 def test_a_node_that_dies_costs_an_attempt_and_another_takes_over(tmp_path, revived, settings, state):
     node = []

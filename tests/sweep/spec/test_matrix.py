@@ -152,7 +152,7 @@ def test_half_an_override_is_refused(word):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1GiB", 2**30), ("1GB", 10**9), ("1.5m", 1572864), (7, 7), ("7", 7), (None, None)]
+    ("text", "size"), [("1GiB", 2**30), ("1GB", 10**9), ("1.5m", 1572864), (7000, 7000), ("7000", 7000), (None, None)]
 )
 def test_amounts_of_memory(text, size):
     assert parse_bytes(text) == size

@@ -59,6 +59,7 @@ def plain_cnn():
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet20-gn", "resnet18-gn@32"])
 def test_the_presets_flops_are_those_torch_counts_op_by_op(name):
     model = load_model(name, device="cpu")

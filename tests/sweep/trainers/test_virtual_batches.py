@@ -49,7 +49,9 @@ def handed_to_the_optimizer(trainer_name, model, batch, size, **options):
     return torch.cat([gradient.flatten() for gradient in seen.values()])
 
 
-@pytest.mark.parametrize("size", [1, 3, 6, 7])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.campaign), 3, pytest.param(6, marks=pytest.mark.campaign), 7]
+)
 @pytest.mark.parametrize("trainer", ALL)
 @pytest.mark.parametrize("model_name", ["tiny", "resnet20-gn@8"])
 def test_the_gradient_of_micro_batches_is_that_of_the_whole_batch(model_name, trainer, size):
@@ -92,7 +94,7 @@ def test_a_second_step_begins_without_the_first_ones_gradients(trainer):
 
 
 @pytest.mark.parametrize("trainer", ALL)
-@pytest.mark.parametrize("model_name", ["tiny", "resnet20-gn@8"])
+@pytest.mark.parametrize("model_name", ["tiny", pytest.param("resnet20-gn@8", marks=pytest.mark.campaign)])
 def test_the_flops_of_a_step_in_parts_are_those_torch_counts_op_by_op(model_name, trainer):
     """Seven samples by four leave three, so no product degenerates and the whole batch's FLOPs are the same."""
     model, batch = model_and_batch(model_name)

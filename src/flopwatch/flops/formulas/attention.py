@@ -6,6 +6,7 @@ keep the scores. This fifth product counts as executed, but not as needed. The s
 that does not require one, because a fused kernel always computes it.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +16,19 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import noop_mask
+from torch.nn.attention.flex_attention import create_mask, flex_attention, noop_mask
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula
+from flopwatch.flops.tree import leaves_of
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals import (
+    FUSED_SDP_CHOICE,
     FakeTensor,
-    disable_current_modes,
-    flex_attention_op,
-    fused_sdp_choice,
+    is_flex_attention,
     is_flex_device_check,
     is_identity_score,
-    mask_over_indices,
-    tree_leaves,
+    modes_off,
 )
 
 MASK_NOT_READABLE = "the attention mask depends on activations and cannot be read, so masked pairs are counted too"
@@ -65,8 +65,8 @@ class AttentionSizes:
 
 
 @formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")
-def _heads_first_forward(call: OpCall) -> OpFlops:
-    return forward_flops(_heads_first_sizes(call))
+def _heads_first_forward(call: OpCall) -> OpFlops | None:
+    return None if _has_paged_keys(call) else forward_flops(_heads_first_sizes(call))
 
 
 @formula(*(name + "_backward" for name in _HEADS_FIRST))
@@ -77,8 +77,8 @@ def _heads_first_backward(call: OpCall) -> OpFlops:
 @formula(
     *_POSITIONS_FIRST, *(name + "_forward" for name in _POSITIONS_FIRST), *(name + "_fwd" for name in _POSITIONS_FIRST)
 )
-def _positions_first_forward(call: OpCall) -> OpFlops:
-    return forward_flops(_positions_first_sizes(call))
+def _positions_first_forward(call: OpCall) -> OpFlops | None:
+    return None if _has_paged_keys(call) else forward_flops(_positions_first_sizes(call))
 
 
 @formula(*(name + "_backward" for name in _POSITIONS_FIRST), *(name + "_bwd" for name in _POSITIONS_FIRST))
@@ -113,8 +113,8 @@ class AttentionCall:
     def is_fused(self) -> bool:
         """Return whether torch has a fused kernel for this call."""
         # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
-        with disable_current_modes():
-            choice = fused_sdp_choice(
+        with modes_off():
+            choice = FUSED_SDP_CHOICE(
                 _stand_in(self.query),
                 _stand_in(self.key),
                 _stand_in(self.value),
@@ -123,7 +123,7 @@ class AttentionCall:
                 self.is_causal,
                 enable_gqa=self.enable_gqa,
             )
-        return choice != int(SDPBackend.MATH.value)
+        return bool(choice != int(SDPBackend.MATH.value))
 
 
 def _stand_in(tensor: Any) -> torch.Tensor:
@@ -198,6 +198,11 @@ def _operands(call: OpCall) -> tuple[Any, Any, Any]:
     return arguments[names[0]], arguments[names[1]], arguments[names[2]]
 
 
+def _has_paged_keys(call: OpCall) -> bool:
+    """Whether the keys lie in the pages of a cache, or only some of them are used, so their shape is not the length."""
+    return any(_given(call, name) for name in ("seqused_k", "block_table", "page_table"))
+
+
 def _given(call: OpCall, name: str) -> bool:
     return isinstance(call.arguments.get(name), torch.Tensor)
 
@@ -249,20 +254,28 @@ def flex_sizes(
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
     """Return the number of pairs that the mask allows; None if the mask depends on fake tensors."""
-    allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
-    indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
     pairs = 0
-    for rows in indices[2].split(rows_at_once):
-        mask = allowed(indices[0], indices[1], rows, indices[3])
+    for first in range(0, queries, rows_at_once):
+        rows = min(rows_at_once, queries - first)
+        mask = create_mask(_from_row(first, mask_mod), batch, heads, rows, keys, device="cpu")
         if isinstance(mask, FakeTensor):
             return None
         pairs += int(mask.sum())
     return pairs
 
 
+def _from_row(first: int, mask_mod: Any) -> Callable[[Any, Any, Any, Any], Any]:
+    """Return the mask function without the rows before `first`."""
+    return lambda sample, head, query, key: mask_mod(sample, head, query + first, key)
+
+
 Add = Callable[[str, OpFlops, str], None]
 _WHOLE_ATTENTION = "scaled_dot_product_attention"
+
+
+# The op behind `flex_attention` also returns the sums of exponentials and, where `return_aux` can ask for them, maxima.
+_FLEX_STATISTICS = 2 if "return_aux" in inspect.signature(flex_attention).parameters else 1
 
 
 class WholeAttention(TorchFunctionMode):
@@ -288,20 +301,20 @@ class WholeAttention(TorchFunctionMode):
                     (_WHOLE_ATTENTION, _WHOLE_ATTENTION), partial(_unfused_sizes, call, self._attention), self._add
                 )
                 return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
-        if func is flex_attention_op:
+        if is_flex_attention(func):
             return self._flex(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad and is_flex_device_check(sys._getframe(1)):
             return False
         return func(*args, **kwargs)
 
     def _flex(self, query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any) -> Any:
-        buffers = tree_leaves((rest, named))
+        buffers = leaves_of((rest, named))
         learned = [item for item in buffers if isinstance(item, torch.Tensor) and item.requires_grad]
         sizes = partial(flex_sizes, query, key, value, score_mod, block_mask, self._attention)
         counted = _Counted(("flex_attention", "flex_attention_backward"), sizes, self._add, is_fused=True)
         out = _Attention.apply(query, key, value, counted, *learned)  # type: ignore[no-untyped-call]
         statistics = query.new_zeros(query.shape[:-1], dtype=torch.float32)
-        return out, statistics, statistics
+        return out, *[statistics] * _FLEX_STATISTICS
 
 
 def _under_autocast(tensor: Any) -> Any:

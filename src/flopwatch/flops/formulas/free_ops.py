@@ -2,11 +2,14 @@
 
 An op is free if torch's tags or its schema say so, or if it is listed here. Nothing is guessed from an op's inputs,
 because a missed product would be a wrong number without a warning. The list was made by hand from all ops in the `aten`
-namespace of torch 2.13. It leaves out linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...) and products of sparse and
-nested tensors, because their FLOPs do not follow from shapes.
+namespace of torch 2.15; reductions are listed too, because torch before 2.10 does not tag them. It leaves out linear
+algebra (`linalg_*`, `cholesky`, `geqrf`, ...) and products of sparse and nested tensors, because their FLOPs do not
+follow from shapes.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +17,7 @@ from flopwatch.torch_internals import OpOverload, op_name, op_schema
 
 _ELEMENTS = """
 __irshift__ __lshift__ __rshift__ abs add bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
-copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy
+copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy ldexp
 """
 _LOSSES = """
 _ctc_loss _ctc_loss_backward _cudnn_ctc_loss miopen_ctc_loss _use_cudnn_ctc_loss binary_cross_entropy
@@ -44,7 +47,7 @@ log_sigmoid_backward log_sigmoid_forward log_softmax mish mish_backward relu rre
 rrelu_with_noise_backward rrelu_with_noise_functional softmax softplus softplus_backward softshrink
 softshrink_backward threshold threshold_backward _add_relu _transform_bias_rescale_qkv
 _nested_tensor_softmax_with_shape _sparse_log_softmax _sparse_log_softmax_backward_data _sparse_softmax
-_sparse_softmax_backward_data
+_sparse_softmax_backward_data selu
 """
 _POOLING_AND_RESAMPLING = """
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
@@ -89,17 +92,18 @@ _aminmax _cummax_helper _cummin_helper _foreach_norm _is_all_true _is_any_true _
 _segment_reduce_backward _unique _unique2 bincount bucketize count_nonzero cummax cummin cumprod cumsum histc
 histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors isin kthvalue logcumsumexp
 median mode nanmedian prod searchsorted segment_reduce sort std_mean sum topk trace unique_consecutive unique_dim
-unique_dim_consecutive var_mean hash_tensor _sparse_csr_prod _sparse_csr_sum _sparse_sum _sparse_sum_backward
+unique_dim_consecutive var_mean hash_tensor _sparse_csr_prod _sparse_csr_sum _sparse_sum _sparse_sum_backward all amax
+amin aminmax any argmax argmin logsumexp max mean min nansum std var
 """
 _NEW_VALUES = """
 _dirichlet_grad _efficientzerotensor _fill_mem_eff_dropout_mask _fused_dropout _philox_key_fold_in _philox_key_split
-_philox_normal _philox_uniform _sample_dirichlet _standard_gamma _standard_gamma_grad arange bernoulli binomial cauchy
-complex empty_like empty_permuted empty_quantized empty_strided exponential eye fill full full_like geometric lift
-linspace log_normal logspace multinomial native_dropout native_dropout_backward new_empty new_empty_strided new_full
-new_ones new_zeros normal normal_functional ones ones_like poisson polar rand rand_like randint randint_like randn
-randn_like random randperm range scalar_tensor uniform zero zeros zeros_like _new_zeros_with_same_feature_meta
-_no_grad_fill _no_grad_normal _no_grad_uniform _no_grad_zero bartlett_window blackman_window fft_fftfreq fft_rfftfreq
-hamming_window hann_window kaiser_window tril_indices triu_indices
+_philox_normal _philox_randint _philox_uniform _sample_dirichlet _standard_gamma _standard_gamma_grad arange bernoulli
+binomial cauchy complex empty_like empty_permuted empty_quantized empty_strided exponential eye fill full full_like
+geometric lift linspace log_normal logspace multinomial native_dropout native_dropout_backward new_empty
+new_empty_strided new_full new_ones new_zeros normal normal_functional ones ones_like poisson polar rand rand_like
+randint randint_like randn randn_like random randperm range scalar_tensor uniform zero zeros zeros_like
+_new_zeros_with_same_feature_meta _no_grad_fill _no_grad_normal _no_grad_uniform _no_grad_zero bartlett_window
+blackman_window fft_fftfreq fft_rfftfreq hamming_window hann_window kaiser_window tril_indices triu_indices
 """
 _COPIES_AND_STORAGE = """
 _coalesce _coalesced _copy_from _copy_from_and_resize _conj_physical _convert_indices_from_coo_to_csr
@@ -110,8 +114,8 @@ _sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_unsafe _spars
 _sparse_semi_structured_apply _sparse_semi_structured_apply_dense _sparse_semi_structured_tile _spdiags _to_copy
 _to_dense _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr _to_sparse_semi_structured clone
 copy_sparse_to_sparse detach from_file int_repr lu_unpack mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight
-resize_as_sparse set sparse_compressed_tensor sparse_coo_tensor sparse_mask sparse_resize sparse_resize_and_clear
-split_copy split_with_sizes_copy to_mkldnn record_stream unbind_copy
+resize_as_sparse set shallow_copy_data sparse_compressed_tensor sparse_coo_tensor sparse_mask sparse_resize
+sparse_resize_and_clear split_copy split_with_sizes_copy to_mkldnn record_stream unbind_copy
 """
 _QUANTISE = """
 _choose_qparams_per_tensor _empty_affine_quantized _empty_per_channel_affine_quantized
@@ -152,7 +156,9 @@ triton_fp8_rowwise triton_mx_block_rearrange triton_mxfp8_dequant triton_to_mxfp
 """,
     "torchvision": "_ps_roi _roi nms ps_roi roi",
 }
-_FREE_TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
+_FREE_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("pointwise", "reduction", "view_copy") if hasattr(torch.Tag, name)
+)
 
 
 @functools.cache
@@ -192,3 +198,14 @@ _sparse_mm _sparse_sparse_matmul _transformer_encoder_layer_fwd _trilinear affin
 linalg_lstsq linalg_pinv prod
 """
 RISKY = frozenset(f"aten::{name}" for name in _RISKY.split())
+
+
+def may_differ_under_a_mode(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call is of an op in `RISKY`. Calls on whole numbers are not: they are exact and have no gradient.
+
+    Vision-language models multiply the sides of their images in this way: `image_grid_thw.prod(-1)`.
+    """
+    if op_name(func) not in RISKY:
+        return False
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    return not tensors or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)

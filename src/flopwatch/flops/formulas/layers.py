@@ -6,7 +6,6 @@ from typing import Any
 
 from flopwatch.flops.formulas.matrices import matmul_flops
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
-from flopwatch.torch_internals import nested_sizes
 
 
 @formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable", "aten::cudnn_convolution")
@@ -138,7 +137,7 @@ def _self_attention_block(lengths: list[int], width: int) -> int:
 
 def _sample_lengths(tokens: Any) -> list[int]:
     if tokens.is_nested:
-        return [int(size) for size in nested_sizes(tokens)[:, 0]]
+        return [int(sample.shape[0]) for sample in tokens.unbind()]
     batch, length, _ = tokens.shape
     return [int(length)] * batch
 
@@ -162,14 +161,19 @@ def _distances(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """The op computes the gradient of `x1` only: each pair's `grad` is multiplied with the pair's point in `x2`."""
-    return _distance_products(call, prod(call.arguments["grad"].shape))
+    """The op computes the gradient of `x1` only: each pair's gradient is multiplied with the pair's point in `x2`."""
+    return _distance_products(call, _gradients(call))
 
 
 @formula("aten::_pdist_backward")
 def _pdist_backward(call: OpCall) -> int:
     """Each pair contributes to the gradients of both its points."""
-    return 2 * _distance_products(call, prod(call.arguments["grad"].shape))
+    return 2 * _distance_products(call, _gradients(call))
+
+
+def _gradients(call: OpCall) -> int:
+    """The gradient of the distances is the first argument. It is called `grad`, and since torch 2.14 `grad_output`."""
+    return prod(next(iter(call.arguments.values())).shape)
 
 
 def _distance_products(call: OpCall, pairs: int) -> int:

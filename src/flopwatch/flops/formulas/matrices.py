@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flopwatch.errors import UntraceableError
-from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+from flopwatch.flops.formulas.registry import FLOAT4, OpCall, OpFlops, formula
 from flopwatch.torch_internals import FakeTensor, coo_values, op_name
 
 
@@ -22,6 +22,7 @@ _DENSE_FACTORS = {
     "aten::_scaled_mm_v2": ("self", "mat2"),
     "aten::addmm": ("mat1", "mat2"),
     "aten::_addmm_activation": ("mat1", "mat2"),
+    "aten::_scaled_addmm": ("mat1", "mat2"),
     "aten::bmm": ("self", "mat2"),
     "aten::baddbmm": ("batch1", "batch2"),
     "aten::addbmm": ("batch1", "batch2"),
@@ -33,7 +34,7 @@ _DENSE_FACTORS = {
 def _dense_product(call: OpCall) -> int:
     left, right = (call.arguments[name] for name in _DENSE_FACTORS[op_name(call.func).removesuffix("_")])
     # Two fp4 numbers are packed into one element.
-    numbers_per_element = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
+    numbers_per_element = 2 if left.dtype is FLOAT4 else 1
     return int(2 * prod(left.shape) * numbers_per_element * right.shape[-1])
 
 

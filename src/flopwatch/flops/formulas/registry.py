@@ -4,6 +4,8 @@ Formulas are registered by the op's qualified name (`aten::mm`), so the package 
 formulas take precedence over torch's registry, which also contains formulas that users have registered with torch.
 """
 
+from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +130,11 @@ def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
+FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+"""Two numbers of four bits in one element; None in torch releases without this type."""
+
 # The names of types in the table of peak FLOP/s; a test compares them with those of `canonical_dtype`.
-_NAMES = {
+_NAMES: dict[torch.dtype | None, str] = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -138,7 +143,7 @@ _NAMES = {
     torch.float8_e4m3fnuz: "fp8",
     torch.float8_e5m2: "fp8",
     torch.float8_e5m2fnuz: "fp8",
-    torch.float4_e2m1fn_x2: "fp4",
+    FLOAT4: "fp4",
     torch.int8: "int8",
     torch.uint8: "int8",
     torch.qint8: "int8",
@@ -147,6 +152,7 @@ _NAMES = {
     torch.complex128: "fp64",
     torch.complex64: "fp32",
     torch.complex32: "fp16",
+    **({torch.bcomplex32: "bf16"} if hasattr(torch, "bcomplex32") else {}),
 }
 # The names of a product's first factor in op schemas. An addend may come before it, as in `addmm(self, mat1, mat2)`.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")

@@ -9,37 +9,38 @@ from typing import Any, cast
 
 import torch
 from torch import distributed
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import backward_flops, flex_sizes, forward_flops
-from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, RISKY, costs_nothing
+from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, costs_nothing, may_differ_under_a_mode
 from flopwatch.flops.formulas.layers import TAKE_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
-from flopwatch.flops.tracing.custom_functions import CustomFunctions, storage_address, written
+from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import EventLog, Phase, Tally, float_tensors
+from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals import (
     PIN_MEMORY,
     TO_COPY,
     FakeTensor,
-    HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
     can_decompose,
+    check_schemas,
     current_autograd_node,
     current_graph_task_id,
     is_checkpoint_recomputing,
-    next_sequence_nr,
+    knows_nodes,
     op_name,
     op_packet,
     python_body,
+    receive_higher_order_ops,
+    recorded_operations,
     sequence_nr,
     short_op_name,
-    tree_leaves,
 )
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -78,8 +79,7 @@ class Unwritten:
     """
 
     def __init__(self) -> None:
-        # By address. While a weak reference to a storage exists, no other storage can get the same address.
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages = ByStorage()
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
         """Record an op that has run, and return whether it read a tensor that no op had written."""
@@ -95,10 +95,8 @@ class Unwritten:
             return False
         written = list(_written_into(func, args, kwargs))
         read = self._values_read(func, args, kwargs, written)
-        for tensor in written:
-            self._storages.pop(storage_address(tensor), None)
-        for tensor in read:
-            self._storages.pop(storage_address(tensor), None)  # so that each storage is reported once
+        for tensor in (*written, *read):  # those that were read too, so that each storage is reported once
+            self._storages.drop(storage_of(tensor))
         return bool(read)
 
     def _values_read(
@@ -108,22 +106,22 @@ class Unwritten:
             return []
         return [
             leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and not any(leaf is other for other in written) and self._known(leaf)
+            for leaf in tensors_in((args, kwargs))
+            if not any(leaf is other for other in written) and self._known(leaf)
         ]
 
     def _made(self, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and storage_address(tensor):
-            self._storages[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and storage_of(tensor) is not None:
+            self._storages.put(storage_of(tensor), True)
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        return storage_address(tensor) in self._storages
+        return self._storages.get(storage_of(tensor)) is not None
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an op may write to. If the op is not torch's own, yield all: its schema may be wrong."""
     if func.namespace != "aten":
-        yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        yield from tensors_in((args, kwargs))
         return
     yield from written(func, args, kwargs)
 
@@ -143,7 +141,7 @@ def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     A collective that one rank runs alone hangs, or is matched with the training's next collective and corrupts it.
     Wrappers such as DDP are removed before counting (see `replica`), so only the model's own code calls collectives.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return
     where = f"module {module!r}" if module else "the model itself"
@@ -177,6 +175,7 @@ class CountingMode(TorchDispatchMode):
         tally: Tally | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        receive_higher_order_ops(type(self))
         self.tally = tally or Tally()
         self.in_backward = False
         self.risky_ops: set[str] = set()
@@ -184,6 +183,8 @@ class CountingMode(TorchDispatchMode):
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
+        check_schemas()
+        self._knows_nodes = knows_nodes()
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
         self._functions = CustomFunctions(lambda: self._phase() == "recompute")
@@ -195,7 +196,7 @@ class CountingMode(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # saves time, because autograd queries the device twice per op
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
+        if not isinstance(func, OpOverload):  # a higher-order op, such as flex_attention
             return self._higher_order(func, args, kwargs)
         if func.namespace == "prim":  # these ops only query a tensor, for example for its device
             return func(*args, **kwargs)
@@ -204,7 +205,7 @@ class CountingMode(TorchDispatchMode):
         if is_collective(func):
             refuse_real_collective(func, args, kwargs, self._stack.current)
             self.tally.note(ONE_RANKS_SHARE)
-        if op_name(func) in RISKY:
+        if may_differ_under_a_mode(func, args):
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
         # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. Composite ops
@@ -261,14 +262,17 @@ class CountingMode(TorchDispatchMode):
         if not _is_dense(values) and name not in TAKE_NESTED:
             flops = sparse_product_flops(call)
         else:
-            answer = None if formula is None else formula(call)
+            try:
+                answer = None if formula is None else formula(call)
+            except KeyError:  # in this torch release, the op's arguments have other names than the formula knows
+                answer = None
             flops = OpFlops(answer) if isinstance(answer, int) else answer
         if flops is None:
             self._add_uncounted(name, values)
         else:
             self.add(name, _with_complex(flops, values), type_of_product(call.arguments))
 
-    def _higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._execute(func, args, kwargs)
         name = func.name()
         if name == "flex_attention":
@@ -321,10 +325,11 @@ class CountingMode(TorchDispatchMode):
     def _module(self, phase: Phase) -> str:
         """Return the module path of an op; in a backward pass, of the module that made the running autograd node."""
         if phase == "backward":
-            node = current_autograd_node()
+            node = current_autograd_node() if self._knows_nodes else None
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
-        # Autograd makes the op's node before a dispatch mode runs, so the node has the newest sequence number.
-        self._module_of_node.setdefault(next_sequence_nr() - 1, self._stack.current)
+        if self._knows_nodes:
+            # Autograd makes the op's node before a dispatch mode runs, so the node has the newest sequence number.
+            self._module_of_node.setdefault((recorded_operations() or 0) - 1, self._stack.current)
         return self._stack.current
 
     @staticmethod

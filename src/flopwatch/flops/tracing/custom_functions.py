@@ -10,33 +10,33 @@ storage gets a new number. The number of an op's result is determined by the op,
 arguments, so the same op on the same values gives the same number again. A write gives a storage another number.
 """
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from flopwatch.flops.formulas import bind
+from flopwatch.flops.tree import leaves_of
 from flopwatch.torch_internals import (
-    APPLY_CODE,
-    ENGINE_CODE,
     TO_COPY,
     OpOverload,
     current_autograd_node,
     current_graph_task_id,
-    next_sequence_nr,
+    engine_code,
     op_name,
     op_packet,
     op_schema,
+    recorded_operations,
     runs_forward_code,
-    saved_tensor_hooks,
+    saves_through_hooks,
     sequence_nr,
-    storage_identity,
-    tree_leaves,
 )
 
 _aten = torch.ops.aten
@@ -58,15 +58,33 @@ class _Content(NamedTuple):
     shift: int
     """If this storage is a copy, add this to an offset in it to get the offset in the original storage."""
     is_from_forward: bool
-    reference: StorageWeakRef | None
-    """Keeps the storage's address, by which `Values` finds it, from being used again. The data can still be freed."""
+
+
+class ByStorage:
+    """Values by storage. An entry of a storage that has been freed is not found, even if another gets its address."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[ref[Any], Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, storage: Any) -> Any:
+        entry = self._entries.get(id(storage))
+        return None if entry is None or entry[0]() is not storage else entry[1]
+
+    def put(self, storage: Any, value: Any) -> None:
+        self._entries[id(storage)] = ref(storage), value
+
+    def drop(self, storage: Any) -> None:
+        self._entries.pop(id(storage), None)
 
 
 class Values:
     """Gives the content of each storage a number. Equal numbers mean equal content."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, _Content] = {}
+        self._contents = ByStorage()
         self._numbers: dict[Hashable, int] = {}
         self._made_in_backward: set[int] = set()
         self._draws: Counter[Hashable] = Counter()
@@ -85,19 +103,19 @@ class Values:
 
     def is_rebuilt(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was first computed in the backward pass, from values of the forward pass alone."""
-        content = self._contents.get(storage_address(tensor))
+        content = self._known(tensor)
         return content is not None and content.is_from_forward and content.number in self._made_in_backward
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
-        content = self._contents.get(storage_address(tensor))
+        content = self._known(tensor)
         return content is None or not content.is_from_forward
 
     def follow(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, in_backward: bool
     ) -> None:
         """Record the tensors that an op inside a custom function returns or changes in place."""
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._follow_copy(func, args, out, in_backward):
             return
@@ -108,10 +126,8 @@ class Values:
             key = key, self._draws[key]
         is_from_forward = all(self._content(tensor, in_backward).is_from_forward for tensor in tensors)
         results = list(written(func, args, kwargs))
-        given = {storage_address(tensor) for tensor in tensors}
-        results += [
-            leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and storage_address(leaf) not in given
-        ]
+        given = {storage_of(tensor) for tensor in tensors}
+        results += [leaf for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given]
         for index, tensor in enumerate(results):
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
@@ -119,11 +135,11 @@ class Values:
         """Record an op outside of custom functions if it copies or writes a storage whose content has a number."""
         if not self._contents:
             return
-        if op_packet(func) in _COPIES and storage_address(args[0]) in self._contents:
+        if op_packet(func) in _COPIES and self._known(args[0]) is not None:
             self._follow_copy(func, args, out, in_backward=False)
         if op_schema(func).is_mutable:
             for tensor in written(func, args, kwargs):
-                if storage_address(tensor) in self._contents:
+                if self._known(tensor) is not None:
                     self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
@@ -131,24 +147,26 @@ class Values:
         if op_packet(func) not in _COPIES:
             return False
         source = args[0]
-        if source.dtype != out.dtype or source.stride() != out.stride() or not storage_address(source):
+        if source.dtype != out.dtype or source.stride() != out.stride() or storage_of(source) is None:
             return False
-        if storage_address(out) != storage_address(source):
+        if storage_of(out) is not storage_of(source):
             content = self._content(source, in_backward)
             shift = content.shift + int(source.storage_offset()) - int(out.storage_offset())
             self._set(out, content.number, shift, content.is_from_forward)
         return True
 
     def _content(self, tensor: torch.Tensor, in_backward: bool) -> _Content:
-        known = self._contents.get(storage_address(tensor))
-        return known or self._set(tensor, self._number(object(), in_backward=False), 0, not in_backward)
+        return self._known(tensor) or self._set(tensor, self._number(object(), in_backward=False), 0, not in_backward)
 
     def _set(self, tensor: torch.Tensor, number: int, shift: int, is_from_forward: bool) -> _Content:
-        address = storage_address(tensor)
-        if not address:
-            return _Content(number, shift, is_from_forward, None)
-        self._contents[address] = _Content(number, shift, is_from_forward, StorageWeakRef(tensor.untyped_storage()))
-        return self._contents[address]
+        storage, content = storage_of(tensor), _Content(number, shift, is_from_forward)
+        if storage is not None:
+            self._contents.put(storage, content)
+        return content
+
+    def _known(self, tensor: torch.Tensor) -> _Content | None:
+        storage = storage_of(tensor)
+        return None if storage is None else self._contents.get(storage)
 
     def _number(self, key: Hashable, in_backward: bool) -> int:
         if key not in self._numbers:
@@ -159,7 +177,7 @@ class Values:
 
     def _part(self, leaf: Any, in_backward: bool) -> Hashable:
         if isinstance(leaf, torch.Tensor):
-            return self.of(leaf, in_backward=in_backward) if storage_address(leaf) else object()
+            return self.of(leaf, in_backward=in_backward) if storage_of(leaf) is not None else object()
         return (type(leaf), leaf) if isinstance(leaf, Hashable) else id(leaf)
 
 
@@ -170,14 +188,17 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for index, argument in enumerate(op_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            yield from (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage, which views share; 0 for sparse and nested tensors."""
+def storage_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor's storage, which views share; None for sparse and nested tensors.
+
+    Torch keeps the same Python object for as long as the storage lives, so storages are compared by identity.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return 0
-    return storage_identity(tensor)
+        return None
+    return tensor.untyped_storage()
 
 
 MAY_RUN_AGAIN = (
@@ -235,6 +256,7 @@ class CustomFunctions:
         self._is_recomputing = is_recomputing
         self.doubt: str | None = None
         self._values = Values()
+        self._forwards = _ForwardPasses()
         self._forward: dict[Hashable, None] = {}
         # A key is one factor of a forward product and the size of the other factor. The value says whether
         # saved-tensor hooks were active during that product.
@@ -243,7 +265,7 @@ class CustomFunctions:
         self._running: Hashable = None
         self._done_in_call: set[Hashable] = set()
         self._last_depth = 0
-        self._last_node = -1
+        self._last_node: int | None = -1
 
     def runs_again(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, is_product: bool
@@ -292,7 +314,7 @@ class CustomFunctions:
         return False
 
     def _keep_partners(self, factors: list[_Factor]) -> None:
-        packs = saved_tensor_hooks() is not None
+        packs = saves_through_hooks()
         if packs:
             self._packed_sizes.add(_sizes(factors))
         for key in _partner_keys(factors):
@@ -320,23 +342,23 @@ class CustomFunctions:
         if task != -1 and self._forward:
             node = current_autograd_node()
             if isinstance(node, BackwardCFunction):
-                is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
+                is_inside_forward = not torch.is_grad_enabled() and self._forwards.outermost()[0] is not None
                 return _Call(True, (task, sequence_nr(node)), is_inside_forward)
         # Torch switches grad mode off in a custom function's forward pass, so if it is on, no such function is running.
         if torch.is_grad_enabled():
             return None
-        address, depth, calls_modules = _outermost_apply()
+        address, depth, calls_modules = self._forwards.outermost()
         if address is None:
             return None
         return _Call(False, self._forward_call(address, depth), True, calls_modules)
 
     def _forward_call(self, address: int, depth: int) -> Hashable:
-        """Return a key for a call of `apply`, from its frame's address and its autograd node's sequence number.
+        """Return a key for a call of a forward pass, from its frame's address and its autograd node's sequence number.
 
         The address alone is not enough, because the next call may reuse it. If a custom function calls another one, the
         sequence number changes within the outer call, so then only the address is compared.
         """
-        node = next_sequence_nr()
+        node = recorded_operations()
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
         running = self._running
         self._last_depth, self._last_node = depth, node
@@ -345,17 +367,43 @@ class CustomFunctions:
         return "forward", address, node
 
 
-def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Return the id of the outermost `Function.apply` frame or None, the nesting depth, and if modules run inside."""
-    frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
-    while frame is not None and frame.f_code is not ENGINE_CODE:
-        code = frame.f_code
-        if code is APPLY_CODE:
-            found, depth, through_modules = id(frame), depth + 1, modules
-        elif runs_forward_code(code):
-            modules = True
-        frame = frame.f_back  # type: ignore[assignment]
-    return found, depth, through_modules
+class _ForwardPasses:
+    """Finds the forward pass of a custom function on the stack, by its code.
+
+    `Function.apply` cannot be searched for: since torch 2.14 it is written in C, so it has no frame.
+    """
+
+    def __init__(self) -> None:
+        self._codes = _forward_codes(torch.autograd.Function)
+        self._of_modules: set[CodeType] = set()
+
+    def outermost(self) -> tuple[int | None, int, bool]:
+        """Return the id of the outermost forward frame or None, the nesting depth, and if modules run inside."""
+        engine = engine_code()
+        frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
+        while frame is not None and frame.f_code is not engine:
+            code = frame.f_code
+            if self._has(code):
+                found, depth, through_modules = id(frame), depth + 1, modules
+            elif runs_forward_code(code):
+                modules = True
+            frame = frame.f_back  # type: ignore[assignment]
+        return found, depth, through_modules
+
+    def _has(self, code: CodeType) -> bool:
+        if code.co_name == "forward" and code not in self._codes and code not in self._of_modules:
+            self._codes |= _forward_codes(torch.autograd.Function)  # the function may have been defined in this step
+            if code not in self._codes:
+                self._of_modules.add(code)
+        return code in self._codes
+
+
+def _forward_codes(function: type[Any]) -> set[CodeType]:
+    """Return the code of the forward passes of a class and all its subclasses, without decorators around them."""
+    forward = inspect.unwrap(function.forward)
+    codes = {forward.__code__} if hasattr(forward, "__code__") else set()
+    subclasses: list[type] = function.__subclasses__()
+    return codes.union(*map(_forward_codes, subclasses))
 
 
 def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:

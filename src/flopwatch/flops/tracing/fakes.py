@@ -10,6 +10,8 @@ elementwise ops, whose meta kernels are slow, follow a simple rule. Unusual case
 known values) still go to the fake mode.
 """
 
+from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
+
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import torch
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas import bind
+from flopwatch.flops.tree import leaves_of, map_tensors_in
 from flopwatch.torch_internals import (
     CTC_LOSS,
     CTC_LOSS_BACKWARD,
@@ -27,17 +30,13 @@ from flopwatch.torch_internals import (
     GROUPED_MM,
     TO_COPY,
     UNSAFE_VIEW,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    UnsupportedOperatorException,
-    in_kernel_invocation_manager,
-    no_dispatch,
+    kernels_on_fakes,
+    modes_off,
     op_packet,
-    tree_any,
-    tree_map_only,
+    runs_kernels_on_fakes,
 )
 
 _CPU = torch.device("cpu")
@@ -81,9 +80,9 @@ def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs:
 def _shaped_by_torch(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> FakeTensor | None:
-    if any(type(value) is FakeTensor and not _is_plain(value) for value in args):
+    if not runs_kernels_on_fakes() or any(type(value) is FakeTensor and not _is_plain(value) for value in args):
         return None
-    with in_kernel_invocation_manager(mode):
+    with kernels_on_fakes(mode):
         out = func(*args, **kwargs)
     return FakeTensor(mode, out, _CPU)
 
@@ -176,9 +175,7 @@ def _are_rows_of_scores(scores: Any, target: Any) -> bool:
 
 
 def _empty(mode: FakeTensorMode, shape: torch.Size, dtype: torch.dtype) -> FakeTensor:
-    with in_kernel_invocation_manager(mode):
-        out = torch.empty(shape, dtype=dtype, device="meta")
-    return FakeTensor(mode, out, _CPU)
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
 
 
 def _are_of_one_type(*tensors: Any) -> bool:
@@ -207,8 +204,6 @@ def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
 
 _INDEXED_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_}
 
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
 
 class Faker:
     """Makes fake tensors, all with the same `FakeTensorMode`, and runs ops on them."""
@@ -227,12 +222,12 @@ class Faker:
         return _values_here(tensor).detach().to(_CPU, copy=True)
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        with no_dispatch():
+        with modes_off():
             return FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
 
     def like(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a fake tensor of this shape, stride and type."""
-        with no_dispatch():
+        with modes_off():
             return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,12 +238,12 @@ class Faker:
             and isinstance(func, OpOverload)
         ):
             return self._run_on_fakes(func, args, kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._localised, (args, kwargs))
+        args, kwargs = map_tensors_in(self._localised, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
-        if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves_of((args, kwargs))):
             # torch would make these tensors fake too, but it would warn about those that are not leaves of the graph.
-            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            args, kwargs = map_tensors_in(self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:
                 return answer

@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.library_internals import prepare_for_opacus
-from flopwatch.torch_internals import BACKWARD_HOOK_TABLES, FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOK_OPTION_TABLES
+from flopwatch.torch_internals import module_tables
 
 Value = Callable[[Any], Any]
 Extra = Callable[[str], AbstractContextManager[None]]
-
-_FORWARD_TABLES = (FORWARD_PRE_HOOKS, FORWARD_HOOKS)
 
 # Hooks of these libraries only use the module that they get (old-style weight norm, captured hidden states), so they
 # run without being copied.
@@ -77,21 +74,22 @@ class HookCopies:
     def tables(self, module: nn.Module) -> dict[str, Any]:
         """Return the dicts of hooks for the copy of `module`, by their attribute names in `nn.Module`."""
         kept: dict[str, Any] = {}
-        for table in _FORWARD_TABLES:
+        names = module_tables()
+        for table in names.running_hooks:
             hooks = getattr(module, table)
             copies = ((key, self._copy(hook)) for key, hook in hooks.items())
             kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
-        runs = {key for table in _FORWARD_TABLES for key in kept[table]}
-        for table in HOOK_OPTION_TABLES:
+        runs = {key for table in names.running_hooks for key in kept[table]}
+        for table in names.hook_options:
             entries = getattr(module, table)
             kept[table] = OrderedDict((key, value) for key, value in entries.items() if key in runs)
-        for table in BACKWARD_HOOK_TABLES:
+        for table in names.backward_hooks:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
                 # The copy becomes a forward hook, because torch warns about backward hooks if no input needs gradients.
                 if copy is not None:
-                    kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
+                    kept[names.forward_hooks][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
         return kept
@@ -182,9 +180,6 @@ def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, 
 
 
 def _run_per_sample(extra: Extra, hook: Any, name: str, left_behind: list[str], module: nn.Module, *args: Any) -> None:
-    """Run Opacus's hook, after adding the attributes that it expects on every parameter."""
-    for parameter in module.parameters():
-        prepare_for_opacus(parameter)
     with extra(name):
         _run_or_leave_out(hook, name, left_behind, module, *args)
 

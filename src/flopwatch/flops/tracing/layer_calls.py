@@ -13,18 +13,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from flopwatch.flops.tree import Structure, flatten
 from flopwatch.library_internals import is_cache, outputs_are_captured
 from flopwatch.torch_internals import (
-    AnyBatchNorm,
+    ANY_BATCH_NORM,
     FakeTensor,
-    TreeSpec,
     current_graph_task_id,
     own_buffers,
     own_parameters,
-    saved_tensor_hooks,
+    saves_through_hooks,
     sequence_nr,
     tensor_version,
-    tree_flatten,
 )
 
 Key = tuple[Any, ...]
@@ -37,7 +36,7 @@ def in_backward() -> bool:
     return bool(current_graph_task_id() != -1)
 
 
-def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
+def call_key(leaves: list[Any], structure: Structure) -> Key | None:
     """Return a key of a call's inputs; None if they contain an unknown object, which the layer might change."""
     if outputs_are_captured():
         return None
@@ -73,13 +72,12 @@ def _settings() -> tuple[Any, ...]:
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    saves_elsewhere = saved_tensor_hooks() is not None
     kernels = (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
     )
-    return torch.is_grad_enabled(), autocast, saves_elsewhere, kernels
+    return torch.is_grad_enabled(), autocast, saves_through_hooks(), kernels
 
 
 @dataclass
@@ -89,7 +87,7 @@ class LayerOutput:
     The keys of all dicts are positions in the flattened output.
     """
 
-    structure: TreeSpec
+    structure: Structure
     tensors: dict[int, _Facts] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     others: dict[int, Any] = field(default_factory=dict)
@@ -99,7 +97,7 @@ class LayerOutput:
     @classmethod
     def of(cls, output: Any, leaves: list[Any], first_node: int) -> "LayerOutput | None":
         """Describe an output; None if it contains something that cannot be made without running the layer."""
-        results, structure = tree_flatten(output)
+        results, structure = flatten(output)
         described = cls(structure)
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if not isinstance(leaf, _PLAIN)}
         edges = _edges(leaves)
@@ -156,13 +154,13 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
 
 @contextmanager
 def side_effects_watched(
-    modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: TreeSpec, found: list[str]
+    modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: Structure, found: list[str]
 ) -> Iterator[None]:
     """Add the side effects of the block to `found`, as sentences about the layer."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in modules:
         tensors += [tensor for tensor in own_parameters(module).values() if tensor is not None]
-        if not isinstance(module, AnyBatchNorm):  # running statistics do not change the FLOPs
+        if not isinstance(module, ANY_BATCH_NORM):  # running statistics do not change the FLOPs
             tensors += [tensor for tensor in own_buffers(module).values() if tensor is not None]
     versions = [tensor_version(tensor) for tensor in tensors]
     held = [*modules, *_objects_held(modules)]
@@ -175,7 +173,7 @@ def side_effects_watched(
         found.append("the layer changes its attributes or those of an object that it holds")
     if not torch.equal(torch_random, torch.get_rng_state()) or python_random != random.getstate():
         found.append("the layer draws random numbers")
-    leaves_after, structure_after = tree_flatten(arguments)
+    leaves_after, structure_after = flatten(arguments)
     if structure_after != structure or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
         found.append("the layer changes a list or dict that is an input")
 

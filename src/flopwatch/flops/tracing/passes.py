@@ -5,21 +5,25 @@ This module also notices work that a dispatch mode does not see: threads that th
 
 import sys
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.records.reading import first_line
-from flopwatch.torch_internals import engine_run_backward
+from flopwatch.torch_internals import TorchDispatchMode, needs_values
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -135,10 +139,18 @@ def current_autocast() -> AutocastState:
     ...     current_autocast().dtype("cpu")
     torch.bfloat16
     """
-    types = (device for device in _DEVICE_TYPES if torch.amp.is_autocast_available(device))
-    return AutocastState(
-        tuple((device, torch.get_autocast_dtype(device)) for device in types if torch.is_autocast_enabled(device))
-    )
+    enabled = filter(torch.is_autocast_enabled, _types_with_autocast())
+    return AutocastState(tuple((device, torch.get_autocast_dtype(device)) for device in enabled))
+
+
+def is_any_autocast_on() -> bool:
+    """Return whether autocast is on for any device type in this thread."""
+    return any(map(torch.is_autocast_enabled, _types_with_autocast()))
+
+
+@cache
+def _types_with_autocast() -> tuple[str, ...]:
+    return tuple(filter(torch.amp.is_autocast_available, _DEVICE_TYPES))
 
 
 @contextmanager
@@ -220,7 +232,8 @@ def threads_noticed(report: Report) -> Iterator[None]:
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
         sys.setprofile(before)
-        report()
+        if not _is_of_flopwatch(threading.current_thread()):
+            report()
 
     threading.setprofile(on_start)
     try:
@@ -239,9 +252,13 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
     is_over = threading.Event()
+    flags = _flags_before()
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
-        _Followed(modes(), frame, under_way, is_over, before).enter()
+        if _is_of_flopwatch(threading.current_thread()):
+            sys.setprofile(before)
+            return
+        _Followed(modes(), frame, under_way, is_over, before).enter(flags)
 
     threading.setprofile(on_start)
     try:
@@ -253,6 +270,17 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
             report()
 
 
+def _is_of_flopwatch(thread: threading.Thread) -> bool:
+    """Whether this is a thread of the monitor, such as the one that connects the ranks. The model did not start it."""
+    return thread.name.startswith("flopwatch-")
+
+
+def _flags_before() -> dict[str, Any]:
+    """Return what a dispatch mode that is entered now would restore when it is left, by its attributes' names."""
+    with TorchDispatchMode() as mode:
+        return {name: value[-1] for name, value in vars(mode).items() if isinstance(value, deque | list) and value}
+
+
 class _Followed:
     """Enters dispatch modes when a thread starts, and exits them when the thread ends or the count is over."""
 
@@ -262,10 +290,15 @@ class _Followed:
         self._modes, self._first, self._before = modes, first, before
         self._under_way, self._is_over = under_way, is_over
 
-    def enter(self) -> None:
+    def enter(self, flags: dict[str, Any]) -> None:
         self._under_way.add(self)
         for mode in self._modes:
             mode.__enter__()
+            # Torch has one flag for all threads that says whether a dispatch mode is active. A mode restores the flag
+            # when it is left, and here that would be "active", because the thread may leave it after the count. Up to
+            # torch 2.10, nothing would be compiled in this process any more.
+            for name in flags.keys() & vars(mode).keys():
+                vars(mode)[name][-1] = flags[name]
         sys.setprofile(self._look)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -328,12 +361,12 @@ def run_step(
     """
     with no_autocast():
         if not training:
-            with torch.no_grad(), autocast, mode:
+            with torch.no_grad(), autocast, mode, _generators_closed():
                 model.eval()(*args, **kwargs)
             return
         _note_eval_mode(model, mode)
         with torch.enable_grad(), mode:
-            with autocast:
+            with autocast, _generators_closed():
                 loss, note = step_loss(model(*args, **kwargs), loss_fn)
             mode.tally.note(note)
             if not loss.requires_grad:
@@ -343,7 +376,26 @@ def run_step(
                 )
             # From here on, ops inside autograd belong to the backward pass of the step.
             mode.in_backward = True
-            _backward(loss)
+            with _generators_closed():
+                _backward(loss)
+
+
+@contextmanager
+def _generators_closed() -> Iterator[None]:
+    """If the block raises, close what its frames left open.
+
+    Up to torch 2.12, `checkpoint` enters its hooks and dispatch modes in a generator, which its frame refers to. The
+    error's traceback would keep both alive, and the training's next step would run with these hooks and modes.
+    """
+    handled_by_caller = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None and link is not handled_by_caller:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        raise
 
 
 def _note_eval_mode(model: nn.Module, mode: CountingMode) -> None:
@@ -354,19 +406,16 @@ def _note_eval_mode(model: nn.Module, mode: CountingMode) -> None:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()`, but keep function modes active, because recomputation must run under them."""
-    gradient = torch.ones_like(loss)
-    engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    """Run `loss.backward()`, but keep function modes active, because recomputation must run under them.
+
+    Torch leaves the modes if it is given a tensor, but not for the edge of the graph that the tensor stands for.
+    """
+    torch.autograd.backward((get_gradient_edge(loss),), (torch.ones_like(loss),))
 
 
 @contextmanager
-def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn exceptions of the model's code into our errors, which name the module that failed.
-
-    Args:
-        stack: Says which module failed.
-        needs_values: The exceptions that torch raises if code needs the value of a fake tensor.
-    """
+def failures_named(stack: ModuleStack) -> Iterator[None]:
+    """Turn exceptions of the model's code into our errors, which name the module that failed according to `stack`."""
     try:
         yield
     except FlopwatchError:
@@ -374,6 +423,6 @@ def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...]
     except Exception as error:
         what = first_line(error)
         where = f"module {stack.failed_in!r}" if stack.failed_in else "the model itself"
-        if isinstance(error, needs_values):
+        if needs_values(error):
             raise UntraceableError(f"{where} needs the value of an activation ({what})") from error
         raise MeasurementError(f"the model's step raised {type(error).__name__} in {where}: {what}") from error

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
-from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
+from flopwatch.torch_internals import FakeTensor, module_tables, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
 """In a smaller group of equal layers, all layers run. Four always run, so skipping the rest would save little."""
@@ -130,6 +130,7 @@ class _Description:
 
     def _add(self, module: nn.Module, path: str) -> None:
         self.facts[path, "class"] = type(module)
+        state = module_tables().state
         for name, child in own_modules(module).items():
             self.facts[path, "child", name] = None if child is None else self._paths[id(child)]
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
@@ -137,7 +138,7 @@ class _Description:
         for name, value in module.__dict__.items():
             if name == "kwargs" and type(module).__module__.startswith("peft."):
                 value = {key: item for key, item in value.items() if key != _PATH_IN_PEFT}
-            if name not in MODULE_STATE:
+            if name not in state:
                 self.facts[path, "setting", name] = self._value(value)
         if has_hooks([module]):
             self.facts[path, "hooks"] = "hook"
@@ -182,7 +183,8 @@ def _tensor_facts(tensor: torch.Tensor) -> Any:
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Return whether a call of one of these modules runs a hook."""
-    tables = (module.__dict__.get(name) for module in modules for name in HOOK_TABLES[:4])
+    names = (*module_tables().running_hooks, *module_tables().hook_options[:2])
+    tables = (module.__dict__.get(name) for module in modules for name in names)
     return any(not _is_idle(hook) for table in tables if table for hook in table.values())
 
 

@@ -22,19 +22,21 @@ from flopwatch.flops.tracing.fakes import Faker
 from flopwatch.flops.tracing.layer_calls import Key, LayerOutput, call_key, in_backward, side_effects_watched
 from flopwatch.flops.tracing.repeated import Kind, equal_layers, found_again, has_hooks
 from flopwatch.flops.tracing.tally import Event, EventLog, Tally
+from flopwatch.flops.tree import Structure, flatten, rebuild
 from flopwatch.torch_internals import (
-    COMPILED_CALL,
     FakeTensor,
-    TreeSpec,
+    call_slot,
     current_autograd_node,
-    next_sequence_nr,
+    recorded_operations,
     sequence_nr,
-    tree_flatten,
-    tree_unflatten,
 )
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _MADE_IN = "_flopwatch_made_in"
+
+
+def _next_node() -> int:
+    return recorded_operations() or 0  # `count_by_trace` replays layers only if these numbers are known
 
 
 class ReplayRefusedError(MeasurementError):
@@ -81,7 +83,7 @@ class _Layer:
         self.kind = kind
         self.path = path
         self.must_run = must_run
-        self.call: Any = module.__dict__[COMPILED_CALL]
+        self.call: Any = module.__dict__[call_slot()]
         self.last: _Call | None = None
         """The layer's latest call in the forward pass. Recomputed ops are added to it."""
         self.modules = list(module.modules())
@@ -131,7 +133,7 @@ class Replay:
             must_run = self._samples(kind)
             for number, (path, module) in enumerate(zip(kind.paths, kind.modules, strict=True)):
                 layer = _Layer(kind, path, module, must_run=number in must_run)
-                module.__dict__[COMPILED_CALL] = partial(self._called, layer)
+                module.__dict__[call_slot()] = partial(self._called, layer)
         self.is_attached = True
 
     def _samples(self, kind: Kind) -> set[int]:
@@ -145,7 +147,7 @@ class Replay:
             return layer.call(*args, **kwargs)
         if in_backward():
             return self._run_again(layer, args, kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         key = call_key(leaves, structure)
         call = layer.last = _Call(layer, key, leaves)
         output = self._known_output(call)
@@ -164,10 +166,10 @@ class Replay:
         return ran[0].output
 
     def _run(
-        self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: TreeSpec
+        self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Structure
     ) -> Any:
         obstacles: list[str] = []
-        first_node = next_sequence_nr()
+        first_node = _next_node()
         with side_effects_watched(call.layer.modules, (args, kwargs), leaves, structure, obstacles):
             output = self._within(call, args, kwargs)
         call.output = LayerOutput.of(output, leaves, first_node)
@@ -187,16 +189,16 @@ class Replay:
 
     def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._running = call
-        first_node = next_sequence_nr()
+        first_node = _next_node()
         try:
             return call.layer.call(*args, **kwargs)
         finally:
             self._running = None
-            self._calls_by_nodes.append((range(first_node, next_sequence_nr()), call))
+            self._calls_by_nodes.append((range(first_node, _next_node()), call))
 
     def _hand_out(self, call: _Call, output: Any) -> None:
         """Allow the outputs to be used outside of the layer, and record which of them receive a gradient."""
-        for number, leaf in enumerate(tree_flatten(output)[0]):
+        for number, leaf in enumerate(flatten(output)[0]):
             if isinstance(leaf, torch.Tensor):
                 leaf.__dict__.pop(_MADE_IN, None)
                 if call.output is not None and number in call.output.reach:
@@ -206,7 +208,7 @@ class Replay:
         call.output = output
         self.replayed.append(call)
         self.log.add_later(lambda: self._events_for(call, "forward"))
-        return tree_unflatten(self._outputs(call, output, leaves), output.structure)
+        return rebuild(self._outputs(call, output, leaves), output.structure)
 
     def _outputs(self, call: _Call, output: LayerOutput, leaves: list[Any]) -> list[Any]:
         made: dict[int, torch.Tensor] = {n: self._faker.like(*facts) for n, facts in output.tensors.items()}

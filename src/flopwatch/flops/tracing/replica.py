@@ -26,21 +26,14 @@ from flopwatch.errors import InputError, UntraceableError
 from flopwatch.flops.tracing.hooks import HookCopies, left_hooks_note
 from flopwatch.library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals import (
-    BUFFERS,
-    COMPILED_CALL,
-    MODULE_STATE,
-    MODULES,
-    PARAMETERS,
-    FakeTensor,
     LocalBatchNorm,
-    call_module,
+    call_slot,
     class_before_sharding,
     compiled_original,
     current_graph_task_id,
-    disable_current_modes,
     global_hook_tables,
-    is_traceable_wrapper_subclass,
-    mark_as_parameter,
+    modes_off,
+    module_tables,
     own_buffers,
     own_modules,
     own_parameters,
@@ -142,9 +135,10 @@ class _Replicator:
         self._remember(original, twin)
         if module is not original:
             self._remember(module, twin)
-        twin.__dict__[PARAMETERS] = {name: self.value(value) for name, value in own_parameters(original).items()}
-        twin.__dict__[BUFFERS] = {name: self.value(value) for name, value in own_buffers(original).items()}
-        twin.__dict__[MODULES] = {
+        tables = module_tables()
+        twin.__dict__[tables.parameters] = {name: self.value(value) for name, value in own_parameters(original).items()}
+        twin.__dict__[tables.buffers] = {name: self.value(value) for name, value in own_buffers(original).items()}
+        twin.__dict__[tables.modules] = {
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
             for name, child in own_modules(original).items()
         }
@@ -152,8 +146,10 @@ class _Replicator:
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
         self._copied_modules.append((original, twin))
-        # nn.Module.__call__ calls this attribute if it is set, so the running module is known without a hook.
-        twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
+        # A call of the module calls this attribute, so the running module is known without a hook.
+        slot = call_slot()
+        call = twin.forward if slot == "forward" else functools.partial(_call_past, twin, slot)
+        twin.__dict__[slot] = functools.partial(_call_inside, call, self._stack, path)
         return twin
 
     def copy_hooks(self) -> None:
@@ -212,14 +208,15 @@ class _Replicator:
         if is_lazy(tensor):
             raise InputError("the model has lazy parameters without a shape; run one batch through the model first")
         # A DTensor only shards a plain tensor. Other wrappers, such as torchao's, change how products run: note them.
-        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+        if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements"):
             self._stack.wrapped_weights[type(tensor).__name__] = None
         mapped = self._map_tensor(tensor)
         if isinstance(tensor, nn.Parameter):
-            if type(mapped) is FakeTensor:  # nn.Parameter() would run one more op per parameter
-                mark_as_parameter(mapped)
-                return mapped.requires_grad_(tensor.requires_grad)
-            return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
+            mapped = nn.Parameter(mapped, requires_grad=tensor.requires_grad)
+        # Opacus counts calls in attributes of each parameter, and its hooks expect to find them.
+        for name, value in getattr(tensor, "__dict__", {}).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                setattr(mapped, name, value)
         return mapped
 
     def _remember(self, original: Any, twin: Any) -> Any:
@@ -238,12 +235,26 @@ def own_generator(value: Any) -> Any:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    return name in MODULE_STATE or (name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS)
+    return name in module_tables().state or (
+        name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS
+    )
 
 
-def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
+def _call_inside(call: Callable[..., Any], stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
     with stack.inside(path):
-        return call_module(module, *args, **kwargs)
+        return call(*args, **kwargs)
+
+
+def _call_past(module: nn.Module, slot: str, *args: Any, **kwargs: Any) -> Any:
+    """Continue the call of a module as if its attribute `slot`, to which its calls are redirected, were not set.
+
+    The `__call__` of its own class has run already. Some of transformers' classes checkpoint the layer there.
+    """
+    redirected, module.__dict__[slot] = module.__dict__[slot], None
+    try:
+        return nn.Module.__call__(module, *args, **kwargs)
+    finally:
+        module.__dict__[slot] = redirected
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -293,7 +304,7 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
         # Otherwise the user's own dispatch modes, such as another FLOP counter, would see the ops of the trace.
-        stack.enter_context(disable_current_modes())
+        stack.enter_context(modes_off())
         # A compiled function whose first run is under a dispatch mode is never compiled afterwards (pytorch issue
         # 140909), so compiled functions run eagerly here, which does not change their state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -15,14 +15,7 @@ from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer
-from flopwatch.torch_internals import (
-    BUFFERS,
-    COMPILED_CALL,
-    MODULES,
-    NON_PERSISTENT_BUFFERS,
-    PARAMETERS,
-    gradient_hooks,
-)
+from flopwatch.torch_internals import COMPILED_CALL, module_tables
 
 _LARGE_PARAMETERS = 50_000_000
 """Counting the FLOPs of a model with more parameters than this takes some seconds, so the user is told beforehand."""
@@ -293,7 +286,6 @@ class CallCosts:
 
 _PLAIN = (bool, int, float, str)
 _MOST_ITEMS = 64
-_STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -304,7 +296,7 @@ def fingerprint(model: nn.Module) -> int:
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
     """A hash of the modules and their parameters, including `requires_grad` if `with_trained` is True."""
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
+        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None)
         for name, p in model.named_parameters()
     )
     return hash((parameters, tuple(type(module) for module in model.modules())))
@@ -314,13 +306,15 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return those attributes of all modules on which FLOPs can depend, such as flags, functions and hooks."""
     seen: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
+    tables = module_tables()
+    state = {tables.parameters, tables.buffers, tables.modules, tables.not_persistent, COMPILED_CALL}
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             continue  # the flags of DDP change from step to step, and affect only communication
         for name, value in module.__dict__.items():
             if type(value) in _PLAIN:
                 found[path, name] = value
-            elif name not in _STATE and value is not None:
+            elif name not in state and value is not None:
                 found[path, name] = _described(value, seen)
     return found
 

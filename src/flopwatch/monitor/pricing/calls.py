@@ -8,6 +8,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -21,15 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import Description, describe
-from flopwatch.flops.tracing.passes import AutocastState, current_autocast
+from flopwatch.flops.tracing.passes import AutocastState, current_autocast, is_any_autocast_on
 from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.torch_internals import (
-    compiled_call,
-    current_graph_task_id,
-    is_any_autocast_enabled,
-    own_parameters,
-    recorded_operations,
-)
+from flopwatch.torch_internals import compiled_call, current_graph_task_id, own_parameters, recorded_operations
 
 PACKING = (
     "cu_seq_lens_q",
@@ -177,7 +172,7 @@ class CallListener:
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))
             self._listen_to_gradients()
-        autocast = current_autocast() if is_any_autocast_enabled() else None
+        autocast = current_autocast() if is_any_autocast_on() else None
         key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
         for value in args:
             if type(value) is Tensor and value.layout is strided:
@@ -250,15 +245,21 @@ def _quick(value: Any) -> Any:
     return describe(value)
 
 
+_hooks: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+"""Hooks by their `key`. Torch 2.6 fails to compile a call whose argument is the hook itself; a string is a constant."""
+
+
 class _Hook:
     """The hook on the model. In a copy of the model, such as an EMA of its weights, the copied hook does nothing."""
 
     def __init__(self, listener: CallListener | None) -> None:
         self._listener = listener
+        self.key = str(id(self))
+        _hooks[self.key] = self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling():
-            _note_compilation(self)
+            _note_compilation(self.key)
             return
         listener = self._listener
         if listener is not None:
@@ -272,13 +273,14 @@ class _Hook:
         return _Hook(None)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _Hook, (None,)
+        # A method that does nothing, so that a saved model can be loaded where flopwatch is not installed.
+        return getattr, (nullcontext(), "__exit__")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note_compilation(hook: _Hook) -> int:
+def _note_compilation(key: str) -> int:
     """Record that the model is compiled. This runs while the compiler traces the hook, not in the compiled code."""
-    listener = hook._listener
+    listener = _hooks[key]._listener
     if listener is not None:
         listener.is_compiled = True
         listener.compiled_autocast = current_autocast()
@@ -381,6 +383,11 @@ class OutsideCalls:
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Record a call that began before `begin`, and is still under way."""
+        if self._is_on:
+            self.note(module, args)
+
     def _step_aside(self) -> None:
         """Remove the hook until this call of the model returns. If it raises, `end` returns an empty `OutsideWork`."""
         self._is_on = False
@@ -429,10 +436,12 @@ class _OutsideHook:
 
     def __init__(self, calls: OutsideCalls) -> None:
         self._calls = calls
+        self.key = str(id(self))
+        _hooks[self.key] = self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            _note_outside_compilation(self)
+            _note_outside_compilation(self.key)
             return
         try:
             self._calls.note(module, args)
@@ -441,7 +450,7 @@ class _OutsideHook:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note_outside_compilation(hook: _OutsideHook) -> int:
+def _note_outside_compilation(key: str) -> int:
     """Record that the hook is being compiled. The compiler calls this as it traces the hook; compiled code does not."""
-    hook._calls.has_met_compiled_code = True
+    _hooks[key]._calls.has_met_compiled_code = True
     return 0

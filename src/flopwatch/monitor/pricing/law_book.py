@@ -12,6 +12,7 @@ from torch import nn
 from flopwatch.clock import Clock
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.flops.batch_layout import SAMPLES, Grid, take_sample
+from flopwatch.flops.count import is_padded, with_full_masks
 from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.law import PHASES, FlopLaw, StepShape
 from flopwatch.flops.methods import MethodChoice, count_as_is
@@ -158,12 +159,11 @@ class LawBook:
             return None
         before = self.count_seconds
         with self._paid():
-            count = self._count(model, kind, example)
             grids = _grids_of(example)
             executed = price.executed
             if price.law is not None and price.law.sample_grids and price.shape is not None and grids:
                 executed = price.law.cost(replace(price.shape, grids=grids))
-            agrees = _phases(count) == executed
+            agrees = self._is_count_of(executed, model, kind, example)
         self._check_seconds += self.count_seconds - before
         return agrees
 
@@ -211,8 +211,7 @@ class LawBook:
     def _learnt(self, model: nn.Module, kind: CallKind, batch: Any) -> CallPrice:
         laws = self._laws.setdefault(kind.family, [])
         if not laws:
-            law = fit_flops_law(model, batch, autocast=kind.autocast, training=kind.has_grad, **self._options)
-            laws.append(law)
+            laws.append(self._fitted(model, kind, batch))
         elif any(law.per_batch for law in laws):
             return self._noted_count(kind, self._count(model, kind, batch))
         elif not self._has_widened(laws, model, kind, batch):
@@ -224,6 +223,35 @@ class LawBook:
         if laws[-1].per_batch:
             return self._steered_price(model, kind, batch, count, laws[-1])
         return _price_of(count)
+
+    def _fitted(self, model: nn.Module, kind: CallKind, batch: Any) -> FlopLaw:
+        options: dict[str, Any] = {"autocast": kind.autocast, "training": kind.has_grad, **self._options}
+        law = fit_flops_law(model, batch, **options)
+        if law.coefficients or law.per_batch or not is_padded(batch):
+            return law
+        unpadded = fit_flops_law(model, with_full_masks(batch), **options)
+        values = None if unpadded.layout is None else unpadded.layout.match(kind.description)
+        if values is None or not unpadded.coefficients:
+            return law
+        return unpadded if self._follows(unpadded, model, kind, batch, values) else law
+
+    def _follows(self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]) -> bool:
+        """Whether the law gives this call's FLOPs."""
+        return self._is_count_of(_formula(law, _shape(law, values)), model, kind, batch)
+
+    def _is_count_of(self, flops: PhaseFlops, model: nn.Module, kind: CallKind, batch: Any) -> bool:
+        """Whether a count of this call gives these FLOPs. Those that a padded call recomputes may be others.
+
+        Torch may choose another attention kernel for a padded batch, whose backward pass recomputes more or fewer FLOPs
+        than that of the unpadded rows that a law is fitted on. Then the batch is counted without its padding too. The
+        model FLOPs are the same, and the recomputed FLOPs of such a step are known once it is counted as it runs.
+        """
+        counted = _phases(self._count(model, kind, batch))
+        if counted == flops or not is_padded(batch):
+            return counted == flops
+        if (counted.forward, counted.backward) != (flops.forward, flops.backward):
+            return False
+        return _phases(self._count(model, kind, with_full_masks(batch))) == flops
 
     def _steered_price(self, model: nn.Module, kind: CallKind, batch: Any, count: FlopCount, law: FlopLaw) -> CallPrice:
         if CHANCE not in (*count.steered_by, *count.values_read):
@@ -285,11 +313,11 @@ class LawBook:
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
         """If counts agree with a law, extend its range to `values`, and to twice each value if it also holds there."""
-        if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
+        if not self._follows(law, model, kind, batch, values):
             return None
         domain = dict(law.domain)
         assert law.layout is not None
-        sample = take_sample(model, batch, law.layout)
+        sample = take_sample(model, with_full_masks(batch) if is_padded(batch) else batch, law.layout)
         for name, value in values.items():
             low, high = domain.get(name, (value, value))
             domain[name] = (min(low, value), max(high, value))

@@ -30,7 +30,7 @@ from flopwatch.monitor.pricing.watched_step import (
     products_in_graph,
     products_outside,
 )
-from flopwatch.monitor.ranks.group import is_sharded
+from flopwatch.monitor.ranks.layout import is_sharded
 from flopwatch.records.flops import PhaseFlops
 from flopwatch.torch_internals import recorded_operations
 
@@ -80,6 +80,7 @@ class StepNoter:
         self.doubt: NoticeText | None = None
         self.why_not_watched: str | None = None
         self._shares_batches = False
+        self._calls_doubt: str | None = None
         self._watched: WatchedStep | None = None
         self._met_risks: set[str] = set()
         self._nodes_before: int | None = None
@@ -174,6 +175,16 @@ class StepNoter:
             self._begin_watch()
         if not listener.is_compiled and not may_compile():  # otherwise torch.compile would compile the hook too
             self._outside.begin()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Say that the step was begun by a hook inside this call of a module, which other hooks have not seen."""
+        self._outside.enter(module, args)
+
+    def doubt_calls(self, reason: str) -> None:
+        """Say why the calls of this step and of all later ones may not be those of the training step."""
+        if self._calls_doubt is None:
+            self._calls_doubt = reason
+            self._known_steps.clear()
 
     def abandon_step(self) -> None:
         """Drop the current step, because its body has raised."""
@@ -382,6 +393,7 @@ class StepNoter:
         given, self._given = self._given, []
         if seen and not (self._shares_batches and readings):
             doubt = f"{unseen} calls of the model have arguments that flopwatch cannot describe" if unseen else None
+            doubt = doubt or self._calls_doubt
             return tuple(kind for kind, _ in seen), tuple(example for _, example in seen), doubt
         declared = [self._declared[id(reading.plan)] for reading in readings if id(reading.plan) in self._declared]
         reasons = [reason for _, _, reason in declared if reason] or [

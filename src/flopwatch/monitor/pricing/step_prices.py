@@ -9,6 +9,7 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
+from flopwatch.hardware.device import find_device
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
@@ -17,7 +18,7 @@ from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
 from flopwatch.monitor.pricing.watched_step import StepCount
-from flopwatch.monitor.ranks.group import shared_peak
+from flopwatch.monitor.ranks.layout import shared_peak
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
@@ -238,7 +239,7 @@ def device_of(model: nn.Module | None) -> torch.device:
     parameter = next(model.parameters(), None) if model is not None else None
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return find_device()
 
 
 def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:

@@ -5,7 +5,6 @@ code (a function that first runs under a mode is not compiled afterwards, pytorc
 is captured.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,28 +14,27 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
-from flopwatch.flops.formulas.free_ops import RISKY, costs_nothing
+from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
 from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase
+from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.records.reading import first_line
 from flopwatch.torch_internals import (
-    ENGINE_CODE,
     OpOverload,
     can_decompose,
-    compile_stance,
-    compile_tables,
-    current_dispatch_mode,
     current_graph_task_id,
     dispatch_mode_stack,
     has_kernel,
     input_metadata,
     op_name,
-    runs_forward_code,
+    requested_compilations,
+    runs_forward_again,
+    sees_dispatch_modes,
+    sees_graph_tasks,
     sequence_nr,
     short_op_name,
-    tree_leaves,
 )
 
 _FIRST = frozenset((1, 3, 5, 8, 10, 12, 15, 18, 22, 28, 31, 34, 36, 39, 45, 47))
@@ -115,26 +113,24 @@ def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int
 
 def may_compile() -> bool:
     """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called."""
-    if not _dynamo:
-        tables = compile_tables()
-        if tables is None:
+    if not _has_compiled:
+        # `torch.compiler.disable` stores None in the table.
+        if all(backend is None for backend in (requested_compilations() or {}).values()):
             return False
-        _dynamo.extend(tables)
-    asked_for, counters = _dynamo
-    for backend in asked_for.values():
-        if backend is not None:  # `torch.compiler.disable` stores None here
-            return True
-    return "frames" in counters and counters["frames"].get("ok", 0) > 0
+        _has_compiled.append(True)
+    return True
 
 
-_dynamo: list[Any] = []
-"""Torch's tables of requested and finished compilations, kept because they are read on every step."""
+_has_compiled: list[bool] = []
+"""Not empty after a compilation was requested, because `torch.compiler.reset` clears torch's own table."""
 
 
 def obstacle() -> str | None:
     """Why the current step cannot be counted as it runs; None if it can."""
     if may_compile():
         return "this process uses torch.compile, which would stop compiling if a step were counted as it runs"
+    if not sees_dispatch_modes() or not sees_graph_tasks():
+        return "steps cannot be counted as they run with this release of torch"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "steps cannot be counted as they run while a CUDA graph is captured"
     return None
@@ -148,7 +144,6 @@ class WatchedStep:
         clear_left_behind()
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
-        self._own_stance = compile_stance()
         self._hooks = (
             register_optimizer_step_pre_hook(self._mode.enter_optimizer),
             register_optimizer_step_post_hook(self._mode.leave_optimizer),
@@ -163,8 +158,7 @@ class WatchedStep:
     def end(self) -> StepCount:
         """End the count, even if the training has entered or exited dispatch modes in the meantime."""
         self._mode.is_over = True
-        if compile_stance() is self._own_stance:  # otherwise the training has set another stance, which stays
-            self._stance.__exit__(None, None, None)
+        self._stance.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         left_because = self._leave()
@@ -200,7 +194,7 @@ _left_behind: list[Any] = []
 
 
 def clear_left_behind() -> None:
-    while _left_behind and current_dispatch_mode() is _left_behind[-1]:
+    while _left_behind and _modes_now()[-1:] == _left_behind[-1:]:
         _left_behind.pop().__exit__(None, None, None)
 
 
@@ -253,7 +247,7 @@ class _PassingMode(CountingMode):
             self.failure = f"{type(error).__name__}: {first_line(error)}"
 
     def _count_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if op_name(func) in RISKY:
+        if may_differ_under_a_mode(func, args):
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
         self._look_for_repetition(func, args, kwargs, out, formula)
@@ -286,33 +280,20 @@ class _PassingMode(CountingMode):
     def _phase(self) -> Phase:
         if current_graph_task_id() == -1:
             return "forward"
-        return "recompute" if _runs_modules_again() else "backward"
+        return "recompute" if runs_forward_again() else "backward"
 
     def _module(self, phase: Phase) -> str:
         return ""
 
 
 def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
-    return frozenset(value.device.type for value in tree_leaves(args) if isinstance(value, torch.Tensor))
+    return frozenset(value.device.type for value in tensors_in(args))
 
 
 @cache
 def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
     """Whether an op has its own kernel on these devices; decomposing such an op could change the result's last bits."""
     return has_kernel(func, device_types)
-
-
-def _runs_modules_again() -> bool:
-    """Whether the backward pass is currently recomputing a part of the forward pass (activation checkpointing)."""
-    frame = sys._getframe(3)
-    while frame is not None:
-        code = frame.f_code
-        if code is ENGINE_CODE:
-            return False
-        if runs_forward_code(code):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 _PRODUCTS = (
@@ -354,8 +335,10 @@ def products_in_graph(loss: Any) -> int | None:
         node = waiting.pop()
         name = node.name()
         if name.startswith(_PRODUCTS):
-            made = [(tuple(part.shape), part.dtype) for part in input_metadata(node)]
-            found.append((name, *made))
+            parts = input_metadata(node)
+            if parts is None:
+                return None
+            found.append((name, *((tuple(part.shape), part.dtype) for part in parts)))
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
@@ -386,6 +369,8 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
         # A name without a final digit belongs to an autograd function in Python, which may contain matrix products.
         if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):
+            if input_metadata(node) is None:
+                return 0
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")
         for parent, _ in parents:

@@ -2,33 +2,40 @@
 
 The ranks form a tree with the logging rank at its root; each rank merges the reports of its children with its own. The
 training's thread only puts reports into a queue and checks for results. If another rank hangs or dies, only the link's
-thread waits, or ends and keeps the reason.
+thread waits, or ends with a `failure`.
 """
 
 import atexit
+import os
 import pickle
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor.ranks import group as ranks_group
-from flopwatch.monitor.ranks.group import DeviceCensus, RunKey, park
+from flopwatch.monitor.ranks import layout, meeting, wire
+from flopwatch.monitor.ranks.job_store import OPEN_SECONDS, JobStore, find_job_store, probe
+from flopwatch.monitor.ranks.meeting import DeviceCensus, RunKey, Terms
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
 from flopwatch.records.reading import first_line
 
-_PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
-_LENGTH_BYTES = 8
 _MOST_WAITING = 64
 """The maximum number of reports that wait to be sent; each further report is joined with the last one."""
 _CHILD_SECONDS = 30.0
-"""How long a rank waits until its children (directly below it in the tree of ranks) join. Later ones are left out."""
-_END_SECONDS = 1.0
-"""How long to wait for the thread to end after `give_up`."""
+"""How long a rank waits for its children in the tree of ranks to join. Later ones are left out."""
+_GRACE_SECONDS, _END_SECONDS = 0.5, 3.0
+"""How long to wait for the thread to end: first after `give_up`, then after its calls to the store are ended too.
+
+Torch prints a stack trace when a call to the store is ended, so this is done only if the thread does not end first.
+"""
+_EXIT_SECONDS = 2 * OPEN_SECONDS + 5.0
+"""How long the exit of the process waits for the thread. Only opening a store takes so long, because torch retries."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
 _links: "WeakSet[RankLink]" = WeakSet()
 
@@ -55,7 +62,7 @@ class RankLink:
         failure: Why the link has failed; None while it works.
         cpu_seconds: Processor time of the link's thread.
         ranks_on_device: How many ranks compute on this rank's device; None until that is known.
-        absent: Once `plan` has arrived, the children of this rank (see `children`) that have not joined the run.
+        absent: Once `plan` has arrived, the children of this rank (see `layout.children`) that have not joined the run.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
@@ -64,14 +71,13 @@ class RankLink:
         self._world_size = world_size
         self._census: DeviceCensus | None = None
         self._rank = rank
-        self._parent = parent(rank, key.logging_rank, world_size)
-        self._children = children(rank, key.logging_rank, world_size)
         self._changed = threading.Condition()
         self._waiting: deque[RankReport] = deque()
         self._is_finished = False
+        self._has_all_reports = False
         self._is_given_up = threading.Event()
-        self._group: Any = None
-        self._connected_rank: int | None = None
+        self._sockets = wire.Sockets()
+        self._store_sockets = wire.Sockets()
         self.merged: deque[RankReport] = deque()
         self.plan: RunPlan | None = None
         self.failure: str | None = None
@@ -104,31 +110,38 @@ class RankLink:
         with self._changed:
             self._is_finished = True
             self._changed.notify()
-        self._thread.join(seconds)
-        is_in_time = self.is_over
-        self._end()
+        # After `give_up` this rank sends no more reports, and its thread may be waiting for the store.
+        if not self._is_given_up.is_set():
+            self._thread.join(seconds)
+        is_in_time = self.is_over or self._has_all_reports  # else the thread waits for the store, not for a rank
+        self._end(_END_SECONDS)
         return is_in_time
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks, and make the link's thread end."""
+        """Stop waiting for other ranks, and let the link's thread end."""
         self._is_given_up.set()
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
-        group, rank = self._group, self._connected_rank
-        if group is not None and rank is not None and not self.is_over:
-            ranks_group.end_waits(group, rank, tag=_END_TAG)
+        self._sockets.end()
 
-    def _end(self) -> None:
+    def _end(self, seconds: float) -> None:
         self.give_up()
-        self._thread.join(_END_SECONDS)
+        self._thread.join(_GRACE_SECONDS)
+        self._store_sockets.end()
+        self._thread.join(seconds)
 
     def leave(self) -> None:
         """End the link when the process exits, even if its thread waits for a host that does not answer."""
-        if not self._is_given_up.is_set():
-            self._end()
         if not self.is_over:
-            park(self._thread)
+            self._end(_EXIT_SECONDS)
+
+    def forget(self) -> None:
+        """In a forked process, which has no thread of this link, close the copies of the link's sockets."""
+        self._sockets.forget()
+        self._store_sockets.forget()
+        self._changed = threading.Condition()  # the other thread may have held the lock at the fork
+        self._is_given_up.set()
 
     def wait_for(self, last_step: int, seconds: float) -> bool:
         """On the logging rank, wait until all ranks have sent their windows up to this step; False on timeout."""
@@ -143,77 +156,86 @@ class RankLink:
         with self._changed:
             return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
 
+    @property
+    def _is_logging(self) -> bool:
+        return self._rank == self._key.logging_rank
+
     def _run(self) -> None:
         try:
-            job_store = ranks_group.open_job_store()
-            store = self._join_run(job_store)
-            group = self._group = ranks_group.open_group(store)
-            self._pass_plan_on(store, group)
-            own = self._own_reports()
-            for report in aligned([own, *(self._reports_of(child, group) for child in self._children)]):
-                if self._parent is not None:
-                    self._send(group, self._parent, report.pack(), _REPORT_TAG)
+            job_store = find_job_store()
+            above, children = self._connect(job_store)
+            reports = aligned([self._own_reports(), *map(self._reports_of, children)])
+            for report in reports:
+                if above is not None:
+                    wire.send(above, report.pack())
                 else:
                     with self._changed:
                         self.merged.append(report)
                         self._changed.notify_all()
                 self.cpu_seconds = time.thread_time()
-            if self._parent is not None:
-                self._send(group, self._parent, _THE_END.pack(), _REPORT_TAG)
+            self._has_all_reports = True
+            if above is not None:
+                wire.send(above, _THE_END.pack())
             else:
-                ranks_group.end_run(job_store, self._key)
+                self._end_run(job_store)
         except Exception as error:  # for example, a rank has died or never joined
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
-        self._group = None
+        self._sockets.close()
         self.cpu_seconds = time.thread_time()
 
-    def _join_run(self, job_store: Any) -> Any:
-        """Wait until it is known which run this monitor belongs to; return the store of that run."""
-        store = ranks_group.run_store(job_store, self._key.run)
-        # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
-        # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
-        self._census = DeviceCensus(store, self._device, self._world_size)
-        if self._parent is None:
-            ranks_group.publish_run(job_store, self._key)
-            return store
-        pauses = ranks_group.pauses()
-        has_plan = _has_plan(self._key.logging_rank)
-        while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
-            if self._is_given_up.wait(next(pauses)):
-                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
-            self._look_at_devices()
-        store = ranks_group.join_run(job_store, run, self._rank)
-        if run != self._key.run:
-            self._census = DeviceCensus(store, self._device, self._world_size)
-        return store
-
-    def _pass_plan_on(self, store: Any, group: Any) -> None:
-        if self._parent is None:
-            self._wait_for_own_plan()
-            message = pickle.dumps(self.plan)
-        else:
-            message = self._receive_plan(self._parent, store, group)
-        self._look_at_devices(is_final=True)
-        store.set(_has_plan(self._rank), "")
-        missing, ends = set(self._children), time.monotonic() + _CHILD_SECONDS
-        for pause in ranks_group.pauses():
-            for child in sorted(child for child in missing if ranks_group.is_set(store, _listens(child))):
-                self._send(group, child, len(message).to_bytes(_LENGTH_BYTES, "little"), _PLAN_TAG)
-                self._send(group, child, message, _PLAN_TAG)
-                missing.remove(child)
-            self.absent = tuple(sorted(missing))
-            if not missing or time.monotonic() > ends or self._is_given_up.wait(pause):
-                break
-        self._children = [child for child in self._children if child not in missing]
-        if self._parent is not None:
+    def _connect(self, job_store: JobStore) -> tuple[socket.socket | None, list[socket.socket]]:
+        """Connect to the parent and the children in the tree, and pass the plan from the parent to the children."""
+        listener: socket.socket | None = None
+        above: socket.socket | None = None
+        with job_store.open(self._store_sockets) as opened:
+            probe(opened)
+            store, terms = self._join_run(opened)
+            place = self._rank, self._key.logging_rank, self._world_size, terms.ranks_per_host
+            children = layout.children(*place)
+            if children:
+                listener = wire.listen(job_store.host, self._sockets)
+                meeting.publish_address(store, self._rank, wire.address_of(listener))
+            if (rank_above := layout.parent(*place)) is None:
+                self._wait_for_own_plan()
+                message = pickle.dumps(self.plan)
+                meeting.check_single(store)  # the device count may already contain ranks of another training
+                meeting.has_plan(store)
+            else:
+                above = self._call_parent(rank_above, store)
+                message = wire.receive_sized(above)
+            self._look_at_devices(is_final=True)
+        self._census = None
+        below = [] if listener is None else self._pass_plan_on(message, children, listener, terms)
+        if above is not None:
             with self._changed:
                 self.plan = pickle.loads(message)  # safe, because the sender is a rank of the same training
                 self._changed.notify_all()
+        return above, below
+
+    def _join_run(self, job_store: Any) -> tuple[Any, Terms]:
+        """Wait until it is known which run this monitor belongs to; return the store of that run, and its terms."""
+        store = meeting.run_store(job_store, self._key.run)
+        # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
+        # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
+        self._census = DeviceCensus(store, self._device, self._world_size)
+        if self._is_logging:
+            terms = Terms(wire.new_token(), layout.ranks_per_host(self._world_size))
+            meeting.publish_run(job_store, self._key, terms)
+            return store, terms
+        pauses = meeting.pauses(self._world_size)
+        while (run := meeting.find_run(job_store, self._key, self._rank)) is None:
+            if self._is_given_up.wait(next(pauses)):
+                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
+            self._look_at_devices()
+        store = meeting.join_run(job_store, run, self._rank)
+        if run != self._key.run:
+            self._census = DeviceCensus(store, self._device, self._world_size)
+        return store, meeting.terms_of(store)
 
     def _wait_for_own_plan(self) -> None:
-        for pause in ranks_group.pauses():
+        for pause in meeting.pauses(self._world_size):
             with self._changed:
                 seconds = None if self.ranks_on_device is not None else pause
                 if self._changed.wait_for(lambda: self.plan is not None or self._is_finished, seconds):
@@ -224,25 +246,44 @@ class RankLink:
         if self._census is not None and self.ranks_on_device is None:
             self.ranks_on_device = self._census.ranks(is_final=is_final)
 
-    def _receive_plan(self, sender: int, store: Any, group: Any) -> bytes:
-        for pause in ranks_group.pauses():
-            if ranks_group.is_set(store, _has_plan(sender)):
-                break
+    def _call_parent(self, rank: int, store: Any) -> socket.socket:
+        """Connect to the rank above this one, and wait until it has the plan."""
+        call: wire.Call | None = None
+        for pause in meeting.pauses(self._world_size):
+            address = meeting.find_address(store, rank)
+            if address is not None:
+                with suppress(OSError):  # the address may be that of a process before a restart of the training
+                    call = wire.call(address, meeting.terms_of(store).token, self._rank, self._sockets)
+                    break
             if self._is_given_up.wait(pause):
-                raise FlopwatchError(f"rank {sender} has not sent the FLOP formulas; check that this rank is running")
+                raise FlopwatchError(f"rank {rank} cannot be reached; check that it is running and has a monitor")
             self._look_at_devices()
-        store.set(_listens(self._rank), "")
-        size = int.from_bytes(self._receive(group, sender, _LENGTH_BYTES, _PLAN_TAG), "little")
-        return self._receive(group, sender, size, _PLAN_TAG)
+        assert call is not None
+        for pause in meeting.pauses(self._world_size):
+            if self.ranks_on_device is not None or not call.is_ringing(pause):
+                break
+            self._look_at_devices()
+        return call.answered()
 
-    def _send(self, group: Any, rank: int, message: bytes, tag: int) -> None:
-        ranks_group.send(group, rank, message, tag=tag, connected=self._is_connected_to)
+    def _pass_plan_on(
+        self, message: bytes, children: list[int], listener: socket.socket, terms: Terms
+    ) -> list[socket.socket]:
+        """Send the plan to the children; return the connections of those that have joined in time."""
+        found: dict[int, socket.socket] = {}
+        self.absent = tuple(sorted(children))
+        for child, connection in wire.arrivals(listener, terms.token, children, _CHILD_SECONDS, self._sockets):
+            with suppress(OSError):  # the child has closed the connection
+                wire.send_sized(connection, message)
+                found[child] = connection
+            self.absent = tuple(sorted(set(children) - set(found)))
+        self._sockets.drop(listener)
+        return [found[child] for child in children if child in found]
 
-    def _receive(self, group: Any, rank: int, size: int, tag: int) -> bytes:
-        return ranks_group.receive(group, rank, size, tag=tag, connected=self._is_connected_to)
-
-    def _is_connected_to(self, rank: int) -> None:
-        self._connected_rank = rank
+    def _end_run(self, job_store: JobStore) -> None:
+        # All reports are there, so it does not matter if the store has ended with the training.
+        with suppress(OSError, RuntimeError), job_store.open(self._store_sockets) as opened:
+            meeting.end_run(opened, self._key)
+            meeting.check_single(meeting.run_store(opened, self._key.run))
 
     def _own_reports(self) -> Iterator[RankReport]:
         while True:
@@ -253,10 +294,10 @@ class RankLink:
                 report = self._waiting.popleft()
             yield report
 
-    def _reports_of(self, child: int, group: Any) -> Iterator[RankReport]:
+    def _reports_of(self, child: socket.socket) -> Iterator[RankReport]:
         while True:
             try:
-                report = RankReport.unpack(self._receive(group, child, REPORT_BYTES, _REPORT_TAG))
+                report = RankReport.unpack(wire.receive(child, REPORT_BYTES))
             except Exception:  # the child has died, so later windows lack it and the ranks below it in the tree
                 return
             if report.is_last:
@@ -271,36 +312,12 @@ def _leave_all() -> None:
         link.leave()
 
 
-def _listens(rank: int) -> str:
-    """The store's key that a rank sets when it can receive the `RunPlan`; sending it earlier could block in gloo."""
-    return f"listens/{rank}"
+def _forget_all() -> None:
+    """In a forked process, such as a worker of a DataLoader, drop the links, which belong to its parent process."""
+    for link in list(_links):
+        link.forget()
+    _links.clear()
 
 
-def _has_plan(rank: int) -> str:
-    """The key in the store that a rank sets when it is ready to send the `RunPlan` to its children in the tree."""
-    return f"has_plan/{rank}"
-
-
-FAN_OUT = 8
-"""The maximum number of children of a rank in the tree. With 8, 16,384 ranks have five levels below the root."""
-
-
-def parent(rank: int, root: int, world_size: int) -> int | None:
-    """The rank to which this rank sends its reports; None for the root.
-
-    >>> parent(9, 0, 64), parent(0, 0, 64)
-    (1, None)
-    """
-    place = (rank - root) % world_size
-    return None if place == 0 else ((place - 1) // FAN_OUT + root) % world_size
-
-
-def children(rank: int, root: int, world_size: int) -> list[int]:
-    """The ranks that send their reports to this rank.
-
-    >>> children(0, 0, 4), children(1, 0, 11)
-    ([1, 2, 3], [9, 10])
-    """
-    place = (rank - root) % world_size
-    first = place * FAN_OUT + 1
-    return [(child + root) % world_size for child in range(first, min(first + FAN_OUT, world_size))]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

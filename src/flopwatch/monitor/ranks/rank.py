@@ -11,10 +11,11 @@ import torch
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.output import Notify
-from flopwatch.monitor.ranks import group
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
-from flopwatch.monitor.ranks.group import device_identity, ranks_by_launcher
+from flopwatch.monitor.ranks.job_store import is_possible
+from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
+from flopwatch.monitor.ranks.meeting import RunKey
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
 
 _runs_of: Counter[int] = Counter()
@@ -73,7 +74,7 @@ class Rank(Generic[Step]):
         self._device_type = device.type
         if self.world_size == 1:
             return
-        if not group.is_possible():
+        if not is_possible():
             self._notify(*notices.ranks_unknown(self.rank, self.world_size))
             return
         self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
@@ -186,12 +187,12 @@ class Rank(Generic[Step]):
             yield from self._incomplete.popleft()
 
 
-def _run_key(logging_rank: int, log: str) -> group.RunKey:
+def _run_key(logging_rank: int, log: str) -> RunKey:
     _runs_of[logging_rank] += 1
     _runs_in[log] += 1
     numbered = f"{log}/{_runs_in[log]}"
     _known_logs.add(numbered)
-    return group.RunKey(logging_rank, _runs_of[logging_rank], numbered, _known_logs)
+    return RunKey(logging_rank, _runs_of[logging_rank], numbered, _known_logs)
 
 
 def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:

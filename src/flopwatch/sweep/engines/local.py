@@ -4,7 +4,6 @@ A slot is the GPUs or the cores of one trial. Each GPU and core has a lock file,
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import select
@@ -142,6 +141,8 @@ class SlotPool:
         except OSError as error:  # the folder was usable when the sweep began, so perhaps this error is temporary
             self.waits_for = f"{name.replace('-', ' ')} (its lock file cannot be opened: {error.strerror})"
             return False
+        import fcntl  # Windows has no such module
+
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -222,7 +223,7 @@ _UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
     """Divide the cores that this process may use into `jobs` sets of equal size."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = process_tree.usable_cores()
     if not 1 <= jobs <= len(cores):
         raise InputError(
             f"--jobs {jobs} is not possible, because each trial needs a core and there are {len(cores)} cores; "

@@ -15,6 +15,7 @@ from flopwatch.errors import InputError
 from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome, TrialSpec
 from flopwatch.sweep.folder import Trial as Trial
+from flopwatch.sweep.host.processes import check_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
     >>> load_engine("local", {"jobs": 1}).name
     'local'
     """
+    check_system()
     module, colon, attribute = _ENGINES.get(name, name).partition(":")
     if not colon:
         raise InputError(f"there is no engine {name!r}; use {', '.join(_ENGINES)} or your own as package.module:Class")

@@ -15,7 +15,6 @@ because it also counts memory that is reserved but not used, such as thread stac
 
 import contextlib
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -359,6 +358,8 @@ def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
         folder = parent / f"flopwatch-{os.getpid()}-{name}"
         if _make_group(folder, limit_bytes):
             return MemoryLimit("cgroup", partial(_join_group, folder), folder)
+    import resource  # Windows has no such module
+
     hard = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
     return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (hard, hard)))
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flopwatch.errors import InputError
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, log_file, trial_folder
 
@@ -32,6 +33,23 @@ ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
+
+
+def check_system() -> None:
+    """Raise an InputError on a system that cannot run trials at all.
+
+    Without /proc (macOS), trials run, but their memory limits and processes that left the session are not watched.
+    """
+    if not hasattr(os, "fork"):
+        raise InputError(
+            "sweep, trial and fit need Linux (or macOS, without memory limits), because they use os.fork, process "
+            "groups and file locks, which this system does not have; counting, monitoring, watch and report need none"
+        )
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use; all of them where the system cannot limit a process to some."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def die_with_parent(signal_number: int) -> None:

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
-from flopwatch.records.reading import cut
+from flopwatch.records.reading import cut, first_line
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
@@ -29,7 +29,7 @@ from flopwatch.sweep.spec.parsing import (
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
-_MOST_MISTAKES = 5
+_MOST_MISTAKES = 2
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
 
 
@@ -152,7 +152,8 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
     except ValidationError as error:
         where = f"{file}: " if file else ""
         lines = [_mistake_text(item["type"], item["loc"], item["msg"], item["input"]) for item in error.errors()]
-        raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines[:_MOST_MISTAKES])) from None
+        more = f"; and {len(lines) - _MOST_MISTAKES} more mistakes" if len(lines) > _MOST_MISTAKES else ""
+        raise InputError(f"{where}the matrix cannot be used: {'; '.join(lines[:_MOST_MISTAKES])}{more}") from None
 
 
 def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
@@ -160,7 +161,9 @@ def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: 
     if kind == "extra_forbidden":
         known = [*Matrix.model_fields, *_ALIASES] if len(place) == 1 else _INNER[str(place[0])].model_fields
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
-    return f"{key}: {message}, got {cut(repr(value), 200)}"
+    message = message.removeprefix("Value error, ")
+    shown = repr(value)
+    return f"{key}: {message}" if shown in message else f"{key}: {message}, got {cut(shown, 200)}"
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +207,9 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
-        raise InputError(f"{file} is not YAML: {cut(str(error), 500)}") from None
+        mark = getattr(error, "problem_mark", None)
+        what = first_line(error) if mark is None else f"{getattr(error, 'problem', None)} in line {mark.line + 1}"
+        raise InputError(f"{file} is not YAML ({cut(what, 100)}); correct it, or name a YAML file") from None
     if not isinstance(content, dict):
         raise InputError(
             f"{file} contains a {type(content).__name__}; write it as a mapping such as `trainers: [standard, ghost]`"

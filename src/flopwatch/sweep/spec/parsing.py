@@ -72,6 +72,10 @@ _MOST_BYTES = 2**60
 """One exbibyte, because flopwatch sets 1.5 times a memory limit as a resource limit, which must fit into 64 bits."""
 
 
+_LEAST_WITHOUT_UNIT = 1000
+"""A smaller number without a unit is meant as GiB or MiB."""
+
+
 def parse_bytes(text: Any) -> int | None:
     """The number of bytes that a number or a text stands for; None for None.
 
@@ -83,6 +87,8 @@ def parse_bytes(text: Any) -> int | None:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     if not found or found[2] not in _UNITS or float(found[1]) <= 0:
         raise InputError(f"{text!r} is not an amount of memory; write it as 4GiB, 512MiB or a number of bytes")
+    if not found[2] and float(found[1]) < _LEAST_WITHOUT_UNIT:
+        raise InputError(f"{text!r} without a unit is {text} bytes; write it as {found[1]}GiB or {found[1]}MiB")
     size = int(found[1]) if found[2] == "" and "." not in found[1] else int(float(found[1]) * _UNITS[found[2]])
     if size > _MOST_BYTES:
         raise InputError(f"{text!r} is more memory than any machine has; write it as 4GiB, 512MiB or a number of bytes")
@@ -122,8 +128,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(one_line(name, 100).lower(), names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
+    if len(names) > _MOST_NAMES:
+        return "; see `flopwatch sweep --help` and docs/sweep.md"
     return f"; there are {', '.join(names)}" if names else ""
 
+
+_MOST_NAMES = 20
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,

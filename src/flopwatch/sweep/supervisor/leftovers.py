@@ -6,7 +6,6 @@ a supervisor that was killed: `python -m flopwatch.sweep.supervisor.leftovers SW
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 import time
@@ -123,6 +122,8 @@ def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
 def _exit_like(status: int) -> None:
     """Exit with the supervisor's status, because the engine reads the status of this process, not the supervisor's."""
     if status < 0:
+        import resource
+
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)

@@ -171,7 +171,7 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
         limit.join()
         agent.memory.start()
     os.environ |= {process_tree.TRIAL_MARK: str(trial_dir), process_tree.ATTEMPT_MARK: agent.attempt}
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // agent.spec.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(process_tree.usable_cores()) // agent.spec.processes)))
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -10,7 +10,6 @@ With ATTEMPT, the supervisor exits if the trial's files belong to another attemp
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -86,7 +85,7 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
-    if cores := os.environ.get(CORES):
+    if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):  # macOS does not have it
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if not prepare_after_requeue(sweep.resolve(), name):
         return 0
@@ -260,6 +259,8 @@ def _life_peak(memory: TreeMemory) -> HostPeak:
     The kernel reports the largest peak of all ended children. A forked child starts with the memory of this process, so
     the kernel's number is used only if it exceeds the peak of this process.
     """
+    import resource  # Windows has no such module; `check_system` says so before a trial starts
+
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     own = resident("self")
     if own is None or largest > own.peak:

@@ -18,19 +18,20 @@ import sys
 import time
 
 _POLL_SECONDS = 1.0  # time between two checks whether the supervisor has been silent for too long
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(supervisor: int, pipe: int, trial: list[str]) -> None:
+    forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
     def forward(number: int, frame: object) -> None:
         # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
         os.kill(supervisor, signal.SIGTERM)
 
-    for number in _FORWARDED:
+    for number in forwarded:
         signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
     silence = _wait(supervisor, pipe)
-    for number in _FORWARDED:
+    for number in forwarded:
         signal.signal(number, signal.SIG_IGN)
     status = os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1])
     if status == 0:

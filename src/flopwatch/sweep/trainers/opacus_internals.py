@@ -14,7 +14,7 @@ from flopwatch.optional import require
 
 CHECKED_VERSION = "1.6.0"
 
-MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "_norm_sample")
+MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "norm_sample")
 """Texts in the messages of Opacus's exceptions which mean that a trainable parameter got no gradient."""
 
 

@@ -12,7 +12,7 @@ from flopwatch.errors import UnsupportedError
 from flopwatch.records.reading import first_line
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
-from flopwatch.torch_internals import AnyBatchNorm
+from flopwatch.torch_internals import ANY_BATCH_NORM
 
 _MOST_NAMED = 3
 
@@ -54,7 +54,7 @@ def _with_buffers(model: nn.Module) -> str | None:
     found = [(name, module) for name, module in trainable if next(module.buffers(), None) is not None]
     if not found:
         return None
-    batch_norms = [name for name, module in found if isinstance(module, AnyBatchNorm)]
+    batch_norms = [name for name, module in found if isinstance(module, ANY_BATCH_NORM)]
     if batch_norms:
         return (
             f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that gradients per sample do not "

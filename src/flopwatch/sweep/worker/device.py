@@ -13,6 +13,7 @@ import torch
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
+from flopwatch.hardware.device import find_device
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse
 from flopwatch.sweep.host.environment import git_state, machine
@@ -35,10 +36,10 @@ def choose_device(name: str) -> torch.device:
     """
     if name != "auto":
         return torch.device(name)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None and (gpus := os.environ.get(GPUS)):
+    found = find_device()
+    if found.type == "cpu" and (gpus := os.environ.get(GPUS)):
         raise InputError(f"the trial has GPU {gpus}, but torch finds no GPU; use device=cpu to measure the CPU")
-    return found or torch.device("cpu")
+    return found
 
 
 def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:

@@ -223,7 +223,7 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
         return
     path = Path(model)
     if path.suffix == ".json" or path.is_dir():
-        settings = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        settings = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         for smaller in (with_small_width(settings), with_few_layers(settings), settings):
             copy = _built(smaller)
             if copy is not None:

@@ -18,6 +18,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.spread import median
+from flopwatch.sweep.host.processes import usable_cores
 from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
@@ -100,7 +101,7 @@ class ManyRanks(RankGroup):
 
     def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
-        from flopwatch.monitor.ranks.group import device_identity
+        from flopwatch.monitor.ranks.layout import device_identity
 
         # If several processes share a device, the first measures its peak, using as many threads as all of them have.
         mine = device_identity(device)
@@ -109,7 +110,7 @@ class ManyRanks(RankGroup):
         peak = None
         if first:
             own, together = torch.get_num_threads(), sum(threads for identity, threads in devices if identity == mine)
-            torch.set_num_threads(min(together, len(os.sched_getaffinity(0))))
+            torch.set_num_threads(min(together, len(usable_cores())))
             peak = peak_of()
             torch.set_num_threads(own)
         return job_peak(self.gathered((first, peak)))

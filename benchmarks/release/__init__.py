@@ -1,0 +1,1 @@
+"""`make release-check`: builds the package, and tries it in fresh environments with each extra alone."""

@@ -1,0 +1,246 @@
+"""Watches the trainings of this process: with the integration of their framework, or with hooks of torch."""
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flopwatch.automatic.imports import when_imported
+
+if TYPE_CHECKING:
+    from flopwatch.automatic.watcher import Watcher
+    from flopwatch.monitor.training_monitor import TrainingMonitor
+
+RUNS_FOLDER = "flopwatch-runs"
+
+_active: "WatchedProcess | None" = None
+
+
+def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monitor_options: Any) -> "WatchedProcess":
+    """Monitor every training of this process from now on, without further changes of its code.
+
+    Call it at the top of a script or in the first cell of a notebook. The first optimizer step shows which model is
+    trained; each later step is measured. Trainings with the Hugging Face `Trainer` and Lightning are measured by the
+    callbacks of flopwatch. A script that uses `TrainingMonitor` itself is left to that monitor.
+
+    Args:
+        output_dir: The run's folder; by default a new folder in `flopwatch-runs`.
+        quiet: True prints no lines to stderr.
+        monitor_options: As for `flopwatch.TrainingMonitor`, such as `log_every=`, `sinks=`, `peak_flops_per_s=`.
+
+    Example:
+        >>> import flopwatch, tempfile, torch
+        >>> watched = flopwatch.watch(tempfile.mkdtemp(), quiet=True)
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for _ in range(4):
+        ...     model(torch.randn(4, 8)).sum().backward()
+        ...     optimizer.step()
+        >>> watched.stop()
+        >>> watched.monitor.summary.values["total/model_flops"]  # 3 steps; in the first one, the model was found
+        3072
+    """
+    global _active
+    if _active is not None:
+        _active.stop()
+    _active = WatchedProcess(output_dir, quiet, monitor_options)
+    if os.environ.get("FLOPWATCH_DISABLE", "") in ("", "0"):
+        _active.start()
+    return _active
+
+
+class WatchedProcess:
+    """The trainings of this process that flopwatch watches; made by `flopwatch.watch`.
+
+    Attributes:
+        monitor: The monitor of the newest training; None before its first step has ended.
+        has_failed: Whether the script has raised, so that a message about a training that was not seen would disturb.
+    """
+
+    def __init__(self, output_dir: str | Path | None, is_quiet: bool, monitor_options: Mapping[str, Any]) -> None:
+        self._output_dir = Path(output_dir or default_output_dir(_script_name())).absolute()
+        self._is_new = "WORLD_SIZE" not in os.environ and not self._output_dir.exists()  # ranks share a folder
+        self._is_quiet = is_quiet
+        self.has_failed = False
+        self._options = dict(monitor_options)
+        self.is_on = False
+        self._process = os.getpid()
+        self._trainings = 0
+        self._cancel: list[Callable[[], None]] = []
+        self._watcher: Watcher | None = None
+        self._callbacks: list[Any] = []
+
+    @property
+    def monitor(self) -> "TrainingMonitor | None":
+        """The monitor of the newest training; None before its first step has ended."""
+        monitors = [callback.monitor for callback in self._callbacks if callback.monitor is not None]
+        return monitors[-1] if monitors else self._watcher.monitor if self._watcher is not None else None
+
+    def start(self) -> None:
+        self.is_on = True
+        self._silence_log()
+        # The actions add to `_cancel` too, so that it must not be assigned here.
+        self._cancel.append(when_imported("torch", self._watch_optimizers))
+        self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
+        atexit.register(self._say_if_nothing_was_seen)
+
+    def stop(self) -> None:
+        """Stop watching: remove all hooks, close the monitor and write its summary."""
+        self.is_on = False
+        atexit.unregister(self._say_if_nothing_was_seen)
+        if self._watcher is not None:
+            self._watcher.stop()
+        for callback in self._callbacks:
+            callback.end()
+        while self._cancel:
+            self._cancel.pop()()
+
+    def _silence_log(self) -> None:
+        """Notices are printed by the console sink, if at all. Logging would print them into the script's own log."""
+        log, handler = logging.getLogger("flopwatch"), logging.NullHandler()
+        propagate, log.propagate = log.propagate, False
+        log.addHandler(handler)
+
+        def restore() -> None:
+            log.removeHandler(handler)
+            log.propagate = propagate
+
+        self._cancel.append(restore)
+
+    def _watch_optimizers(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        handle = register_optimizer_step_post_hook(self._optimizer_stepped)
+        self._cancel.append(handle.remove)
+
+    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        if not self.is_on or os.getpid() != self._process:
+            return
+        if self._watcher is None:
+            try:
+                # Imported now, because a script that never trains should not wait for it.
+                from flopwatch.automatic.watcher import Watcher
+
+                self._watcher = Watcher(self._make_monitor, self._report)
+            except Exception as error:
+                self.is_on = False
+                self._report(error)
+                return
+        self._watcher.guarded(self._watcher.optimizer_stepped, optimizer)
+
+    def _make_monitor(self) -> "TrainingMonitor | None":
+        from flopwatch.monitor.training_monitor import TrainingMonitor, open_monitors
+
+        if self._callbacks and any(callback.monitor is not None for callback in self._callbacks):
+            return None
+        if open_monitors():
+            self._print("the script uses flopwatch.TrainingMonitor itself, so `flopwatch run` adds nothing")
+            return None
+        options = {"dtype": _precision_of_accelerate(), **self._monitor_options()}
+        return TrainingMonitor(self._next_output_dir(), **options)
+
+    def _next_output_dir(self) -> Path:
+        """A folder for each training, because a second training in the same folder would continue the first."""
+        while True:
+            self._trainings += 1
+            suffix = "" if self._trainings == 1 else f"-{self._trainings}"
+            folder = self._output_dir.with_name(self._output_dir.name + suffix)
+            if not self._is_new or _claim(folder):
+                return folder
+
+    def _monitor_options(self) -> dict[str, Any]:
+        options = dict(self._options)
+        if not self._is_quiet and sys.stderr is not None:
+            from flopwatch.sinks.console import ConsoleSink
+
+            wanted = options.get("sinks") or ()
+            wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+            others = [sink for sink in wanted if sink != "console"]
+            options["sinks"] = [*others, ConsoleSink(sys.stderr)]
+        return options
+
+    def _add_to_hugging_face(self) -> None:
+        from transformers import trainer
+
+        class ForTrainer:
+            """A `Trainer` creates an object of each class in this list."""
+
+            def __new__(cls) -> Any:
+                from flopwatch.integrations.hugging_face import AutomaticCallback
+
+                return self.make_callback(AutomaticCallback)
+
+        trainer.DEFAULT_CALLBACKS.append(ForTrainer)
+        self._cancel.append(lambda: trainer.DEFAULT_CALLBACKS.remove(ForTrainer))
+
+    def make_callback(self, kind: Any) -> Any:
+        """A callback for a framework that leaves the framework's own log as it is."""
+        callback = kind(self._next_output_dir(), metrics="none", **self._monitor_options())
+        self._callbacks.append(callback)
+        return callback
+
+    def _say_if_nothing_was_seen(self) -> None:
+        if (
+            self.is_on
+            and not self.has_failed
+            and self.monitor is None
+            and not self._callbacks
+            and os.environ.get("RANK", "0") == "0"
+        ):
+            has_torch = "torch" in sys.modules
+            if self._watcher is None:
+                why = "no optimizer step was seen in this process" if has_torch else "the script has not imported torch"
+                self._print(
+                    f"{why}, so there is nothing to measure; a compiled step() and other processes are not seen"
+                )
+
+    def _report(self, error: Exception) -> None:
+        self._print(f"cannot watch this training, which goes on without flopwatch: {type(error).__name__}: {error}")
+
+    def _print(self, message: str) -> None:
+        if not self._is_quiet and sys.stderr is not None:
+            sys.stderr.write(f"flopwatch: {message}\n")
+
+
+def default_output_dir(script: str) -> Path:
+    """A new folder in `flopwatch-runs`, named after the script and the time."""
+    name = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
+    return Path(RUNS_FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _claim(folder: Path) -> bool:
+    """Create the folder; False if another process, which started in the same second, has created it."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # the monitor reports that it cannot write
+    return True
+
+
+def _script_name() -> str:
+    script = sys.argv[0] if sys.argv else ""
+    return script if script.endswith(".py") and "ipykernel" not in sys.modules else "training"
+
+
+def _precision_of_accelerate() -> str | None:
+    """The precision of Accelerate, which autocasts inside `forward`, where a hook on the model cannot see it."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    precision = str(state.AcceleratorState().mixed_precision)
+    return precision if precision in ("bf16", "fp16") else None
+
+
+def lightning_callbacks() -> list[Any]:
+    """The callback for a Lightning `Trainer`, which asks for it through an entry point; none if nothing is watched."""
+    if _active is None or not _active.is_on:
+        return []
+    from flopwatch.integrations.lightning import AutomaticCallback
+
+    return [_active.make_callback(AutomaticCallback)]

@@ -1,0 +1,278 @@
+"""Private names of torch's autograd engine and compiler, with their checks."""
+
+from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from flopwatch.torch_internals.probes import apart, checked, declare, resets, results, works
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_MODULE_CALL: CodeType = cast("Any", nn.Module.__call__).__code__
+
+
+@functools.cache
+def engine_code() -> CodeType | None:
+    """Code object of torch's Python function that starts a backward pass, found by running one; None if there is none.
+
+    Searches of the stack for forward code stop at the frame of this function.
+    """
+    found: list[CodeType] = []
+
+    def look(_: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == torch.autograd.graph.__file__:
+                found.append(frame.f_code)
+            frame = frame.f_back
+
+    def run() -> bool:
+        _small_backward(look)
+        return True
+
+    apart(run)
+    return found[0] if found else None
+
+
+def _small_backward(hook: Callable[[Any], None]) -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(hook)
+    product.backward(torch.ones(1))
+
+
+_TASK = declare(
+    "torch._C._current_graph_task_id",
+    "distinguish forward and backward ops",
+    "the backward pass is recognised by the Python call stack, and no step is counted live",
+)
+
+
+def _task_by_stack() -> int:
+    """The id of the frame that started the running backward pass, or -1. Works only in the thread that started it."""
+    engine = engine_code()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is engine:
+            return id(frame)
+        frame = frame.f_back
+    return -1
+
+
+def _probe_task(task: Callable[[], int]) -> bool:
+    inside: list[int] = []
+    _small_backward(lambda _: inside.append(task()))
+    _small_backward(lambda _: inside.append(task()))
+    return task() == -1 and len(set(inside)) == 2 and min(inside) >= 0
+
+
+current_graph_task_id: Callable[[], int] = checked(_TASK, lambda: getattr(torch._C, _TASK), _probe_task, _task_by_stack)
+"""A number that identifies the running backward pass; -1 outside of one."""
+
+
+def sees_graph_tasks() -> bool:
+    current_graph_task_id()
+    return results[_TASK]
+
+
+_NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules, and equal layers are all traced"
+_NODE = declare(
+    "torch._C._current_autograd_node",
+    "attribute backward ops to the modules whose forward pass made the running node",
+    f"{_NO_ATTRIBUTION}; attention's backward pass counts as if all inputs needed gradients",
+)
+
+
+def _probe_node(current: Callable[[], Any]) -> bool:
+    inside: list[Any] = []
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda _: inside.append(current()))
+    product.backward(torch.ones(1))
+    return current() is None and inside == [product.grad_fn]
+
+
+current_autograd_node: Callable[[], Any] = checked(_NODE, lambda: getattr(torch._C, _NODE), _probe_node, lambda: None)
+"""The autograd node that is running; None outside of a backward pass."""
+
+_NEXT = declare(
+    "torch._C._autograd._get_sequence_nr",
+    "the number of the next autograd node: attribute backward ops, and notice work outside of model calls",
+    f"{_NO_ATTRIBUTION}; work outside of the model's calls is not noticed",
+)
+
+
+def _probe_next(count: Callable[[], int]) -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    before = count()
+    first = leaf * 2
+    between = count()
+    second = first * 3
+    return before + 1 == between == count() - 1 and second.requires_grad
+
+
+def _find_next() -> Any:
+    return getattr(cast("Any", torch._C)._autograd, _NEXT)
+
+
+recorded_operations: Callable[[], int | None] = checked(_NEXT, _find_next, _probe_next, lambda: None)
+"""The number of autograd nodes that this thread has made, which is the number of the next one; None if unknown."""
+
+_SEQUENCE = declare(
+    "torch.autograd.graph.Node._sequence_nr",
+    "the number that an autograd node got when its forward op ran",
+    _NO_ATTRIBUTION,
+)
+
+
+def _probe_sequence(number: Callable[[Any], int]) -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    first = (leaf * 2).grad_fn
+    second = (leaf * 2).grad_fn
+    return number(second) == number(first) + 1
+
+
+sequence_nr: Callable[[Any], int] = checked(
+    _SEQUENCE, lambda: lambda node: node._sequence_nr(), _probe_sequence, lambda _: -1
+)
+"""The number that an autograd node got when its forward op ran; -1 if unknown."""
+
+
+@functools.cache
+def _numbers_agree() -> bool:
+    """Whether the number of a node is the one that `recorded_operations` returned before."""
+
+    def probe() -> bool:
+        leaf = torch.ones(1, requires_grad=True)
+        announced = recorded_operations()
+        return announced is not None and sequence_nr((leaf * 2).grad_fn) == announced
+
+    return apart(probe)
+
+
+resets.append(_numbers_agree.cache_clear)
+
+
+def knows_nodes() -> bool:
+    """Whether backward ops can be attributed to the modules that made their nodes."""
+    current_autograd_node()
+    return results[_NODE] and _numbers_agree()
+
+
+def saves_through_hooks() -> bool:
+    """Whether hooks for saved tensors are active. `disable_saved_tensors_hooks` raises an error while they are."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:
+        return True
+
+
+def is_checkpoint_recomputing() -> bool:
+    """Whether `torch.utils.checkpoint` is recomputing a part of the forward pass.
+
+    The function `unpack_hook` of checkpointing is then on the stack. In torch releases without it, recomputation is
+    recognised by grad mode and module calls, which fails if the forward pass computes gradients.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name.startswith("unpack_hook"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def runs_forward_again() -> bool:
+    """Whether a module or checkpointing runs inside a backward pass, which happens only in recomputation."""
+    return _runs_in_engine(runs_forward_code)
+
+
+def _runs_in_engine(is_sought: Callable[[CodeType], bool]) -> bool:
+    engine = engine_code()
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not engine:
+        if is_sought(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def runs_forward_code(code: CodeType) -> bool:
+    """Whether `code` belongs to `nn.Module.__call__` or to checkpointing, which run only in a forward pass."""
+    return code is _MODULE_CALL or code.co_filename == _CHECKPOINT_FILE
+
+
+_METADATA = declare(
+    "torch.autograd.graph.Node._input_metadata",
+    "shapes and types of the products in the loss's graph, to notice that they change between windows",
+    "a change of the products between the model's output and the loss is not noticed",
+)
+
+
+def _probe_metadata(metadata: Callable[[Any], Any]) -> bool:
+    product: Any = (torch.ones(2, 3, requires_grad=True) @ torch.ones(3, 4)).grad_fn
+    [part] = metadata(product)
+    return tuple(part.shape) == (2, 4) and part.dtype is torch.float32
+
+
+input_metadata: Callable[[Any], Any] = checked(
+    _METADATA, lambda: lambda node: node._input_metadata, _probe_metadata, lambda _: None
+)
+"""Shapes and dtypes of the gradients that a node takes; None if unknown."""
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+_EVAL_FRAME = declare(
+    "torch._dynamo.eval_frame",
+    "recognise what `torch.compile` returns: its class and its functions are defined in this module",
+    "a model from `torch.compile(model)` is not unwrapped",
+)
+_BACKENDS = declare(
+    "torch._dynamo.eval_frame.cached_backends",
+    "know whether this process uses `torch.compile`",
+    "no step is counted live once the compiler is loaded",
+)
+
+
+def _compiler() -> Any:
+    return sys.modules.get(f"torch._dynamo.{_EVAL_FRAME}")
+
+
+def compiled_original(value: Any) -> nn.Module | None:
+    """The module inside `torch.compile(module)`, which is the only child of the wrapper; None for another value."""
+    if not isinstance(value, nn.Module) or type(value).__module__ != f"torch._dynamo.{_EVAL_FRAME}":
+        return None
+    children = list(nn.Module.children(value))
+    return children[0] if len(children) == 1 else None
+
+
+def is_compiled_function(value: Any) -> bool:
+    """Whether `torch.compile` has made this function: its code is in the compiler's file."""
+    code = getattr(value, "__code__", None)
+    return code is not None and code.co_filename == getattr(_compiler(), "__file__", None)
+
+
+def requested_compilations() -> Mapping[Any, Any] | None:
+    """Torch's table of requested compilations; None if the compiler is not loaded.
+
+    Only the type of the table is checked, because a compilation would take seconds.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    table = getattr(compiler, _BACKENDS, None)
+    if not works(_BACKENDS, lambda: isinstance(table, dict)):
+        return {None: "unknown"}
+    return cast("Mapping[Any, Any]", table)

@@ -1,0 +1,202 @@
+"""Where `nn.Module` keeps its parts, and private names of sharded modules and of the ranks' store."""
+
+from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
+
+import functools
+from collections import OrderedDict
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from flopwatch.errors import MeasurementError
+from flopwatch.torch_internals.probes import PRIVATE_NAMES, apart, declare, unusable, works
+
+# --- Modules ----------------------------------------------------------------------------------------------------------
+
+ANY_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+ANY_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class LocalBatchNorm(nn.SyncBatchNorm):
+    """Batch norm for any number of dimensions, without communication; replaces synchronised batch norm in counting."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        uses_batch = self.training or self.running_mean is None
+        means, variances = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        return nn.functional.batch_norm(
+            input, means, variances, self.weight, self.bias, uses_batch, self.momentum or 0.0, self.eps
+        )
+
+
+class ModuleTables(NamedTuple):
+    """Where an `nn.Module` keeps what its public methods register: names of entries in its `__dict__`."""
+
+    parameters: str
+    buffers: str
+    modules: str
+    not_persistent: str
+    forward_pre_hooks: str
+    forward_hooks: str
+    hook_options: tuple[str, ...]
+    backward_hooks: tuple[str, ...]
+
+    @property
+    def running_hooks(self) -> tuple[str, ...]:
+        return self.forward_pre_hooks, self.forward_hooks
+
+    @property
+    def state(self) -> frozenset[str]:
+        """Attributes that torch sets, as opposed to the user's, and that a copy of a module gets separately."""
+        hooks = (*self.running_hooks, *self.hook_options, *self.backward_hooks)
+        return frozenset((self.parameters, self.buffers, self.modules, COMPILED_CALL, *hooks))
+
+
+@functools.cache
+def module_tables() -> ModuleTables:
+    """Find the tables by registering something with the public methods. Raises MeasurementError if one is not found."""
+    found: list[ModuleTables] = []
+
+    def look() -> bool:
+        found.append(_tables_of(nn.Module()))
+        return True
+
+    apart(look)
+    if not found:
+        raise MeasurementError(f"torch {torch.__version__} keeps the parameters of modules in an unknown place")
+    return found[0]
+
+
+def _tables_of(module: nn.Module) -> ModuleTables:
+    weight, buffer, child = nn.Parameter(torch.empty(0)), torch.empty(0), nn.Module()
+    module.register_parameter("weight", weight)
+    module.register_buffer("buffer", buffer, persistent=False)
+    module.register_module("child", child)
+    handles: list[Any] = [
+        module.register_forward_pre_hook(_idle, with_kwargs=True),
+        module.register_forward_hook(_idle, with_kwargs=True, always_call=True),
+        module.register_full_backward_hook(_idle),
+        module.register_full_backward_pre_hook(_idle),
+    ]
+    held = {name: value for name, value in vars(module).items() if isinstance(value, dict | set)}
+
+    def keeper(key: str, value: Any) -> str:
+        return next(name for name, each in held.items() if isinstance(each, dict) and each.get(key) is value)
+
+    hooks = [next(name for name, each in held.items() if each is handle.hooks_dict_ref()) for handle in handles]
+    ids = [handle.id for handle in handles]
+    options = tuple(name for name, each in held.items() if name not in hooks and any(key in each for key in ids))
+    if len(options) < 3:
+        raise LookupError("options of hooks are kept elsewhere")
+    return ModuleTables(
+        keeper("weight", weight),
+        keeper("buffer", buffer),
+        keeper("child", child),
+        next(name for name, each in held.items() if isinstance(each, set) and "buffer" in each),
+        hooks[0],
+        hooks[1],
+        options,
+        (hooks[2], hooks[3]),
+    )
+
+
+def _idle(*_: Any) -> None:
+    return None
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name. Unlike the public iterator, the dict also has parameters that are None."""
+    return module.__dict__[module_tables().parameters]  # type: ignore[no-any-return]
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return module.__dict__[module_tables().buffers]  # type: ignore[no-any-return]
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module.__dict__[module_tables().modules]  # type: ignore[no-any-return]
+
+
+COMPILED_CALL = declare(
+    "torch.nn.Module._compiled_call_impl",
+    "follow which module runs; know that `module.compile()` was called",
+    "FLOPs of hooks count for the calling module, equal layers are all traced, and `module.compile()` is not noticed",
+)
+"""`nn.Module.__call__` calls this attribute if it is set; `module.compile()` sets it."""
+
+
+def _probe_compiled_call() -> bool:
+    module = nn.Identity()
+    inner: list[Any] = []
+
+    def called(value: Any) -> Any:
+        module.__dict__[COMPILED_CALL] = None
+        inner.append(module(value))
+        return "compiled"
+
+    module.__dict__[COMPILED_CALL] = called
+    return module("plain") == "compiled" and inner == ["plain"] and getattr(nn.Identity(), COMPILED_CALL) is None
+
+
+def call_slot() -> str:
+    """The attribute of a module by which its calls can be redirected."""
+    return COMPILED_CALL if works(COMPILED_CALL, _probe_compiled_call) else "forward"
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """The compiled function that `module.compile()` has set on the module, or None."""
+    return getattr(module, COMPILED_CALL, None)
+
+
+def global_hook_tables() -> list[OrderedDict[int, Any]]:
+    """The non-empty tables of hooks that are registered for all modules."""
+    tables = [table for table in vars(nn.modules.module).values() if isinstance(table, OrderedDict) and table]
+    return [table for table in tables if all(isinstance(key, int) for key in table)]
+
+
+def class_before_sharding(cls: type[nn.Module]) -> type[nn.Module]:
+    """The user's class of a sharded module. `fully_shard` creates a class with the bases (FSDPModule, user's class)."""
+    return cast("type[nn.Module]", cls.__mro__[2])
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+_STORE = declare(
+    "torch.distributed.distributed_c10d._get_default_store",
+    "find the other ranks through the store that the training's ranks share",
+    "the store is looked for at MASTER_ADDR and MASTER_PORT; if these are not set, each rank reports only itself",
+)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group, which all ranks of the training share."""
+    from torch.distributed import distributed_c10d
+
+    found = getattr(distributed_c10d, _STORE, None)
+    if not works(_STORE, lambda: callable(found)):
+        raise unusable(_STORE, PRIVATE_NAMES[_STORE].without)
+    return cast("Any", found)()
+
+
+_FSDP_STATE = declare(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "the number of ranks over which `fully_shard` shards a module",
+    "this number is taken from the mesh and the placements of the parameters",
+)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The parameter groups of a module that `fully_shard` has sharded; empty if they are not found.
+
+    They are found by their public attribute `mesh_info`, because releases store one or several under different names.
+    """
+    state = getattr(module, _FSDP_STATE, lambda: None)()
+    held = getattr(state, "__dict__", {}).values()
+    groups = [one for each in held for one in (each if isinstance(each, list | tuple) else (each,))]
+    found = [group for group in groups if hasattr(group, "mesh_info")]
+    works(_FSDP_STATE, lambda: state is not None)
+    return found

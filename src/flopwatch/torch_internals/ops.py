@@ -1,0 +1,294 @@
+"""Private names of torch's dispatcher and of tensors, with their checks."""
+
+from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
+
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from flopwatch.torch_internals.probes import checked, declare, results, unusable, works
+
+OpOverload: Any = type(torch.ops.aten.mm.default)
+OpOverloadPacket: Any = type(torch.ops.aten.mm)
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+_SCHEMA = declare(
+    "torch._ops.OpOverload._schema",
+    "names, defaults and written arguments of an op",
+    "FLOPs are not counted by trace or step, but estimated",
+)
+
+
+def _probe_schema() -> bool:
+    mm, add = torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor
+    schema, writes = getattr(mm, _SCHEMA), getattr(add, _SCHEMA)
+    names = [argument.name for argument in schema.arguments]
+    alpha = writes.arguments[2]
+    return (
+        names == ["self", "mat2"]
+        and not schema.is_mutable
+        and writes.is_mutable
+        and writes.arguments[0].alias_info.is_write
+        and alpha.kwarg_only
+        and alpha.default_value == 1
+    )
+
+
+def op_schema(op: Any) -> Any:
+    """The names and defaults of an op's arguments, and which of them it writes to.
+
+    `CountingMode` calls `check_schemas` when it begins, so this function does not check again for every op.
+    """
+    return op._schema
+
+
+def check_schemas() -> None:
+    if not works(_SCHEMA, _probe_schema):
+        raise unusable(_SCHEMA, "ops cannot be counted one by one")
+
+
+def op_name(op: Any) -> str:
+    """The qualified name of an op without its overload (`aten::add`), because formulas apply to all overloads."""
+    return op.name().partition(".")[0]  # type: ignore[no-any-return]
+
+
+def short_op_name(op: Any) -> str:
+    return op.__name__.partition(".")[0]  # type: ignore[no-any-return]
+
+
+def op_packet(op: Any) -> Any:
+    """The packet of an op, which all its overloads share."""
+    return op.overloadpacket
+
+
+def packet_name(packet: Any) -> str:
+    return str(packet).replace(".", "::", 1)
+
+
+def can_decompose(op: Any) -> bool:
+    """Whether an op is written as a composition of other ops."""
+    return bool(op.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
+
+
+_KEYS = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "meta": "Meta", "mps": "MPS", "mtia": "MTIA", "xpu": "XPU"}
+
+
+def has_kernel(op: Any, device_types: Iterable[str]) -> bool:
+    """Whether an op has a kernel for one of these device types; True for a type that is not in the table."""
+    return any(name not in _KEYS or op.has_kernel_for_dispatch_key(_KEYS[name]) for name in device_types)
+
+
+def aten_packet(name: str) -> Any:
+    """An op of the aten namespace; if the torch release lacks it, an object that is equal to no op."""
+    return getattr(torch.ops.aten, name, None) or object()
+
+
+# Private ops, which users run through public functions such as `torch.nn.functional.ctc_loss`.
+CTC_LOSS = aten_packet("_ctc_loss")
+CTC_LOSS_BACKWARD = aten_packet("_ctc_loss_backward")
+GROUPED_MM = aten_packet("_grouped_mm")
+PIN_MEMORY = aten_packet("_pin_memory")
+TO_COPY = aten_packet("_to_copy")
+UNSAFE_VIEW = aten_packet("_unsafe_view")
+FUSED_SDP_CHOICE = aten_packet("_fused_sdp_choice")
+"""Returns the kernel that `scaled_dot_product_attention` would choose, as the integer value of an `SDPBackend`."""
+
+_STACK = declare(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "switch off the user's dispatch modes while counting; leave the mode of a step that is counted live",
+    "your own dispatch modes, such as another FLOP counter, receive flopwatch's ops too, and no step is counted live",
+)
+
+
+def _find_stack() -> Any:
+    return getattr(sys.modules[TorchDispatchMode.__module__], _STACK)
+
+
+def _probe_stack(stack: Callable[[], Iterable[Any]]) -> bool:
+    with _IdleMode() as outer, _IdleMode() as inner:  # type: ignore[no-untyped-call]
+        seen = list(stack())
+    return [id(mode) for mode in seen] == [id(outer), id(inner)] and not list(stack())
+
+
+class _IdleMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+dispatch_mode_stack: Callable[[], list[Any]] = checked(_STACK, _find_stack, _probe_stack, list)
+"""The active dispatch modes, the innermost last."""
+
+
+def sees_dispatch_modes() -> bool:
+    dispatch_mode_stack()
+    return results[_STACK]
+
+
+@contextmanager
+def modes_off() -> Iterator[None]:
+    """Switch off all dispatch modes, so that the user's modes, such as another counter, do not receive flopwatch's ops.
+
+    The methods of the base class are called, because `FlopCounterMode`, for example, prints its table on exit.
+    """
+    modes = dispatch_mode_stack()
+    for mode in reversed(modes):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            TorchDispatchMode.__enter__(mode)
+
+
+_OPDEFS = declare(
+    "torch._library.custom_ops.OPDEFS",
+    "the Python function of a `torch.library.custom_op`, whose ops are counted",
+    "an op made with `torch.library.custom_op` is reported as an op without a formula",
+)
+_INIT_FN = declare(
+    "torch._library.custom_ops.CustomOpDef._init_fn",
+    "the Python function of a `torch.library.custom_op`, whose ops are counted",
+    "an op made with `torch.library.custom_op` is reported as an op without a formula",
+)
+
+
+def python_body(op: Any) -> Callable[..., Any] | None:
+    """The Python function of a `torch.library.custom_op`; None if unknown, or if a device has a kernel of its own."""
+    definition: Any = getattr(sys.modules.get("torch._library.custom_ops"), _OPDEFS, {}).get(op_name(op))
+    if definition is None or has_kernel(op, ("cpu", "cuda", "xpu")):
+        return None
+    body = getattr(definition, _INIT_FN, None)
+    names = [argument.name for argument in op_schema(op).arguments]
+    return body if inspect.isfunction(body) and list(inspect.signature(body).parameters) == names else None
+
+
+_HIGHER_ORDER_OPS = ("cond", "flex_attention", "flex_attention_backward", "map_impl", "scan", "while_loop", "wrap")
+
+
+def receive_higher_order_ops(mode_class: type[TorchDispatchMode]) -> None:
+    """Let dispatch modes of this class receive higher-order ops, such as `flex_attention`, like other ops.
+
+    The attribute `supports_higher_order_operators` has this effect since torch 2.9. In earlier releases such an op
+    raises an error under a dispatch mode, unless a handler for the class of the mode is registered with the op.
+    """
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        return
+    for name in _HIGHER_ORDER_OPS:
+        op: Any = getattr(torch.ops.higher_order, name, None)
+        if op is not None and mode_class not in op.python_key_table:
+            op.py_impl(mode_class)(functools.partial(_handle_higher_order_op, op))
+
+
+def _handle_higher_order_op(op: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(op, (), args, kwargs)
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+_VERSION = declare(
+    "torch.Tensor._version",
+    "notice that a tensor was written to, without keeping a copy",
+    "every tensor counts as changed: values of a step that are read later are unknown, and equal layers are all traced",
+)
+_never_again = itertools.count()
+
+
+def _probe_version(_: Any) -> bool:
+    tensor = torch.zeros(2)
+    before = getattr(tensor, _VERSION)
+    view = tensor[:1]
+    unchanged = getattr(tensor, _VERSION)
+    view.add_(1)
+    return bool(before == unchanged < getattr(tensor, _VERSION))
+
+
+def _find_version() -> Any:
+    return lambda tensor: tensor._version
+
+
+tensor_version: Callable[[torch.Tensor], int] = checked(
+    _VERSION, _find_version, _probe_version, lambda _: next(_never_again)
+)
+"""A counter that every in-place write increments. If torch has none, each call returns a new number."""
+
+_KERNELS = declare(
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+    "run the meta kernel of an op on fake tensors directly, which halves the time of a trace",
+    "a trace takes about twice as long",
+)
+
+
+def _find_kernels() -> Any:
+    return getattr(sys.modules[FakeTensorMode.__module__], _KERNELS)
+
+
+def _probe_kernels() -> bool:
+    mode = FakeTensorMode()
+    fake = FakeTensor(mode, torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    with _find_kernels()(mode):
+        view = torch.ops.aten.t.default(fake)
+    is_shared = view.untyped_storage() is fake.untyped_storage()
+    return type(view) is torch.Tensor and tuple(view.shape) == (3, 2) and is_shared and fake.device.type == "cpu"
+
+
+def runs_kernels_on_fakes() -> bool:
+    return results[_KERNELS] if _KERNELS in results else works(_KERNELS, _probe_kernels)
+
+
+def kernels_on_fakes(mode: FakeTensorMode) -> Any:
+    """A context in which an op runs its meta kernel on fake tensors, without their own dispatch."""
+    return _find_kernels()(mode)
+
+
+FAKE_TENSOR_LOGGER = FakeTensorMode.__module__
+"""The logger in which torch writes a long message about an op with wrong shapes, before it raises the error."""
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether a fake tensor has raised this error because an op needs values, or has no rule for fake tensors."""
+    return type(error).__module__ == FakeTensorMode.__module__
+
+
+def coo_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored elements of a sparse COO tensor. The public `values()` raises if the tensor is not coalesced."""
+    return tensor._values()
+
+
+def stored_count(tensor: torch.Tensor) -> int:
+    """The number of elements, or of blocks, that a sparse tensor stores."""
+    return int((coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()).shape[0])
+
+
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+
+def is_flex_attention(func: Any) -> bool:
+    """Whether `func` is the higher-order op that `flex_attention` calls."""
+    name = getattr(func, "name", None)
+    return inspect.ismethod(name) and name() == "flex_attention"
+
+
+def is_identity_score(score_mod: Any) -> bool:
+    """Whether a `score_mod` of `flex_attention` returns the score itself, as the one that torch uses for None does."""
+    score = object()
+    try:
+        return score_mod(score, 0, 0, 0, 0) is score
+    except Exception:
+        return False
+
+
+def is_flex_device_check(frame: FrameType) -> bool:
+    """Whether `frame` is in `flex_attention`, which checks `requires_grad` to reject a backward pass on the CPU."""
+    return frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"

@@ -1,0 +1,169 @@
+"""Trainings that `flopwatch.watch` once measured wrongly, disturbed or lost."""
+
+import json
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+import flopwatch
+from flopwatch.automatic import WatchedProcess
+from flopwatch.automatic.compiled_calls import note_call, take_calls
+from flopwatch.records.run import Summary
+
+STEP_FLOPS = 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8
+"""Forward pass and gradient of the weight of one Linear(8, 8) with 4 rows; its input needs no gradient."""
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[WatchedProcess]:
+    watched = flopwatch.watch(tmp_path / "run", quiet=True, log_every=5)
+    yield watched
+    watched.stop()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def summary(watched: WatchedProcess) -> Summary:
+    assert watched.monitor is not None
+    assert watched.monitor.summary is not None
+    return watched.monitor.summary
+
+
+def notices(folder: Path) -> dict[str, Any]:
+    records = map(json.loads, (folder / "training_log.jsonl").read_text().splitlines())
+    return {record["code"]: record["message"] for record in records if record["type"] == "notice"}
+
+
+def test_a_training_goes_on_with_an_optimizer_that_has_replaced_the_first(watched: WatchedProcess) -> None:
+    model = nn.Linear(8, 8)
+    train(model, sgd(model))
+    train(model, sgd(model))  # the first optimizer is deleted
+    watched.stop()
+
+    # The first step is not in it, nor the first one of the new optimizer, in which this optimizer is found.
+    assert summary(watched).values["total/model_flops"] >= 8 * STEP_FLOPS
+
+
+def test_the_last_steps_are_exact_although_stopping_removes_hooks(watched: WatchedProcess) -> None:
+    model = nn.Linear(8, 8)
+    train(model, sgd(model), steps=8)
+    watched.stop()
+
+    assert not any("settings of the model" in note for note in summary(watched).notes)
+    assert summary(watched).values["total/model_flops"] == 7 * STEP_FLOPS
+
+
+def test_stopping_leaves_no_hook_and_the_log_as_it_was(watched: WatchedProcess) -> None:
+    model = nn.Linear(8, 8)
+    train(model, sgd(model))
+    watched.stop()
+
+    assert not _global_optimizer_post_hooks
+    assert not model._forward_pre_hooks
+    assert logging.getLogger("flopwatch").propagate
+
+
+def test_a_model_saved_in_mid_run_can_be_loaded_without_flopwatch(watched: WatchedProcess) -> None:
+    model = nn.Linear(8, 8)
+    train(model, sgd(model))
+    saved = pickle.dumps(model)
+
+    assert b"flopwatch" not in saved
+    assert pickle.loads(saved)(torch.ones(1, 8)).shape == (1, 8)
+
+
+def test_without_stderr_nothing_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    watched = flopwatch.watch(tmp_path / "run", log_every=5)
+    model = nn.Linear(8, 8)
+    train(model, sgd(model))
+    watched.stop()
+
+    assert summary(watched).step == 4
+    assert capsys.readouterr().out == ""
+
+
+def test_a_warning_does_not_reach_the_script_s_log_if_the_run_is_quiet(
+    watched: WatchedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    weight = torch.ones(8, requires_grad=True)  # of no module, which gives a warning
+    weight.sum().backward()
+    torch.optim.SGD([weight], lr=0.1).step()
+    watched.stop()
+
+    assert not logged
+    assert "no_module" in notices(tmp_path / "run")
+
+
+def test_two_runs_of_the_same_second_write_two_folders(tmp_path: Path) -> None:
+    both = [WatchedProcess(tmp_path / "train-20260101-000000", True, {}) for _ in range(2)]
+
+    assert [each._next_output_dir().name for each in both] == ["train-20260101-000000", "train-20260101-000000-2"]
+
+
+def evaluate(model: nn.Module, *, in_training_mode: bool) -> None:
+    model.train(in_training_mode)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("before_each_step", "reason"),
+    [
+        (lambda model: evaluate(model, in_training_mode=False), "in evaluation mode before or in every step"),
+        (lambda model: evaluate(model, in_training_mode=True), "in training mode without gradients"),
+        (lambda model: model.weight @ model.weight, "before the first call of a module"),
+        (lambda model: None, None),
+    ],
+    ids=["evaluation", "no eval()", "a product outside modules", "nothing"],
+)
+def test_work_that_may_belong_to_the_step_or_not_makes_its_rows_inexact(
+    watched: WatchedProcess, before_each_step: Callable[[nn.Module], object], reason: str | None
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = sgd(model)
+    for _ in range(30):
+        before_each_step(model)
+        train(model, optimizer, steps=1)
+    watched.stop()
+    found = summary(watched)
+    notes = found.notes  # a short run also has the note that few steps were counted so far
+
+    assert found.values["total/samples"] == 29 * 4, "only calls with gradients bring samples"
+    assert [note for note in notes if "were counted as they ran" not in note and (reason or "") not in note] == []
+    assert any(reason in note for note in notes) if reason else True
+
+
+def test_the_batches_of_an_evaluation_are_not_kept_for_a_model_compiled_in_place() -> None:
+    model, batch = nn.Linear(8, 8), torch.ones(4, 8)
+    references = sys.getrefcount(batch)
+    with torch.no_grad():
+        note_call(model, (batch,), {})
+    assert sys.getrefcount(batch) == references
+
+    note_call(model, (batch,), {})
+    assert len(take_calls(model)) == 1

@@ -1,0 +1,88 @@
+"""`flopwatch.watch` in this process: what is measured, and that nothing is left when it stops."""
+
+import copy
+import importlib
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import flopwatch
+from flopwatch.automatic.imports import when_imported
+
+STEP_FLOPS = 2 * (2 * 4 * 8 * 8)
+"""Forward pass and weight gradient of a linear layer with 4 samples; its input needs no gradient."""
+
+
+@pytest.fixture
+def watched(tmp_path):
+    process = flopwatch.watch(tmp_path / "run", quiet=True)
+    yield process
+    process.stop()
+
+
+def train(model, steps, optimizer=None, micro_batches=1):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def totals(process):
+    values = process.monitor.summary.values
+    return values["total/steps"], values["total/model_flops"], values["total/samples"]
+
+
+def test_all_steps_but_the_first_are_measured_with_all_their_micro_batches(watched):
+    train(nn.Linear(8, 8), steps=5, micro_batches=3)
+    watched.stop()
+    assert totals(watched) == (4, 4 * 3 * STEP_FLOPS, 4 * 3 * 4)
+
+
+def test_a_training_goes_on_unmeasured_after_stop(watched):
+    model = nn.Linear(8, 8)
+    hooks = copy.copy(model._forward_pre_hooks)
+    train(model, steps=3)
+    watched.stop()
+    before = totals(watched)
+    train(model, steps=3)
+    assert totals(watched) == before
+    assert model._forward_pre_hooks == hooks
+
+
+def test_a_model_and_optimizer_that_take_over_are_measured_when_the_first_are_gone(watched):
+    train(nn.Linear(8, 8), steps=4)
+    train(nn.Linear(8, 8), steps=6)
+    watched.stop()
+    assert totals(watched)[:2] == (3 + 4, (3 + 4) * STEP_FLOPS)
+
+
+def test_calls_of_a_copied_or_pickled_model_add_no_samples(watched):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, steps=3, optimizer=optimizer)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(torch.randn(4, 8)).sum().backward()
+        assert torch.equal(twin.weight, model.weight)
+    train(model, steps=1, optimizer=optimizer)
+    watched.stop()
+    assert totals(watched)[::2] == (3, 3 * 4)
+
+
+def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_later.py").write_text("VALUE = 3")
+    (tmp_path / "imported_in_vain.py").write_text("raise OSError('no licence')")
+    seen = []
+    when_imported("imported_later", lambda: seen.append(sys.modules["imported_later"].VALUE))
+    cancel = when_imported("imported_in_vain", lambda: seen.append("in vain"))
+    assert seen == []
+    importlib.import_module("imported_later")
+    with pytest.raises(OSError, match="no licence"):
+        importlib.import_module("imported_in_vain")
+    cancel()
+    assert seen == [3]

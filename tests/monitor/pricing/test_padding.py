@@ -1,0 +1,99 @@
+"""A padded batch may run another attention kernel than the same batch without padding, as in transformers 4."""
+
+import json
+
+import pytest
+import torch
+
+import flopwatch
+from testbeds.architectures import BY_NAME, causal_batch, true_flops
+
+pytestmark = pytest.mark.slow
+
+
+def by_padding(module, query, key, value, attention_mask, scaling, **_):
+    """Attends by products; with a mask by fused attention, whose backward pass computes the scores again."""
+    key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+    if attention_mask is None:
+        output = (query @ key.transpose(-1, -2) * scaling).softmax(-1) @ value
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("by_padding", by_padding)
+    AttentionMaskInterface.register("by_padding", sdpa_mask)
+    built = BY_NAME["llama"].build()
+    built.set_attn_implementation("by_padding")
+    return built
+
+
+def padded(lengths):
+    batch = causal_batch(len(lengths), max(lengths))
+    for row, length in enumerate(lengths):
+        batch["attention_mask"][row, length:] = 0
+        batch["labels"][row, length:] = -100
+    return batch
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """The steps' lengths and the log's rows: two widths in turns, every fourth step without padding."""
+    folder = tmp_path_factory.mktemp("run")
+    widths = [20 + 9 * (number // 4 % 2) for number in range(48)]
+    lengths = [[width, width if number % 4 == 3 else 7, width] for number, width in enumerate(widths)]
+    config = {"log_every": 1, "recalibration_frequency": 5}
+    with flopwatch.TrainingMonitor(folder, model=model, config=config, strict=True) as monitor:
+        for step in lengths:
+            batch = padded(step)
+            with monitor.step(batch):
+                model(**batch).loss.backward()
+    records = map(json.loads, (folder / "training_log.jsonl").read_text().splitlines())
+    return lengths, [record for record in records if "steps" in record], monitor.summary
+
+
+def test_model_flops_are_those_of_each_row_alone(run):
+    lengths, rows, _ = run
+    eager = BY_NAME["llama"].build(eager=True)
+    truth = [sum(true_flops(eager, causal_batch(1, length)) for length in step) for step in lengths]
+
+    assert [row["steps"]["model_flops"] for row in rows] == [[flops] for flops in truth]
+
+
+def test_what_the_kernel_recomputes_is_exact_only_where_it_is_right(run):
+    lengths, rows, _ = run
+    layers, rows_of_batch, hidden_size = 2, 3, 64
+    for step, row in zip(lengths, rows, strict=True):
+        scores = layers * rows_of_batch * 2 * step[0] ** 2 * hidden_size if min(step) < step[0] else 0
+        if row["exact"]:
+            assert row["steps"]["recompute_flops"] == [scores]
+    assert sum(row["exact"] for row in rows) > len(rows) / 2
+
+
+def test_padding_is_no_reason_to_count_the_model_again(run):
+    assert "flops_counted_anew" not in run[2].notices
+
+
+def test_checkpointing_that_is_switched_on_is_noticed_in_padded_batches(tmp_path):
+    model, batch = BY_NAME["llama"].build(), padded([20, 7, 20])
+    config = {"log_every": 1, "recalibration_frequency": 5}
+    with flopwatch.TrainingMonitor(tmp_path, model=model, config=config, strict=True) as monitor:
+        for number in range(20):
+            if number == 8:
+                model.gradient_checkpointing_enable()
+            with monitor.step(batch):
+                model(**batch).loss.backward()
+    records = map(json.loads, (tmp_path / "training_log.jsonl").read_text().splitlines())
+    rows = [record for record in records if "steps" in record]
+    before, after = (
+        {row["steps"]["recompute_flops"][0] for row in part if row["exact"]} for part in (rows[:8], rows[8:])
+    )
+
+    assert "flops_counted_anew" in monitor.summary.notices
+    assert len(before) == len(after) == 1
+    assert max(before) < max(after)

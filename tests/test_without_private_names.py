@@ -1,0 +1,292 @@
+"""Takes each private name of torch away, or breaks it, and shows what flopwatch does instead, with its words."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _python_dispatch, checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flopwatch
+from flopwatch import torch_internals
+from flopwatch.errors import MeasurementError
+from flopwatch.monitor.pricing import watched_step
+from flopwatch.torch_internals import PRIVATE_NAMES
+
+ROWS, WIDTH, LAYERS = 4, 8, 8
+MODEL_FLOPS = LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH * 3 - 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
+RECOMPUTED = LAYERS * 2 * ROWS * WIDTH * WIDTH  # checkpointing stops before the last product of a layer
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return x.sum()
+
+
+@pytest.fixture(autouse=True)
+def _each_name_is_checked_again():
+    torch_internals.forget_probes()
+    yield
+    torch_internals.forget_probes()
+
+
+def count(**options):
+    return flopwatch.count_flops(Model(**options), torch.ones(ROWS, WIDTH))
+
+
+def notes_on(name, result):
+    return [note for note in result.notes if f"`{name}`" in note]
+
+
+def says(name, result):
+    [note] = notes_on(name, result)
+    return PRIVATE_NAMES[name].without in note
+
+
+TAKEN_AWAY = {}
+"""The test of each private name."""
+
+
+def without(name):
+    def remember(test):
+        TAKEN_AWAY[name] = test
+        return test
+
+    return remember
+
+
+def test_every_private_name_of_torch_has_a_test_that_takes_it_away():
+    assert TAKEN_AWAY.keys() == PRIVATE_NAMES.keys()
+
+
+@pytest.mark.parametrize("name", list(PRIVATE_NAMES))
+def test_without(name, monkeypatch):
+    TAKEN_AWAY[name](monkeypatch)
+
+
+def test_with_all_names_nothing_is_said_and_the_count_is_right():
+    result = count(recomputes=True)
+    assert result.method == "trace"
+    assert result.model_flops == MODEL_FLOPS
+    assert result.recompute_flops == RECOMPUTED
+    assert not [note for note in result.notes if "no usable" in note]
+
+
+def test_a_release_of_torch_that_was_not_tested_is_named_once(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert [note for note in count().notes if "not tested with torch 2.99.0, but with torch 2.6 to 2.15" in note]
+
+
+def test_the_design_page_lists_every_private_name_of_torch():
+    rows = re.findall(r"^\| `([\w.]+)` \|", DESIGN.read_text(), flags=re.MULTILINE)
+    assert {each.path for each in PRIVATE_NAMES.values()} <= set(rows)
+
+
+@without("_schema")
+def schema(monkeypatch):
+    # The attribute is set on each op, so the check is given an op without it.
+    monkeypatch.setattr(torch_internals.ops, "_probe_schema", lambda: types.SimpleNamespace()._schema)
+    with pytest.raises(MeasurementError, match="no usable `_schema`, so ops cannot be counted one by one"):
+        flopwatch.count_flops(Model(), torch.ones(ROWS, WIDTH), method="trace")
+
+
+@without("_get_current_dispatch_mode_stack")
+def mode_stack(monkeypatch):
+    monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
+    result = count()
+    assert result.model_flops == MODEL_FLOPS
+    assert says("_get_current_dispatch_mode_stack", result)
+    assert "cannot be counted as they run" in watched_step.obstacle()
+
+
+def test_with_the_stack_of_modes_another_counter_sees_nothing_of_a_count():
+    with FlopCounterMode(display=False) as other:
+        assert count().model_flops == MODEL_FLOPS
+    assert other.get_total_flops() == 0
+
+
+@without("OPDEFS")
+def custom_ops(monkeypatch):
+    op = custom_op("opdefs")
+    from torch._library import custom_ops as defined
+
+    assert torch_internals.python_body(op) is not None
+    monkeypatch.delattr(defined, "OPDEFS")
+    assert torch_internals.python_body(op) is None
+    assert reports_as_uncounted(op)
+
+
+@without("_init_fn")
+def custom_op_body(monkeypatch):
+    op = custom_op("init_fn")
+    from torch._library import custom_ops as defined
+
+    definition = defined.OPDEFS["flopwatch_test::init_fn"]
+    monkeypatch.setattr(definition, "_init_fn", lambda something, different: None)
+    assert torch_internals.python_body(op) is None
+    assert reports_as_uncounted(op)
+
+
+def custom_op(name):
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    torch.library.custom_op(f"flopwatch_test::{name}", product, mutates_args=()).register_fake(product)
+    return getattr(torch.ops.flopwatch_test, name).default
+
+
+def reports_as_uncounted(op):
+    class Calls(nn.Module):
+        def forward(self, x):
+            return op(x, x)
+
+    result = flopwatch.count_flops(Calls(), torch.ones(WIDTH, WIDTH), training=False)
+    return [uncounted.op for uncounted in result.uncounted] == [op.name().partition(".")[0]]
+
+
+@without("_version")
+def version(monkeypatch):
+    broken = property(lambda tensor: 0)  # a release in which the counter does not count
+    monkeypatch.setattr(torch.Tensor, "_version", broken, raising=False)
+    result = count()
+    assert result.model_flops == MODEL_FLOPS
+    tensor = torch.zeros(1)
+    assert torch_internals.tensor_version(tensor) != torch_internals.tensor_version(tensor)
+    assert torch_internals.what_is_missing()
+
+
+@without("in_kernel_invocation_manager")
+def kernels(monkeypatch):
+    def gone():  # torch itself uses the name, so it is taken away only from flopwatch
+        raise AttributeError("in_kernel_invocation_manager")
+
+    monkeypatch.setattr(torch_internals.ops, "_find_kernels", gone)
+    result = count()
+    assert result.model_flops == MODEL_FLOPS
+    assert says("in_kernel_invocation_manager", result)
+
+
+@without("_current_graph_task_id")
+def graph_task(monkeypatch):
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    result, whole = count(), count(recomputes=True)
+    assert (result.model_flops, whole.model_flops) == (MODEL_FLOPS, MODEL_FLOPS)
+    assert result.backward_flops == MODEL_FLOPS - result.forward_flops
+    assert whole.recompute_flops == RECOMPUTED
+    assert says("_current_graph_task_id", result)
+    assert "cannot be counted as they run" in watched_step.obstacle()
+
+
+@without("_current_autograd_node")
+def autograd_node(monkeypatch):
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    not_attributed(count())
+
+
+@without("_get_sequence_nr")
+def next_number(monkeypatch):
+    monkeypatch.setattr(torch._C._autograd, "_get_sequence_nr", lambda: 5)
+    not_attributed(count())
+    assert torch_internals.recorded_operations() is None
+
+
+@without("_sequence_nr")
+def own_number(monkeypatch):
+    # The method belongs to a C type, whose attributes cannot be taken away.
+    monkeypatch.setattr(torch_internals.autograd, "_probe_sequence", lambda _: False)
+    rebuild_checked(monkeypatch, "sequence_nr", "_sequence_nr", lambda _: -1)
+    not_attributed(count())
+
+
+def rebuild_checked(monkeypatch, function, name, instead):
+    """Replace a checked function by one whose check fails, as in a release in which the name behaves differently."""
+
+    def fails(*_):
+        raise AttributeError(name)
+
+    made = torch_internals.checked(name, fails, fails, instead)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("flopwatch") and hasattr(module, function):
+            monkeypatch.setattr(module, function, made)
+
+
+def not_attributed(result):
+    assert result.model_flops == MODEL_FLOPS
+    assert result.by_module[""].backward == result.backward_flops
+    assert any("not attributed to modules" in note for note in result.notes)
+
+
+@without("_input_metadata")
+def input_metadata(monkeypatch):
+    rebuild_checked(monkeypatch, "input_metadata", "_input_metadata", lambda _: None)
+    loss = (torch.ones(2, 3, requires_grad=True) @ torch.ones(3, 4)).sum()
+    assert watched_step.products_in_graph(loss) is None
+    assert watched_step.products_outside(loss, [(10**9, 10**9 + 1)]) == 0
+    assert PRIVATE_NAMES["_input_metadata"].without in torch_internals.what_is_missing()[0]
+
+
+@without("_compiled_call_impl")
+def compiled_call(monkeypatch):
+    monkeypatch.setattr(torch_internals.modules, "_probe_compiled_call", lambda: False)
+    result = count(recomputes=True)
+    assert result.model_flops == MODEL_FLOPS
+    assert result.recompute_flops == RECOMPUTED
+    assert result.by_module["layers.3.up"].total > 0
+    assert says("_compiled_call_impl", result)
+
+
+@without("eval_frame")
+def eval_frame(monkeypatch):
+    compiled = torch.compile(Model(), backend="eager")
+    assert torch_internals.compiled_original(compiled) is not None
+    monkeypatch.setattr(type(compiled), "__module__", "torch.compiler.elsewhere")
+    assert torch_internals.compiled_original(compiled) is None
+    result = flopwatch.count_flops(compiled, torch.ones(ROWS, WIDTH))
+    assert result.model_flops == MODEL_FLOPS or result.notes
+
+
+@without("cached_backends")
+def cached_backends(monkeypatch):
+    import torch._dynamo.eval_frame as compiler
+
+    monkeypatch.setattr(watched_step, "_has_compiled", [])
+    monkeypatch.delattr(compiler, "cached_backends")
+    assert "torch.compile" in watched_step.obstacle()
+    assert PRIVATE_NAMES["cached_backends"].without in torch_internals.what_is_missing()[0]
+
+
+@without("_get_default_store")
+def default_store(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
+    with pytest.raises(MeasurementError, match="each rank reports only itself"):
+        torch_internals.default_store()
+
+
+@without("_get_fsdp_state")
+def fsdp_state(monkeypatch):
+    # tests/monitor/ranks/test_layout.py shows what is done without it.
+    assert torch_internals.fsdp_groups(nn.Linear(2, 2)) == []
+    assert PRIVATE_NAMES["_get_fsdp_state"].without in torch_internals.what_is_missing()[0]
