@@ -54,9 +54,9 @@ _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
 """A rank without a `RunPlan` from the logging rank stops reporting after this many windows, steps and seconds."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for the device to finish its queued work."""
-_CHECKPOINT_SECONDS = 2.0
+CHECKPOINT_SECONDS = 2.0
 """How long a checkpoint waits for the other ranks to send their windows."""
-_CLOSE_RANKS_SECONDS = 5.0
+CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
 """How long the end of a run waits after an error: briefly, because other ranks may block until this process exits."""
@@ -454,7 +454,7 @@ class MonitoredRun:
 
     def state(self) -> dict[str, Any]:
         """Return the totals up to the last step for a checkpoint, and flush the log up to the same step."""
-        self._look_at_ranks(_CHECKPOINT_SECONDS if self._may_wait_for_ranks else 0.0)
+        self._look_at_ranks(CHECKPOINT_SECONDS if self._may_wait_for_ranks else 0.0)
         if self.ranks.waits_for_plan:
             self._may_wait_for_ranks = False
         if self.ranks.link is None and self.ranks.is_logging:
@@ -493,7 +493,7 @@ class MonitoredRun:
         link, last = self.ranks.link, self.last_step
         if link is None or last is None or not self._may_wait_for_ranks or self.ranks.is_complete:
             return
-        self._may_wait_for_ranks = link.wait_for(last, _CHECKPOINT_SECONDS)
+        self._may_wait_for_ranks = link.wait_for(last, CHECKPOINT_SECONDS)
         self._send_rows(now=True)
         if not self._may_wait_for_ranks:
             self._notify(*notices.state_is_behind())
@@ -513,7 +513,7 @@ class MonitoredRun:
             ended_by: The exception that has ended the training, for the summary; None without one.
         """
         device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
-        seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else _CLOSE_RANKS_SECONDS
+        seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
         try:
             self.trace.stop()

@@ -72,7 +72,7 @@ def test_every_process_ends_by_itself_and_close_does_not_wait_for_long(trainings
         assert bare["exit_code"] is not None, "the training hangs without us"
         assert monitored["exit_code"] is not None, monitored["errors"]
         if monitored["result"] is not None:
-            assert monitored["result"]["close_seconds"] < 4 * core._CLOSE_RANKS_SECONDS
+            assert monitored["result"]["close_seconds"] < 4 * core.CLOSE_RANKS_SECONDS
 
 
 @pytest.mark.parametrize("victim", [0, 1])

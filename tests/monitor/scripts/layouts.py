@@ -32,6 +32,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 import flopwatch
+from flopwatch.monitor import run as monitor_run
 from support.parallel_transformer import (
     PipelineStage,
     Transformer,
@@ -300,6 +301,7 @@ def watched_training(folder: str, name: str, steps: int, accumulation: int) -> d
 
 def main(folder: str, names: str, steps: str, *accumulations: str) -> None:
     torch.set_num_threads(1)
+    monitor_run.CLOSE_RANKS_SECONDS = 60.0  # on a busy machine the ranks of so short a run may meet late
     if names != "single":
         dist.init_process_group("gloo")
     for name, accumulation in product(names.split(","), accumulations):
