@@ -280,6 +280,11 @@ def measure_peak(
     return peak
 
 
+def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
+    """The peak that `measure_peak` has measured on this device before; None without one. Measures nothing."""
+    return read_cached_peak(_cache_key(read_device(device), dtype))
+
+
 def _measure(
     device: torch.device,
     facts: DeviceFacts,

@@ -47,6 +47,8 @@ class MeasuredStep(NamedTuple):
         hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.
         reason: Why the FLOPs are not exact; None when they are exact or unknown.
         is_watched: Whether the FLOPs of this step were counted while it ran, which slows the step down.
+        optimizer_seconds: The part of `seconds` in which optimizers changed the parameters.
+        host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
     """
 
     step: int
@@ -66,6 +68,8 @@ class MeasuredStep(NamedTuple):
     hardware_peak_seconds: float | None = None
     reason: str | None = None
     is_watched: bool = False
+    optimizer_seconds: float | None = None
+    host_seconds: float | None = None
 
     @property
     def work_seconds(self) -> float | None:
@@ -233,6 +237,28 @@ def mean_of(known: Sequence[float]) -> float:
         return sum(value / len(known) for value in known)
 
 
+def use_of_peak(step: MeasuredStep) -> dict[str, float]:
+    """How long the devices would need for the step's FLOPs at their peak, in seconds; empty if that is unknown.
+
+    `unpriced` is the time of a step whose FLOPs are unknown.
+
+    >>> use_of_peak(MeasuredStep(1, 2.0, model_flops=6, hardware_flops=8, recompute_flops=2,
+    ...                          model_peak_seconds=0.75, hardware_peak_seconds=1.0))
+    {'model_at_peak': 0.75, 'hardware_at_peak': 1.0, 'recompute_at_peak': 0.25}
+    """
+    if step.seconds is None:
+        return {}
+    if step.model_flops is None:
+        return {} if step.is_warm_up else {"unpriced": step.work_seconds or 0.0}
+    if step.model_peak_seconds is None:
+        return {}
+    uses = {"model_at_peak": step.model_peak_seconds}
+    uses["hardware_at_peak"] = executed = max(step.hardware_peak_seconds or 0.0, step.model_peak_seconds)
+    if step.hardware_flops and step.recompute_flops is not None:
+        uses["recompute_at_peak"] = executed * step.recompute_flops / step.hardware_flops
+    return uses
+
+
 _TOTALS = AMOUNTS[:-1]
 
 
@@ -254,15 +280,30 @@ class Ledger:
     _not_compared: list[float] = field(default_factory=list, repr=False)
     """`work_seconds` of warm-up steps, kept until the typical time is known; what exceeds it is then lost time."""
 
-    def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
-        """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time."""
+    def add_steps(
+        self,
+        steps: Iterable[MeasuredStep],
+        typical_seconds: float | None = None,
+        at_peak: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time.
+
+        Args:
+            steps: The steps.
+            typical_seconds: Median time of recent steps, without input wait; None if it is unknown.
+            at_peak: What the steps used of the devices' peak, if the steps of one rank do not show it.
+        """
         for step in steps:
+            for name, seconds in (use_of_peak(step) if at_peak is None else {}).items():
+                self.spend(name, seconds)
             self.steps += 1
             self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})
             if step.seconds is not None and step.work_seconds is not None:
                 self._add_time(step.seconds, step.work_seconds, typical_seconds, step)
             if step.input_wait_seconds is not None:
                 self.spend("input_wait", step.input_wait_seconds)
+        for name, seconds in (at_peak or {}).items():
+            self.spend(name, seconds)
 
     def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
         if step.is_watched:  # what exceeds the time of a typical step was spent counting FLOPs
@@ -273,7 +314,13 @@ class Ledger:
         self.spend("train", seconds)
         if step.is_warm_up:
             self.spend("warm_up", seconds)
-        self._look_for_loss(work_seconds, typical, is_warm_up=step.is_warm_up)
+        self._look_for_loss(
+            work_seconds,
+            typical,
+            is_warm_up=step.is_warm_up,
+            optimizer_seconds=step.optimizer_seconds,
+            host_seconds=step.host_seconds,
+        )
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Add samples, tokens and FLOPs, such as those of a whole window."""
@@ -281,11 +328,23 @@ class Ledger:
             if name in amounts:
                 self.totals[name] = self.totals.get(name, 0) + amounts[name]
 
-    def _look_for_loss(self, work_seconds: float, typical: float | None, *, is_warm_up: bool) -> None:
+    def _look_for_loss(
+        self,
+        work_seconds: float,
+        typical: float | None,
+        *,
+        is_warm_up: bool,
+        optimizer_seconds: float | None,
+        host_seconds: float | None,
+    ) -> None:
         if is_warm_up:
             self._not_compared.append(work_seconds)
         elif (loss := loss_in_step(work_seconds, typical, is_warm_up=False)) is not None:
             self.spend(*loss)
+        elif optimizer_seconds is not None:
+            self.spend("divided", work_seconds)
+            self.spend("optimizer", optimizer_seconds)
+            self.spend("host", host_seconds or 0.0)
         if typical is not None and self._not_compared:
             for waiting in self._not_compared:
                 if (loss := loss_in_step(waiting, typical, is_warm_up=True)) is not None:

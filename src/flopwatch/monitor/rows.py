@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from flopwatch.monitor.ranks.job_values import (
     Straggler,
     StragglerHistory,
     job_totals,
+    job_use_of_peak,
     job_values,
+    rank_losses,
     straggler_values,
     with_job_wait,
 )
@@ -178,8 +180,8 @@ class RowMaker:
         measured = [step.measured for step in steps]
         last = steps[-1]
         is_detailed = self._is_detailed(last.measured.step)
-        totals = self._booked(measured, report, later_seconds)
         values = self._rates(measured, peak, report) | self._of_all_ranks(window.report, report)
+        totals = self._booked(measured, report, later_seconds, values)
         values |= _means(steps) | totals.values | more
         if is_detailed or with_percentiles:
             values |= self._percentiles()
@@ -206,12 +208,21 @@ class RowMaker:
             _denominator(measured, peak),
         )
 
-    def _booked(self, steps: Sequence[MeasuredStep], report: RankReport | None, later_seconds: float) -> Totals:
+    def _booked(
+        self,
+        steps: Sequence[MeasuredStep],
+        report: RankReport | None,
+        later_seconds: float,
+        values: Mapping[str, Number],
+    ) -> Totals:
         if report is None:
             return self._session.book(steps, {}, later_seconds)
         unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
         steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-        return self._session.book(steps, job_totals(report, self.layout.data_parallel_size), later_seconds)
+        totals = job_totals(report, self.layout.data_parallel_size)
+        peak = values.get("perf/peak_flops_per_second_per_device")
+        uses = job_use_of_peak(report, totals, peak) | rank_losses(report, self.straggler)
+        return self._session.book(steps, totals, later_seconds, uses)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
         """Compute this rank's metrics. Those under `perf/` are left out if `report` has them for all ranks."""

@@ -16,6 +16,7 @@ from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
+from flopwatch.monitor.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.output import Outlets, TraceCapture, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
@@ -121,6 +122,7 @@ class MonitoredRun:
         self.costs = self._new_costs(choose_mode(config, clock, loss_fn, flops_fn, self._notify))
         self.noter = StepNoter(config, self.costs, world_size == 1, lambda: self.step_clock.other_work(), self._notify)
         self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._notify)
+        self._optimizer_hooks = OptimizerHooks(self)
         self._session = Session(log_path, clock, self._notify)
         self.rows = RowMaker(config, world_size, self._session)
         self.datasets = DatasetMetrics()
@@ -227,6 +229,7 @@ class MonitoredRun:
             {name: keep(value) for name, value in more.items()} if more else more,
             self._user_flops,
             calls,
+            self.step_clock.optimizer_place,
         )
         self._noted.append(noted)
         self._readings, self._user_flops = [], None
@@ -531,6 +534,7 @@ class MonitoredRun:
         except Exception as error:
             self.failed("close", error)
         finally:
+            self._optimizer_hooks.remove()
             self.noter.close()
             summary = self.outlets.close(self._summary(values, ended_by))
         return summary

@@ -19,7 +19,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
-from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
+from flopwatch.records.metrics import APART, LOST, OF_STEPS, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
@@ -264,7 +264,7 @@ def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> Las
     """Return the totals and the newest record's time: first start plus wall time if known, else its `unix_time`."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # a summary also contains the time of phases after the last row
-        names = ("train", "input_wait", "warm_up", "wall", *LOST)
+        names = (*OF_STEPS, "wall", *LOST)
         keys = {name: f"time/{name}_seconds" for name in names}
         ledger.seconds |= {name: newest["values"][key] for name, key in keys.items() if key in newest["values"]}
     has_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
@@ -291,6 +291,11 @@ def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
 def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     columns = dict(row["steps"]) if row is not None else {}
     columns["is_warm_up"] = columns.pop("warm_up", [False] * len(columns.get("step", ())))
+    peak = (row or {}).get("peak")
+    for name in ("model", "hardware") if peak else ():
+        flops = columns.get(f"{name}_flops", ())
+        if flops:
+            columns[f"{name}_peak_seconds"] = [None if n is None else n / peak["flops_per_s"] for n in flops]
     names = [name for name in columns if name in MeasuredStep._fields]
     return [
         MeasuredStep(**dict(zip(names, cells, strict=True)))
@@ -372,18 +377,25 @@ class Session:
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(_typical_work(steps))
 
-    def book(self, steps: Sequence[MeasuredStep], amounts: Mapping[str, int], later_seconds: float) -> Totals:
+    def book(
+        self,
+        steps: Sequence[MeasuredStep],
+        amounts: Mapping[str, int],
+        later_seconds: float,
+        at_peak: Mapping[str, float] | None = None,
+    ) -> Totals:
         """Add a window to the totals.
 
         Args:
             steps: The window's steps, which were announced with `expect`.
             amounts: Samples, tokens and FLOPs of all ranks; empty if the steps themselves contain them.
             later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
+            at_peak: What all ranks used of their devices' peak; None if the steps themselves show it.
         """
         self._unbooked_seconds -= _seconds_of(steps)
         self._ledger.add_amounts(amounts)
         stalled_before = self._ledger.seconds.get("stall", 0.0)
-        self._ledger.add_steps(steps, typical_seconds(self._last_work))
+        self._ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += self._ledger.seconds.get("stall", 0.0) - stalled_before
         self._ledger.set_wall(self._wall_clock.unix_time() - self._unbooked_seconds - later_seconds)
         return _totals_of(self._ledger)

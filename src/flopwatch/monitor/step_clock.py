@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -184,6 +184,19 @@ class UsualGaps:
 Segments = tuple[tuple[Any, Any], ...]
 """Pairs of marks (start, end). The time of a step is the sum of the times from start to end."""
 
+
+class OptimizerPlace(NamedTuple):
+    """Which segments of a step belong to the optimizer.
+
+    Attributes:
+        spans: Pairs (first, last + 1) of indices, one for each step of an optimizer.
+        rest_at: Index of the first segment after the last of them; None if another batch followed.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    rest_at: int | None
+
+
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
 """States of the loop: in a phase or before all steps, in a step, between steps, fetching a batch, in the monitor."""
 
@@ -197,6 +210,7 @@ class StepClock:
     calling it, because right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
+        optimizer_place: Where the optimizer's part of the newest ended step is; None if no optimizer was seen in it.
         first_step_began: Host time when the first step was opened; None before that, or if the loop opens no steps.
         seconds_before_first_step: Time spent in phases before the first step.
     """
@@ -249,6 +263,11 @@ class StepClock:
         self._is_unclear = False
         """Whether the time before a batch was also spent on other work, so that the step's input wait is unknown."""
         self._has_reported_unknown = False
+        self._optimizer: list[tuple[int, int]] = []
+        self._optimizer_at: int | None = None
+        """Index of the first segment of the optimizer's step that is running; None if none is."""
+        self._rest_at: int | None = None
+        self.optimizer_place: OptimizerPlace | None = None
         self.first_step_began: float | None = None
         self.seconds_before_first_step = seconds_before_first_step
         self._on_time_outside = on_time_outside
@@ -281,6 +300,7 @@ class StepClock:
                 self._waits.append(wait)
                 self._segments.append(wait)
             self._has_batch = False
+            self._rest_at = None
         elif self._state == _APART:
             self._go(_WORK)
         else:
@@ -312,6 +332,9 @@ class StepClock:
             self._busy_time.step_ends()
         start, self._start = self._start, end
         segments = None if start is None else (*self._segments, (start, end))
+        self.optimizer_place = None
+        if self._optimizer or self._optimizer_at is not None:
+            self._take_optimizer()
         self._segments = []
         if self._depth or self._has_batch:
             self._end_work()
@@ -347,6 +370,38 @@ class StepClock:
         self._gap_at = len(self._segments)
         self._usual.gap_begins(self._short_gap)
         self._short_gap = None
+
+    def optimizer_begins(self) -> None:
+        """Begin the part of a step in which an optimizer changes the parameters."""
+        if self._start is None or self._depth or self._optimizer_at is not None or self._is_elsewhere():
+            return
+        self._cut()
+        self._optimizer_at = len(self._segments)
+
+    def optimizer_ends(self) -> None:
+        if self._optimizer_at is None or self._depth or self._is_elsewhere():
+            return
+        self._cut()
+        self._optimizer.append((self._optimizer_at, len(self._segments)))
+        self._optimizer_at = None
+        self._rest_at = len(self._segments)
+        if self._state == _GAP:  # the loop steps the optimizer outside of `step()`; none of that was input wait
+            self._turn(_GAP)
+            self._gap_at = len(self._segments)
+            if not self._has_batch:
+                self._seconds[_WORK] += self._seconds[_GAP]
+                self._seconds[_GAP] = 0.0
+
+    def _is_elsewhere(self) -> bool:
+        return threading.get_ident() != self._thread
+
+    def _take_optimizer(self) -> None:
+        """Set `optimizer_place` for the step that ends. If a hook ends the step, the optimizer may not be done."""
+        if self._optimizer_at is not None:
+            self._optimizer.append((self._optimizer_at, len(self._segments) + 1))
+            self._optimizer_at, self._rest_at = None, len(self._segments) + 1
+        self.optimizer_place = OptimizerPlace(tuple(self._optimizer), self._rest_at)
+        self._optimizer, self._rest_at = [], None
 
     def begin_wait(self) -> bool:
         """Begin to time a fetch. Returns False if it is not timed: in a phase such as evaluation, or another thread."""
@@ -459,6 +514,7 @@ class StepClock:
     def _take_gap_out(self) -> float:
         seconds, self._seconds[_GAP] = self._seconds[_GAP], 0.0
         del self._segments[self._gap_at :]
+        self._optimizer = [span for span in self._optimizer if span[1] <= self._gap_at]
         self._start = self._timer.mark()
         return seconds
 

@@ -13,7 +13,7 @@ from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
 from flopwatch.monitor.pricing.step_prices import StepCost
-from flopwatch.monitor.step_clock import Segments, StepTimer
+from flopwatch.monitor.step_clock import OptimizerPlace, Segments, StepTimer
 from flopwatch.records.run import Number
 from flopwatch.torch_internals import tensor_version
 
@@ -259,6 +259,7 @@ class NotedStep(NamedTuple):
     more: Mapping[str, Any]
     user_flops: int | None = None
     calls: StepCalls = NO_CALLS
+    optimizer_place: OptimizerPlace | None = None
 
     def scalars(self) -> list[tuple[str, Any]]:
         """The step's values by name, in the order in which they are read."""
@@ -275,6 +276,8 @@ class SettledStep(NamedTuple):
         input_wait_seconds: The part of `seconds` spent waiting for batches; None if unknown.
         works: Sizes of the step's batches; None if one of them could not be read.
         values: Loss, gradient norm, learning rate, epoch and the user's own metrics; only those that are numbers.
+        optimizer_seconds: The part of `seconds` in which optimizers changed the parameters; None if unknown.
+        host_seconds: The part of `seconds` after the last optimizer; None if unknown.
     """
 
     noted: NotedStep
@@ -282,6 +285,8 @@ class SettledStep(NamedTuple):
     input_wait_seconds: float | None
     works: list[Work] | None
     values: dict[str, float]
+    optimizer_seconds: float | None = None
+    host_seconds: float | None = None
 
 
 class SettledWindow(NamedTuple):
@@ -381,6 +386,7 @@ class Window:
                 self._seconds_of(step.waits),
                 None if readings is None else [as_work(reading, integers) for reading in readings],
                 self._values(step, scalars),
+                *self._optimizer_times(step),
             )
             for step, readings in zip(self.steps, self._readings, strict=True)
         ]
@@ -388,6 +394,14 @@ class Window:
 
     def _seconds_of(self, segments: Segments | None) -> float | None:
         return None if segments is None else sum([self._timer.seconds(start, end) for start, end in segments])
+
+    def _optimizer_times(self, step: NotedStep) -> tuple[float | None, float | None]:
+        """Seconds of the optimizers in a step, and seconds after the last of them."""
+        place, segments = step.optimizer_place, step.segments
+        if place is None or segments is None:
+            return None, None
+        own = tuple(segment for first, last in place.spans for segment in segments[first:last])
+        return self._seconds_of(own), None if place.rest_at is None else self._seconds_of(segments[place.rest_at :])
 
     def _values(self, step: NotedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -432,6 +446,8 @@ def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -
         reason=None if flops is None else flops.reason or doubt,
         is_warm_up=is_watched,
         is_watched=is_watched,
+        optimizer_seconds=settled.optimizer_seconds,
+        host_seconds=settled.host_seconds,
     )
     return PricedStep(measured, values.pop("epoch", None), values.pop("lr", None), values, noted.skip_wandb)
 

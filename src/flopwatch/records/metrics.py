@@ -108,6 +108,16 @@ _ALL = (
     Metric("time/stall_seconds", "s", "Extra time of steps that took more than 5 times the median."),
     Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
     Metric("time/rerun_seconds", "s", "Time in steps that were run again from a checkpoint."),
+    Metric("time/divided_seconds", "s", "Time of the steps, without input wait, in which the optimizer was timed."),
+    Metric("time/optimizer_seconds", "s", "Time of the optimizer in time/divided_seconds."),
+    Metric("time/host_seconds", "s", "Time after the optimizer, until the step ends, in time/divided_seconds."),
+    Metric("time/straggler_seconds", "s", "Time that a straggler costs all ranks; part of train_seconds."),
+    Metric("time/straggler_input_seconds", "s", "Part of straggler_seconds that is in input_wait_seconds too."),
+    Metric("time/ranks_wait_seconds", "s", "Time in communication and waiting for other ranks, without stragglers."),
+    Metric("time/model_at_peak_seconds", "s", "Time that the model FLOPs would have taken at the devices' peak."),
+    Metric("time/hardware_at_peak_seconds", "s", "Time that the executed FLOPs would have taken at the peak."),
+    Metric("time/recompute_at_peak_seconds", "s", "Time that the recomputed FLOPs would have taken at the peak."),
+    Metric("time/unpriced_seconds", "s", "Time of the steps whose FLOPs are unknown, without warm-up."),
     Metric("time/other_seconds", "s", "Wall time in none of the other classes."),
 )
 
@@ -166,7 +176,13 @@ APART = ("eval", "checkpoint", "pause", "count", "outside")
 """Uses of the time between steps: the phases of the monitor, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every use of time that is not productive, except `other`, which is the remainder."""
-_OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
+AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
+"""How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
+OF_STEPS = (
+    *("train", "input_wait", "warm_up", "compile", "stall", "divided", "optimizer", "host"),
+    *("straggler", "straggler_input", "ranks_wait"),
+    *AT_PEAK,
+)
 """Uses of the time in steps. A resumed run takes their seconds from the checkpoint; all other seconds keep growing."""
 _STALL_FACTOR = 5.0
 """A step that takes more than this many times the median counts as stalled, for example by a hung file system."""
@@ -252,8 +268,8 @@ def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> 
         >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})
         {'train': 40.0, 'eval': 6.0, 'restart': 2.0, 'rerun': 10.0}
     """
-    carried = {name: spent for name, spent in resumed.items() if name in _OF_STEPS}
-    carried |= {name: spent for name, spent in last.items() if name not in _OF_STEPS}
+    carried = {name: spent for name, spent in resumed.items() if name in OF_STEPS}
+    carried |= {name: spent for name, spent in last.items() if name not in OF_STEPS}
     again = last.get("train", 0.0) - resumed.get("train", 0.0)
     if again > 0:
         carried["rerun"] = carried.get("rerun", 0.0) + again

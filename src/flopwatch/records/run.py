@@ -67,6 +67,7 @@ class Provenance:
             text, such as {"forward": {"positions": "7168"}}. Empty if each batch shape is counted on its own.
         peak: The peak that MFU is relative to (`Peak.to_json()`); None if it is unknown.
         device_count: Number of devices whose peaks are summed.
+        achievable_flops_per_s: The rate of the fastest matrix product measured on this device, if it is known.
         notes: Fallbacks that were used, and facts that could not be determined.
     """
 
@@ -80,6 +81,7 @@ class Provenance:
     peak: Mapping[str, Any] | None = None
     device_count: int = 1
     notes: tuple[str, ...] = ()
+    achievable_flops_per_s: float | None = None
 
     type: Literal["provenance"] = "provenance"
 

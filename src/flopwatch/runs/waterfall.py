@@ -1,15 +1,19 @@
 """Where the peak went: every loss between 100 % of the devices' peak and the MFU of a run, in points that add up.
 
-All losses are computed in seconds. The whole is the wall time of the run; a second in which the devices do nothing
-useful is lost whole, and a second of training counts as useful for the time that the model's FLOPs would take at the
-peak. Points are these seconds in percent of the wall time, so they add up to 100 by construction.
+All losses are computed in seconds. The whole is the wall time of the run. A second in which the devices do nothing
+for the training is lost whole. The FLOPs of the training count with the time that they would take at the peak, so the
+rest of the time in steps is the time by which the devices are slower than their peak. Points are seconds in percent of
+the wall time, so they add up to 100.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from flopwatch.records.metrics import METRICS, goodput_of
 from flopwatch.records.trace import TraceSplit
-from flopwatch.runs.reading import RunLog
+from flopwatch.runs.loss_texts import LOSSES, LossText, text_of
+from flopwatch.runs.reading import RunLog, provenance_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,9 @@ class Waterfall:
 
     Attributes:
         wall_seconds: Time since the start of the run's first process.
-        losses: In the order in which they are drawn; a loss that is unknown is not in it.
+        losses: In the order in which they are drawn. A loss of nothing is left out.
         mfu_percent: Model FLOPs of the whole run over what the devices could have done in the wall time.
-        step_mfu_percent: MFU of the training steps alone, without input wait excluded: the figure in the log.
+        step_mfu_percent: MFU of the training steps alone, with their input wait; None without steps.
         traced: The traces that were used; empty without a trace.
         notes: What limits these figures, in whole sentences.
     """
@@ -53,12 +57,189 @@ class Waterfall:
     traced: tuple[TraceSplit, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def largest(self, count: int = 3) -> list[Loss]:
+        """The losses that cost the most, largest first."""
+        return sorted(self.losses, key=lambda loss: -loss.points)[:count]
 
-def waterfall_of(log: RunLog, traces: tuple[TraceSplit, ...] = ()) -> Waterfall | None:
-    """The waterfall of a run; None if its log has no peak, no FLOPs or no wall time."""
-    raise NotImplementedError
+    def points(self, key: str) -> float:
+        """Percent of the peak that the loss with this key costs; 0 if the run does not have it."""
+        return sum(loss.points for loss in self.losses if loss.key == key)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "wall_seconds": self.wall_seconds,
+            "mfu_percent": self.mfu_percent,
+            "step_mfu_percent": self.step_mfu_percent,
+            "losses": [
+                {name: getattr(loss, name) for name in ("key", "name", "points", "seconds", "evidence", "advice")}
+                for loss in self.losses
+            ],
+            "traces": [split.to_json() for split in self.traced],
+            "notes": list(self.notes),
+        }
+
+
+def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
+    """The waterfall of a run; None if its log has no peak, no FLOPs or no wall time.
+
+    Only the last row, the last summary and the provenance of the log are used, so `read_around` is enough.
+    """
+    seconds = seconds_of(log)
+    goodput = goodput_of(seconds)
+    if goodput is None or not seconds.get("model_at_peak"):
+        return None
+    facts = _facts(log)
+    parts, notes = _divide(seconds, traces, facts)
+    useful, wall = seconds["model_at_peak"], goodput.wall_seconds
+    losses = tuple(_loss(LOSSES[key], parts[key], wall, facts) for key in LOSSES if parts.get(key))
+    in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
+    step_mfu = 100 * useful / in_steps if in_steps > 0 else None
+    return Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces), tuple(notes))
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
     """Time by use, such as `train` and `eval`, at the end of the log; empty without rows."""
-    raise NotImplementedError
+    if log.summary is not None:  # it also has the time of phases after the last row
+        found = {
+            key.removeprefix("time/").removesuffix("_seconds"): float(value)
+            for key, value in log.summary.values.items()
+            if key.startswith("time/") and key in METRICS
+        }
+        if "wall" in found:
+            return found
+    return dict(log.rows[-1].ledger.get("seconds", {})) if log.rows else {}
+
+
+def _facts(log: RunLog) -> dict[str, Any]:
+    """What the log says about the run besides times, for the names of losses and for their texts."""
+    row = log.rows[-1] if log.rows else None
+    totals = dict(row.ledger.get("totals", {})) if row is not None else {}
+    provenance = None if row is None else provenance_at(log, row.step)
+    peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
+    return {
+        "tokens": totals.get("tokens"),
+        "real_tokens": totals.get("real_tokens"),
+        "peak_kind": peak.get("kind"),
+        "peak_flops_per_s": peak.get("flops_per_s"),
+        "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
+        "world_size": log.starts[-1].world_size if log.starts else 1,
+        "sessions": len(log.starts),
+        "path": str(log.path.parent),
+    }
+
+
+def _divide(
+    seconds: Mapping[str, float], traces: Sequence[TraceSplit], facts: Mapping[str, Any]
+) -> tuple[dict[str, float], list[str]]:
+    """The seconds of every loss, by key. Together with `model_at_peak` they add up to the wall time."""
+    goodput = goodput_of(seconds)
+    assert goodput is not None
+    parts = dict(goodput.lost_seconds)
+    parts["restart"] = parts.get("restart", 0.0) + parts.pop("rerun", 0.0)
+    straggler = seconds.get("straggler", 0.0)
+    of_input = min(seconds.get("straggler_input", 0.0), straggler, parts.get("input_wait", 0.0))
+    parts["input_wait"] = parts.get("input_wait", 0.0) - of_input
+    executed, recomputed = seconds.get("hardware_at_peak", 0.0), seconds.get("recompute_at_peak", 0.0)
+    executed = max(executed, seconds["model_at_peak"])
+    parts["recompute"] = recomputed = min(recomputed, executed - seconds["model_at_peak"])
+    parts[_name_of_the_rest(facts)] = executed - recomputed - seconds["model_at_peak"]
+    room = goodput.productive_seconds - executed
+    wanted = _uses_of_steps(seconds, goodput.productive_seconds) | {"straggler": straggler - of_input}
+    in_steps, notes = _fitted(wanted, room)
+    below = room - sum(in_steps.values())
+    parts |= in_steps
+    parts["straggler"] = parts.get("straggler", 0.0) + of_input
+    split, more = _divide_by_traces(below, goodput.productive_seconds, executed, parts, traces, facts)
+    return parts | split, notes + more
+
+
+def _name_of_the_rest(facts: Mapping[str, Any]) -> str:
+    """Which loss executed FLOPs are that are neither the model's nor recomputed."""
+    tokens, real = facts["tokens"], facts["real_tokens"]
+    return "padding" if tokens and real is not None and real < tokens else "extra_passes"
+
+
+def _uses_of_steps(seconds: Mapping[str, float], productive_seconds: float) -> dict[str, float]:
+    """Seconds of the losses inside steps. Those of the timed steps stand for all of them."""
+    unpriced = min(seconds.get("unpriced", 0.0), productive_seconds)
+    uses = {"ranks_wait": seconds.get("ranks_wait", 0.0), "unpriced": unpriced}
+    divided = seconds.get("divided", 0.0)
+    if divided > 0:
+        for name in ("optimizer", "host"):
+            uses[name] = seconds.get(name, 0.0) / divided * (productive_seconds - unpriced)
+    return uses
+
+
+_FIRST_TO_GIVE = ("ranks_wait", "host", "optimizer", "straggler", "unpriced")
+
+
+def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float], list[str]]:
+    """Shorten the losses inside steps until they fit into the time that the FLOPs leave.
+
+    They can overlap, because waiting for other ranks happens inside of optimizers too, for example.
+    """
+    fitted = dict(wanted)
+    excess = sum(fitted.values()) - max(room, 0.0)
+    for name in _FIRST_TO_GIVE:
+        given = min(max(excess, 0.0), fitted.get(name, 0.0))
+        if given > 0:
+            fitted[name] -= given
+            excess -= given
+    notes = []
+    if room < 0:
+        notes.append(
+            "The executed FLOPs would take longer at the peak than the steps took, so the peak is too low: check "
+            "`flopwatch peak`, or pass peak_flops_per_s."
+        )
+    return fitted, notes
+
+
+_TRACED = {
+    "idle": "idle_seconds",
+    "exposed_communication": "exposed_communication_seconds",
+    "copies": "copy_seconds",
+    "other_kernels": "other_kernel_seconds",
+}
+
+
+def _divide_by_traces(
+    below: float,
+    productive_seconds: float,
+    executed: float,
+    parts: Mapping[str, float],
+    traces: Sequence[TraceSplit],
+    facts: Mapping[str, Any],
+) -> tuple[dict[str, float], list[str]]:
+    """Divide the time by which steps are slower than the peak, as far as traces and a measured peak allow it."""
+    peak, achievable = facts["peak_flops_per_s"], facts["achievable_flops_per_s"]
+    split: dict[str, float] = {}
+    if peak and achievable and achievable < peak and below > 0:
+        split["achievable"] = min(executed * (peak / achievable - 1), below)
+        below -= split["achievable"]
+    traced_seconds = sum(trace.seconds for trace in traces)
+    if traced_seconds <= 0 or below <= 0:
+        return {**split, "below_peak": below}, []
+    scale = productive_seconds / traced_seconds
+    traced = {key: scale * sum(getattr(trace, name) for trace in traces) for key, name in _TRACED.items()}
+    # What clocks have measured is not counted again: waiting for ranks is communication in a trace, and the host's
+    # work after the optimizer is time without ops.
+    traced["exposed_communication"] -= parts.get("ranks_wait", 0.0) + parts.get("straggler", 0.0)
+    traced["idle"] -= parts.get("host", 0.0)
+    products = scale * sum(trace.matmul_seconds + trace.attention_seconds for trace in traces)
+    traced["slow_matmuls"] = products - executed - split.get("achievable", 0.0)
+    traced = {key: max(value, 0.0) for key, value in traced.items()}
+    found = sum(traced.values())
+    if found <= 0:
+        return {**split, "below_peak": below}, []
+    notes = []
+    if not 0.8 < found / below < 1.25:
+        notes.append(
+            f"The traced steps account for {found / below:.0%} of the time that they divide, so the shares of the "
+            "losses from the trace are approximate."
+        )
+    return {**split, **{key: value * below / found for key, value in traced.items()}}, notes
+
+
+def _loss(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
+    evidence, advice = text_of(text, seconds, wall_seconds, facts)
+    return Loss(text.key, text.name, 100 * seconds / wall_seconds, seconds, evidence, advice)

@@ -10,6 +10,7 @@ from torch import nn
 from flopwatch.errors import InputError
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.hardware.device import find_device
+from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
@@ -164,7 +165,16 @@ class StepPricer:
             None if peak is None else peak.to_json(),
             device_count,
             notes=facts["notes"],
+            achievable_flops_per_s=self._achievable_flops_per_s(),
         )
+
+    def _achievable_flops_per_s(self) -> float | None:
+        """The rate of the fastest matrix product on this device, if it was measured; None if ranks share the device."""
+        peak = self.peak
+        if peak is None or peak.kind == "measured" or self.peaks.ranks > 1:
+            return None
+        measured = measured_peak(self.peaks.device, peak.dtype)
+        return None if measured is None else measured.flops_per_s
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:

@@ -145,6 +145,41 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
     return values | share_values(totals)
 
 
+def job_use_of_peak(report: RankReport, totals: Mapping[str, int], peak_flops_per_s: float | None) -> dict[str, float]:
+    """How long the devices of all ranks would need for a window's FLOPs at their peak, in seconds, by use.
+
+    Args:
+        report: The window of all ranks.
+        totals: FLOPs of the window, from `job_totals`.
+        peak_flops_per_s: Peak of one device, mean over ranks; None if it is unknown.
+    """
+    if not report.ranks or "model_flops" not in totals:
+        return {"unpriced": report.seconds / max(report.ranks, 1)}
+    if not peak_flops_per_s:
+        return {}
+    uses = {name: totals[f"{name}_flops"] for name in ("model", "hardware", "recompute") if f"{name}_flops" in totals}
+    return {f"{name}_at_peak": flops / peak_flops_per_s / report.ranks for name, flops in uses.items()}
+
+
+def rank_losses(report: RankReport, straggler: Straggler | None) -> dict[str, float]:
+    """Seconds of a window that ranks lose to each other, mean over ranks.
+
+    `straggler` is the time by which the straggler makes every step longer, `straggler_input` the part of it that is
+    input wait of the straggler and therefore in the mean input wait too, `ranks_wait` all other waiting.
+    """
+    waiting_percent = _spread(report).get("ranks/waiting_percent")
+    if waiting_percent is None or not report.ranks:
+        return {}
+    seconds = report.seconds / report.ranks
+    waiting = max(0.0, waiting_percent / 100 * seconds)
+    if straggler is None:
+        return {"ranks_wait": waiting}
+    lost = straggler.excess_share * seconds
+    of_input = max(0.0, straggler.shares["input"]) * seconds / report.ranks
+    others = lost * (report.ranks - 1) / report.ranks
+    return {"straggler": lost, "straggler_input": of_input, "ranks_wait": max(0.0, waiting - others)}
+
+
 def with_job_wait(steps: Sequence[MeasuredStep], report: RankReport) -> list[MeasuredStep]:
     """Replace the input wait of one rank's steps by the mean of all ranks, for the run's totals.
 

@@ -1,0 +1,175 @@
+"""The losses of a waterfall, in the order in which they are drawn: names, evidence, and what to try next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flopwatch.number_format import duration, percent
+
+
+@dataclass(frozen=True, slots=True)
+class LossText:
+    """The texts of one loss.
+
+    Attributes:
+        key: Its stable name in JSON.
+        name: Its name for people.
+        measured: What the seconds are, in words that follow "9 min (12 % of the wall time)".
+        advice: What to try next, as a whole sentence; empty if there is nothing to advise. `{path}` is the run's folder.
+    """
+
+    key: str
+    name: str
+    measured: str
+    advice: str = ""
+
+
+_TEXTS = (
+    LossText(
+        "start_up",
+        "start-up",
+        "between the start of a process and its first step",
+        "Load data and model faster, or restart less often; a long run makes this loss small.",
+    ),
+    LossText(
+        "restart",
+        "restarts",
+        "without a process between sessions, and in steps that were run again from a checkpoint",
+        "Save checkpoints more often, and find out why the sessions ended.",
+    ),
+    LossText("eval", "evaluation", "in evaluation", "Evaluate less often, or on fewer batches."),
+    LossText(
+        "checkpoint",
+        "checkpoints",
+        "in saving checkpoints",
+        "Save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
+    ),
+    LossText("pause", "pauses", "in pause() and in phases of other names"),
+    LossText(
+        "outside",
+        "work between steps",
+        "between steps, in no phase and not waiting for a batch",
+        'Wrap this work in monitor.phase("eval") or another phase, so that it gets a name.',
+    ),
+    LossText(
+        "count", "counting FLOPs", "in flopwatch itself, which counted FLOPs; it does this once per kind of batch"
+    ),
+    LossText("other", "other time", "in none of the other classes"),
+    LossText(
+        "compile",
+        "compilation and warm-up",
+        "by which the first steps were longer than typical ones",
+        "Use fewer different batch shapes with torch.compile, and keep its cache (TORCHINDUCTOR_CACHE_DIR).",
+    ),
+    LossText(
+        "stall",
+        "stalled steps",
+        "by which single steps took more than 5 times the median",
+        "Look at what the machine did at those steps: other jobs, a slow file system, garbage collection.",
+    ),
+    LossText(
+        "input_wait",
+        "input wait",
+        "waiting for batches",
+        "Raise num_workers and prefetch_factor of the DataLoader, or prepare the data before the training.",
+    ),
+    LossText(
+        "straggler",
+        "straggler",
+        "by which one rank made the steps of all ranks longer",
+        "`flopwatch watch {path}` names the rank and the cause; look at that host, or at how batches are divided.",
+    ),
+    LossText(
+        "ranks_wait",
+        "communication and waiting for ranks",
+        "in which ranks were not busy themselves, without stragglers",
+        "Accumulate gradients over more batches, or overlap communication with the backward pass.",
+    ),
+    LossText(
+        "unpriced",
+        "steps with unknown FLOPs",
+        "in steps whose FLOPs are unknown",
+        "`flopwatch explain {path}` says why.",
+    ),
+    LossText(
+        "optimizer",
+        "optimizer",
+        "in the optimizer's step",
+        "Use fused=True or foreach=True, or accumulate gradients over more batches.",
+    ),
+    LossText(
+        "host",
+        "after the optimizer",
+        "between the optimizer and the end of the step",
+        "Log less often, and do not read values such as loss.item() on every step.",
+    ),
+    LossText(
+        "idle",
+        "idle and host gaps",
+        "in which the traced device had no work, without input wait",
+        "Use torch.compile or CUDA graphs, or larger batches, so that Python keeps up with the device.",
+    ),
+    LossText(
+        "exposed_communication",
+        "exposed communication",
+        "in communication during which the traced device computed nothing",
+        "Overlap communication with the backward pass, or use larger batches per rank.",
+    ),
+    LossText(
+        "copies",
+        "copies",
+        "in copies between host and device during which it computed nothing",
+        "Use pin_memory=True and non_blocking=True, and keep data on the device.",
+    ),
+    LossText(
+        "other_kernels",
+        "kernels other than matmuls",
+        "in norms, activations and other element-wise work",
+        "Use torch.compile or fused kernels for norms, activations and the loss.",
+    ),
+    LossText(
+        "slow_matmuls",
+        "matmuls below the achievable peak",
+        "by which matrix products and attention took longer than at the peak",
+        "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
+    ),
+    LossText(
+        "achievable",
+        "achievable peak below the datasheet",
+        "by which even the fastest matrix product measured on this device is slower than the datasheet",
+    ),
+    LossText(
+        "below_peak",
+        "forward and backward below the peak",
+        "in forward and backward pass, slower than the peak",
+        "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
+    ),
+    LossText(
+        "recompute",
+        "recomputation",
+        "for FLOPs that activation checkpointing runs a second time",
+        "Checkpoint fewer layers if memory allows.",
+    ),
+    LossText(
+        "padding",
+        "padding",
+        "for FLOPs of padding, and of pairs that the mask hides",
+        "Pack sequences, or put sequences of similar length into one batch.",
+    ),
+    LossText(
+        "extra_passes",
+        "extra passes",
+        "for FLOPs that the model's mathematics does not need, such as extra passes of private training",
+        "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention that skips other documents.",
+    ),
+)
+
+LOSSES: Mapping[str, LossText] = {text.key: text for text in _TEXTS}
+"""The losses by key, in the order of the waterfall."""
+
+
+def text_of(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The evidence and the advice of a loss, each as one sentence."""
+    share = percent(seconds / wall_seconds)
+    evidence = f"{duration(abs(seconds))} ({share} of the wall time) {text.measured}."
+    return evidence, text.advice.replace("{path}", str(facts["path"]))
