@@ -15,7 +15,7 @@ from torch import nn
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
 from flopwatch.library_internals import lightning_logs_this_step
-from flopwatch.monitor.training_monitor import TrainingMonitor
+from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
 from flopwatch.optional import require
 
 
@@ -113,6 +113,8 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     @harmless
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._learning_rate = optimizer.param_groups[0]["lr"]
+        if self.monitor is not None:  # Lightning runs forward and backward pass inside of the optimizer's step
+            act_on_run(self.monitor, "optimizer", lambda run: run.step_clock.optimizer_begins())
 
     @harmless
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
