@@ -4,7 +4,7 @@
 
 Prints one line of JSON behind the word RESULT: the seconds of each use by the script's own clock, the FLOPs per step by
 a closed formula, and the peak that was given. Cases: plain, input, eval, checkpoint, recompute, padding, optimizer,
-straggler (under torchrun, the second rank sleeps in every step), restart (in two processes, see `main`).
+straggler (with two ranks, the second waits for its input), slow_rank (it computes longer), restart (in two processes).
 """
 
 import json
@@ -44,13 +44,25 @@ class Timeline:
         self.seconds[use] = self.seconds.get(use, 0.0) + time.perf_counter() - began
 
 
+def compute(seconds: float) -> None:
+    """Use the processor for so long."""
+    began = time.thread_time()
+    while time.thread_time() < began + seconds:
+        pass
+
+
 class Layers(nn.Module):
-    """Linear layers on embedded tokens: every FLOP is 2 x tokens x width x width."""
+    """Pairs of linear layers on embedded tokens: every FLOP is 2 x tokens x width x width.
+
+    If they are checkpointed, the first layer of each pair runs twice. The second does not: torch stops as soon as it
+    has the input of the second layer, which is all that its backward pass needs.
+    """
 
     def __init__(self, is_checkpointed: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(100, WIDTH)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        pairs = [(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS // 2)]
+        self.layers = nn.ModuleList([nn.Sequential(first, nn.ReLU(), second) for first, second in pairs])
         self.is_checkpointed = is_checkpointed
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -96,7 +108,9 @@ def calibrated_peak() -> float:
 def process_start_unix_time() -> float:
     """When the kernel started this process."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    boot = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     boot_exact = time.time() - uptime
     return ticks / os.sysconf("SC_CLK_TCK") + (boot_exact if abs(boot_exact - boot) < 2 else boot)
@@ -118,20 +132,22 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
         with timeline.time("input"), monitor.input_wait():
             if case == "input":
                 time.sleep(SLEEP_SECONDS)
+            if case == "straggler" and dist.get_rank() == 1:
+                with timeline.time("straggler"):
+                    time.sleep(SLEEP_SECONDS)
             batch = batch_of(case)
         first_step_unix_time = first_step_unix_time or time.time()
         began = time.perf_counter()
-        with monitor.step(batch, step=number) as step:
-            with timeline.time("forward_backward"):
-                if case == "straggler" and dist.get_rank() == 1:
-                    with timeline.time("straggler"):
-                        time.sleep(SLEEP_SECONDS)
-                loss = model(**batch)
-                loss.backward()
-            with timeline.time("optimizer"):
-                optimizer.step()
-            optimizer.zero_grad()
-            step.log(loss=loss)
+        with timeline.time("forward_backward"):
+            if case == "slow_rank" and dist.get_rank() == 1:
+                with timeline.time("straggler"):
+                    compute(SLEEP_SECONDS)
+            loss = model(**batch)
+            loss.backward()
+        with timeline.time("optimizer"):
+            optimizer.step()
+        optimizer.zero_grad()
+        monitor.log_step(number, loss=loss, batch=batch)  # such steps are never counted as they run, which is slow
         step_times[number] = time.perf_counter() - began
         if case == "eval" and number % 25 == 24:
             with timeline.time("eval"), monitor.phase("eval"), torch.no_grad():
@@ -159,14 +175,16 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
 
 def main(folder: str, case: str, part: str = "") -> None:
     torch.set_num_threads(1)
-    if case == "straggler":
+    if case in ("straggler", "slow_rank"):
         monitor_run.CLOSE_RANKS_SECONDS = 60.0
         dist.init_process_group("gloo")
     peak_file = Path(folder) / "peak.json"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    peak = json.loads(peak_file.read_text()) if peak_file.exists() else calibrated_peak()
-    if not peak_file.exists() and case != "straggler":
-        peak_file.write_text(json.dumps(peak))
+    if not peak_file.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+        peak_file.write_text(json.dumps(calibrated_peak()))
+    if dist.is_initialized():
+        dist.barrier()
+    peak = json.loads(peak_file.read_text())
     first, last = (0, LAST_BEFORE_RESTART) if part == "first" else (CHECKPOINT_AFTER + 1 if part else 0, STEPS)
     result = train(Path(folder) / "run", case, first, last, peak)
     rank = dist.get_rank() if dist.is_initialized() else 0

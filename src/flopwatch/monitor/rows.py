@@ -181,7 +181,7 @@ class RowMaker:
         last = steps[-1]
         is_detailed = self._is_detailed(last.measured.step)
         values = self._rates(measured, peak, report) | self._of_all_ranks(window.report, report)
-        totals = self._booked(measured, report, later_seconds, values)
+        totals = self._booked(measured, report, later_seconds, self._peak_of_devices(measured, values, peak))
         values |= _means(steps) | totals.values | more
         if is_detailed or with_percentiles:
             values |= self._percentiles()
@@ -213,16 +213,22 @@ class RowMaker:
         steps: Sequence[MeasuredStep],
         report: RankReport | None,
         later_seconds: float,
-        values: Mapping[str, Number],
+        peak_flops_per_s: float | None,
     ) -> Totals:
         if report is None:
             return self._session.book(steps, {}, later_seconds)
         unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
         steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
         totals = job_totals(report, self.layout.data_parallel_size)
-        peak = values.get("perf/peak_flops_per_second_per_device")
-        uses = job_use_of_peak(report, totals, peak) | rank_losses(report, self.straggler)
+        uses = job_use_of_peak(report, totals, peak_flops_per_s) | rank_losses(report)
         return self._session.book(steps, totals, later_seconds, uses)
+
+    def _peak_of_devices(
+        self, steps: Sequence[MeasuredStep], values: Mapping[str, Number], peak: Peak | None
+    ) -> float | None:
+        """Peak of one device, mean over ranks; of this rank if the window has only warm-up steps."""
+        logged = values.get("perf/peak_flops_per_second_per_device")
+        return logged or effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
         """Compute this rank's metrics. Those under `perf/` are left out if `report` has them for all ranks."""

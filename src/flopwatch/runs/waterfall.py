@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopwatch.records.metrics import METRICS, goodput_of
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES, LossText, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
 

@@ -161,13 +161,15 @@ def job_use_of_peak(report: RankReport, totals: Mapping[str, int], peak_flops_pe
     return {f"{name}_at_peak": flops / peak_flops_per_s / report.ranks for name, flops in uses.items()}
 
 
-def rank_losses(report: RankReport, straggler: Straggler | None) -> dict[str, float]:
+def rank_losses(report: RankReport) -> dict[str, float]:
     """Seconds of a window that ranks lose to each other, mean over ranks.
 
-    `straggler` is the time by which the straggler makes every step longer, `straggler_input` the part of it that is
-    input wait of the straggler and therefore in the mean input wait too, `ranks_wait` all other waiting.
+    `straggler` is the time by which one rank makes every step longer, even in a single window, because all ranks have
+    waited for it; `straggler_input` the part of it that is input wait of this rank and therefore in the mean input wait
+    too; `ranks_wait` all other waiting.
     """
     waiting_percent = _spread(report).get("ranks/waiting_percent")
+    straggler = find_straggler(report)
     if waiting_percent is None or not report.ranks:
         return {}
     seconds = report.seconds / report.ranks
