@@ -1,0 +1,182 @@
+"""The time of a step is divided into input wait, optimizer, what follows it, and the rest."""
+
+import threading
+
+import pytest
+import torch
+
+from flopwatch import TrainingMonitor
+from flopwatch.monitor.step_clock import HostTimer, StepClock
+from flopwatch.testing import FakeClock
+
+
+class Loop:
+    """A clock for steps whose parts take known times."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.steps = StepClock(HostTimer(self.clock), self.clock)
+
+    def takes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def optimizer(self, seconds: float) -> None:
+        self.steps.optimizer_begins()
+        self.takes(seconds)
+        self.steps.optimizer_ends()
+
+    def end(self) -> dict[str, float | None]:
+        """Seconds of the step that ends: whole, input wait, optimizer, and after the optimizer."""
+        segments, waits = self.steps.end_step()
+        place = self.steps.optimizer_place
+        self.steps.begin_gap()
+        assert segments is not None
+        own = rest = None
+        if place is not None:
+            own = length([segment for first, last in place.spans for segment in segments[first:last]])
+            rest = None if place.rest_at is None else length(segments[place.rest_at :])
+        return {
+            "step": length(segments),
+            "wait": None if waits is None else length(waits),
+            "optimizer": own,
+            "host": rest,
+        }
+
+
+def length(segments):
+    return pytest.approx(sum(end - start for start, end in segments))
+
+
+@pytest.fixture
+def loop():
+    loop = Loop()
+    loop.steps.start_step()
+    loop.takes(1.0)
+    loop.end()
+    return loop
+
+
+def test_a_step_is_input_wait_then_work_then_optimizer_then_the_rest(loop):
+    loop.takes(0.5)
+    loop.steps.start_step()
+    loop.takes(3.0)
+    loop.optimizer(0.25)
+    loop.takes(0.125)
+
+    assert loop.end() == {"step": 3.875, "wait": 0.5, "optimizer": 0.25, "host": 0.125}
+
+
+def test_the_time_of_several_optimizers_is_added_up(loop):
+    loop.steps.start_step()
+    loop.optimizer(0.25)
+    loop.takes(1.0)
+    loop.optimizer(0.5)
+
+    assert loop.end() == {"step": 1.75, "wait": 0.0, "optimizer": 0.75, "host": 0.0}
+
+
+def test_an_optimizer_after_the_steps_context_is_no_input_wait_and_belongs_to_the_next_step(loop):
+    loop.takes(0.125)
+    loop.optimizer(0.25)
+    loop.takes(0.5)
+    loop.steps.start_step()
+    loop.takes(1.0)
+
+    assert loop.end() == {"step": 1.875, "wait": 0.5, "optimizer": 0.25, "host": None}
+
+
+def test_an_evaluation_after_the_optimizer_is_no_part_of_the_step(loop):
+    loop.steps.start_step()
+    loop.optimizer(0.25)
+    with loop.steps.apart():
+        loop.takes(8.0)
+    loop.takes(0.5)
+
+    assert loop.end() == {"step": 0.75, "wait": 0.0, "optimizer": 0.25, "host": 0.5}
+
+
+def test_a_step_that_a_hook_ends_before_the_optimizer_is_done_has_its_time_until_then(loop):
+    loop.steps.start_step()
+    loop.takes(1.0)
+    loop.steps.optimizer_begins()
+    loop.takes(0.25)
+    step = loop.end()
+    loop.steps.optimizer_ends()
+
+    assert step == {"step": 1.25, "wait": 0.0, "optimizer": 0.25, "host": 0.0}
+
+
+def test_an_optimizer_in_another_thread_or_in_an_evaluation_is_not_timed(loop):
+    loop.steps.start_step()
+    thread = threading.Thread(target=loop.optimizer, args=(0.25,))
+    thread.start()
+    thread.join()
+    with loop.steps.apart():
+        loop.optimizer(2.0)
+
+    assert loop.end() == {"step": 0.25, "wait": 0.0, "optimizer": None, "host": None}
+
+
+def train(folder, steps=12, *, closure=False, compiled=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    update = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    with TrainingMonitor(folder, model=model, log_every=4) as monitor:
+        for _ in range(steps):
+            batch = torch.randn(4, 8)
+            with monitor.step(batch) as step:
+                loss = model(batch).square().mean()
+                loss.backward()
+                update(lambda: loss) if closure else update()
+                optimizer.zero_grad()
+                step.log(loss=loss)
+    assert monitor.summary is not None
+    return monitor.summary.values
+
+
+def test_a_real_optimizer_is_timed_by_torchs_hooks(tmp_path):
+    values = train(tmp_path)
+
+    assert 0 < values["time/optimizer_seconds"] < values["time/divided_seconds"] <= values["time/train_seconds"]
+    assert values["time/host_seconds"] > 0
+
+
+def test_with_a_closure_the_optimizers_time_is_unknown_because_it_contains_the_passes(tmp_path):
+    assert "time/optimizer_seconds" not in train(tmp_path, closure=True)
+
+
+def test_the_hooks_are_gone_when_the_monitor_is_closed_or_forgotten(tmp_path):
+    from torch.optim import optimizer as module
+
+    tables = [
+        table for name, table in vars(module).items() if name.startswith("_global_optimizer") and name.endswith("hooks")
+    ]
+    before = [len(table) for table in tables]
+    train(tmp_path / "closed", steps=2)
+
+    assert len(tables) == 2
+    assert [len(table) for table in tables] == before
+
+
+def graphs_of(body):
+    """How many graphs torch compiles while `body` runs."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    body()
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+def test_a_compiled_optimizer_has_as_many_graphs_as_without_the_monitor(tmp_path, monkeypatch):
+    watched = graphs_of(lambda: train(tmp_path / "watched", compiled=True))
+    monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
+
+    def bare():
+        with pytest.raises(AssertionError):  # there is no summary
+            train(tmp_path / "bare", compiled=True)
+
+    assert watched == graphs_of(bare) > 0
