@@ -117,6 +117,20 @@ def test_an_optimizer_in_another_thread_or_in_an_evaluation_is_not_timed(loop):
     assert loop.end() == {"step": 0.25, "wait": 0.0, "optimizer": None, "host": None}
 
 
+def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_wrong(loop):
+    found = []
+    for _ in range(64 + 21):
+        loop.optimizer(0.25)  # after the context of the step before, so that it could be taken for input wait
+        loop.takes(0.5)
+        loop.steps.start_step()
+        loop.takes(1.0)
+        found.append(loop.end())
+
+    assert all(step["wait"] == 0.5 for step in found)
+    assert [step["optimizer"] for step in found[:60]] == [0.25] * 60
+    assert sum(step["optimizer"] is not None for step in found[64:]) == 3
+
+
 def train(folder, steps=12, *, closure=False, compiled=False):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)

@@ -82,6 +82,8 @@ _FEWEST = 4
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
 """A shorter gap between steps is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
+_DIVIDED_STEPS, _DIVIDED_EVERY = 64, 7
+"""The optimizer is timed in this many steps at first, and then in every seventh, because its two marks cost time too."""
 _IDLE_SHARE = 0.2
 """A thread that uses less than this share of a core counts as idle."""
 
@@ -263,6 +265,8 @@ class StepClock:
         self._is_unclear = False
         """Whether the time before a batch was also spent on other work, so that the step's input wait is unknown."""
         self._has_reported_unknown = False
+        self._steps_ended = 0
+        self._divides = True
         self._optimizer: list[tuple[int, int]] = []
         self._optimizer_at: int | None = None
         """Index of the first segment of the optimizer's step that is running; None if none is."""
@@ -335,6 +339,8 @@ class StepClock:
         self.optimizer_place = None
         if self._optimizer or self._optimizer_at is not None:
             self._take_optimizer()
+        self._steps_ended += 1
+        self._divides = self._steps_ended < _DIVIDED_STEPS or self._steps_ended % _DIVIDED_EVERY == 0
         self._segments = []
         if self._depth or self._has_batch:
             self._end_work()
@@ -373,18 +379,23 @@ class StepClock:
 
     def optimizer_begins(self) -> None:
         """Begin the part of a step in which an optimizer changes the parameters."""
-        if self._start is None or self._depth or self._optimizer_at is not None or self._is_elsewhere():
+        if not self._divides or self._start is None or self._depth or self._optimizer_at is not None:
+            return
+        if self._is_elsewhere():
             return
         self._cut()
         self._optimizer_at = len(self._segments)
 
     def optimizer_ends(self) -> None:
-        if self._optimizer_at is None or self._depth or self._is_elsewhere():
+        if self._optimizer_at is None and self._state != _GAP:
+            return
+        if self._start is None or self._depth or self._is_elsewhere():
             return
         self._cut()
-        self._optimizer.append((self._optimizer_at, len(self._segments)))
-        self._optimizer_at = None
-        self._rest_at = len(self._segments)
+        if self._optimizer_at is not None:
+            self._optimizer.append((self._optimizer_at, len(self._segments)))
+            self._optimizer_at = None
+            self._rest_at = len(self._segments)
         if self._state == _GAP:  # the loop steps the optimizer outside of `step()`; none of that was input wait
             self._turn(_GAP)
             self._gap_at = len(self._segments)
