@@ -32,6 +32,8 @@ NOT_RUN = {
     "docs/overhead.md": ["takes half an hour and installs other tools", "needs a checkout of another commit"],
     "docs/sweep.md": ["needs a W&B account and an MLflow server"],
     "docs/versions.md": ["builds environments for hours"],
+    "docs/why.md": ["needs a training that runs meanwhile"],
+    "docs/zh/why.md": ["needs a training that runs meanwhile"],
 }
 RUN_ELSEWHERE = {
     "flopwatch sweep ": "tests/sweep/test_page.py",
@@ -159,7 +161,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package").mkdir()
     for script in ("train.py", "my_package/train.py"):
         (folder / script).write_text(TRAINING)
-    shutil.copytree(STORED / "run", folder / "flopwatch-runs" / "train-20261116-211500")
+    for time_of_start in ("211500", "213543"):
+        shutil.copytree(STORED / "run", folder / "flopwatch-runs" / f"train-20261116-{time_of_start}")
     for name in ("flopwatch-sweep", "flopwatch-quick", "before", "after"):
         shutil.copytree(STORED / "sweep", folder / name)
     return folder
