@@ -32,7 +32,9 @@ class OptimizerHooks:
     def _begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure runs forward and backward pass inside of the optimizer's step. Lightning's callback tells when they
         # are over; for other loops with a closure the optimizer's time is unknown.
-        if torch.compiler.is_compiling() or len(args) > 1 or kwargs:
+        if torch.compiler.is_compiling():
+            return
+        if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
             return
         run = self._run()
         if run is not None:
