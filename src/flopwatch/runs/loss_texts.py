@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopwatch.number_format import duration
+from flopwatch.number_format import duration, percent, step_time
 from flopwatch.records.reading import one_line
 
 
@@ -143,7 +143,7 @@ _TEXTS = (
     LossText(
         "below_peak",
         "forward and backward below the peak",
-        "in forward and backward pass, slower than the peak",
+        "by which forward and backward pass took longer than at the peak",
         "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
     ),
     LossText(
@@ -170,12 +170,26 @@ LOSSES: Mapping[str, LossText] = {text.key: text for text in _TEXTS}
 """The losses by key, in the order of the waterfall."""
 
 
+IN_STEPS = frozenset(
+    {
+        *("input_wait", "straggler", "ranks_wait", "unpriced", "optimizer", "host", "idle", "exposed_communication"),
+        *("copies", "other_kernels", "slow_matmuls", "achievable", "below_peak", "recompute", "padding"),
+        "extra_passes",
+    }
+)
+"""Losses inside of ordinary steps, which lower the MFU of the steps too."""
+
+
 def text_of(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> tuple[str, str]:
     """The evidence and the advice of a loss, each as one sentence."""
     if seconds < 0:  # only `below_peak` can be, if the peak is too low
         return f"At this peak, the executed FLOPs take {duration(-seconds)} more than the steps took.", _TOO_LOW
-    evidence = f"{duration(seconds)} of {duration(wall_seconds)} {text.measured}."
-    return evidence, text.advice.replace("{path}", in_shell(facts["path"]))
+    steps, tokens, real_tokens = facts["steps"], facts["tokens"], facts["real_tokens"]
+    each = f" ({step_time(seconds / steps)} per step)" if steps and text.key in IN_STEPS else ""
+    evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {text.measured}"
+    if text.key == "padding" and tokens and real_tokens is not None:
+        evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
+    return f"{evidence}.", text.advice.replace("{path}", in_shell(facts["path"]))
 
 
 _TOO_LOW = "Check the peak with `flopwatch peak`, or pass peak_flops_per_s."

@@ -144,11 +144,8 @@ def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
         return None
     step_mfu = waterfall.step_mfu_percent or 0.0
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
-        return Verdict(
-            "peak_too_low",
-            f"The peak is too low to judge this run: its steps reach {percent(step_mfu / 100)} MFU, and with the "
-            "FLOPs that are executed besides, they would need more than 100 % of the peak.",
-        )
+        need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
+        return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
     reservation = ""
     if facts.exact is False:
         reservation = "The FLOPs are not exact, so this verdict relies on the measured times."
@@ -196,7 +193,7 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]]) -> Verdict:
 def _of_one(waterfall: Waterfall, loss: Loss) -> Verdict:
     subject, meaning = _CONCLUSIONS[loss.key]
     is_largest = loss.points >= max(other.points for other in waterfall.losses)
-    rank = "more than anything else" if is_largest else "and here is the most to gain"
+    rank = "more than anything else" if is_largest else "the most that this run could gain"
     verb = "cost" if loss.key in _PLURAL else "costs"
     return Verdict(loss.key, f"{subject} {verb} {_points(loss.points)}, {rank}: {meaning}.", (loss.key,))
 

@@ -111,7 +111,13 @@ def seconds_of(log: RunLog) -> Mapping[str, float]:
         }
         if "wall" in found:
             return found
-    return dict(log.rows[-1].ledger.get("seconds", {})) if log.rows else {}
+    return dict(_newest_ledger(log).get("seconds", {}))
+
+
+def _newest_ledger(log: RunLog) -> Mapping[str, Any]:
+    """The totals of the newest record that has them: that of a session's start, if it has no row yet."""
+    ledgers = [record.ledger for record in (*log.rows[-1:], *log.starts[-1:]) if record.ledger.get("seconds")]
+    return max(ledgers, key=lambda ledger: ledger["seconds"].get("wall", 0.0), default={})
 
 
 _NOTHING = 1e-9
@@ -150,10 +156,11 @@ def _is_amount(value: Any) -> bool:
 def _facts(log: RunLog) -> dict[str, Any]:
     """What the log says about the run besides times, for the names of losses and for their texts."""
     row = log.rows[-1] if log.rows else None
-    totals = dict(row.ledger.get("totals", {})) if row is not None else {}
+    totals = _newest_ledger(log).get("totals", {})
     provenance = None if row is None else provenance_at(log, row.step)
     peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
     return {
+        "steps": _newest_ledger(log).get("steps"),
         "tokens": totals.get("tokens"),
         "real_tokens": totals.get("real_tokens"),
         "peak_kind": peak.get("kind"),
@@ -175,6 +182,14 @@ def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
 _LEAST_UNDIVIDED_POINTS = 1.0
 
 
+def undivided_note(run_dir: str) -> str:
+    """The note about the loss that only a trace can divide."""
+    return (
+        f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. `flopwatch trace {in_shell(run_dir)}` divides it '
+        "into slow matmuls, other kernels, idle time and communication, while the training runs."
+    )
+
+
 def _limits(waterfall: Waterfall, facts: Mapping[str, Any]) -> list[str]:
     """What a reader has to know about the figures: FLOPs that are not exact, a bar that is not divided, the peak."""
     notes = []
@@ -183,10 +198,7 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any]) -> list[str]:
         why = f": {reasons[0].rstrip('.')}" if reasons else ""
         notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
-        notes.append(
-            f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. `flopwatch trace {in_shell(facts["path"])}` '
-            "divides it into slow matmuls, other kernels, idle time and communication, while the training runs."
-        )
+        notes.append(undivided_note(facts["path"]))
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
         notes.append(
             f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it; "
