@@ -1,4 +1,4 @@
-"""Draws a waterfall with characters: one bar under the other for `flopwatch why`, or all in one for `flopwatch watch`."""
+"""Draws a waterfall with characters: one bar per line for `flopwatch why`, all in one bar for `flopwatch watch`."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ LEAST_DRAWN_POINTS = 0.05
 """A smaller loss would be printed as 0.0 points; all of them share one line."""
 _POINTS_WIDTH = 8
 _WIDEST_BAR = 90
-_LOSS, _LARGE_LOSS, _MFU, _PEAK = "yellow", "bold red", "bold green", "bright_black"
+_LOSS, _LARGE_LOSS, _MFU, _PEAK = "yellow", "red", "green", "bright_black"
 _LARGEST = 3
 
 
@@ -38,8 +38,9 @@ def floating_bars(waterfall: Waterfall, width: int, *, ascii_only: bool = False)
     rows = []
     for each in bars:
         drawn = _cells(each.low / whole, each.high / whole, room, ascii_only=ascii_only)
-        name = line((f"{each.name:<{names}}  ", "bold" if each.style != _LOSS else ""))
-        rows.append(name + line((f"{drawn:<{room}}", each.style), (f"{each.text:>{_POINTS_WIDTH}}", each.style)))
+        weight = "" if each.style == _LOSS else "bold"
+        name, points = f"{each.name:<{names}}  ", f"{each.text:>{_POINTS_WIDTH}}"
+        rows.append(line((name, weight), (f"{drawn:<{room}}", each.style), (points, weight)))
     return rows
 
 
@@ -72,12 +73,12 @@ def _cells(low: float, high: float, width: int, *, ascii_only: bool) -> str:
     >>> _cells(0.5, 1.0, 8, ascii_only=False), _cells(0.5, 0.69, 8, ascii_only=False)
     ('    ████', '    █▌')
     >>> _cells(0.5, 1.0, 8, ascii_only=True), _cells(0.49, 0.5, 8, ascii_only=True)
-    ('    ####', '    |')
+    ('    ####', '   |')
     """
     parts = 1 if ascii_only else 2
     length, end = round((high - low) * parts * width), round(high * parts * width)
     if length == 0:
-        return " " * min(end // parts, width - 1) + ("|" if ascii_only else "▏")
+        return " " * (max(end - 1, 0) // parts) + ("|" if ascii_only else "▕")
     start = max(end - length, 0)
     if ascii_only:
         return " " * start + "#" * length

@@ -196,8 +196,9 @@ def _loss_lines(number: int, loss: "Loss") -> "Iterator[Text]":
 
 def _paragraph(text: str, *, style: str = "", indent: str = "") -> "Iterator[Text]":
     from flopwatch.cli.watch_panels import line
+    from flopwatch.records.reading import plain
 
     wrapped = textwrap.wrap(
-        text, text_width(), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        plain(text), text_width(), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
     return (line((piece, style)) for piece in wrapped)

@@ -13,6 +13,7 @@ from typing import Any
 
 from flopwatch.number_format import duration, percent
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
+from flopwatch.records.reading import one_line
 from flopwatch.records.trace import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES, LossText, in_shell, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
@@ -180,6 +181,7 @@ def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
 
 
 _LEAST_UNDIVIDED_POINTS = 1.0
+_LONGEST_REASON = 300
 
 
 def undivided_note(run_dir: str) -> str:
@@ -195,7 +197,7 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any]) -> list[str]:
     notes = []
     is_exact, reasons = facts["exact"]
     if is_exact is False:
-        why = f": {reasons[0].rstrip('.')}" if reasons else ""
+        why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
         notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
         notes.append(undivided_note(facts["path"]))
