@@ -14,7 +14,7 @@ from flopwatch.cli.watch_screen import draw_frame
 from flopwatch.cli.waterfall_bars import floating_bars
 from flopwatch.errors import InputError
 from flopwatch.records.run import Notice, Summary
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES
 from flopwatch.runs.verdicts import LEAST_STEP_SECONDS, LEAST_STEPS, facts_of, verdict_of, why_no_verdict
 from flopwatch.runs.waterfall import waterfall_of

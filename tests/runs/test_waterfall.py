@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flopwatch.records.metrics import AT_PEAK, LOST, OF_STEPS
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of

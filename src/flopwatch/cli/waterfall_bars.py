@@ -55,9 +55,9 @@ def bars_of(waterfall: Waterfall) -> list[Bar]:
     bars = [Bar("peak", 0.0, 100.0, "100 %", _PEAK)]
     level = 100.0
     for name, points, is_large in shown:
-        ends = sorted((level, level - points))
-        level -= points
-        bars.append(Bar(name, *ends, _signed(-points), _LARGE_LOSS if is_large else _LOSS))
+        above, level = level, level - points
+        style = _LARGE_LOSS if is_large else _LOSS
+        bars.append(Bar(name, min(above, level), max(above, level), _signed(-points), style))
     return [*bars, Bar("MFU of the run", 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), _MFU)]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from flopwatch.records.trace import TraceSplit
+    from flopwatch.records.trace_split import TraceSplit
     from flopwatch.runs.reading import RunLog
     from flopwatch.runs.verdicts import RunFacts, Verdict
     from flopwatch.runs.waterfall import Loss, Waterfall

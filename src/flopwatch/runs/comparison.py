@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from flopwatch.records.run import Number
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
 from flopwatch.runs.waterfall import waterfall_of

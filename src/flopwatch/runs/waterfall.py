@@ -14,7 +14,7 @@ from typing import Any
 from flopwatch.number_format import duration, percent
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
-from flopwatch.records.trace import TraceSplit
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES, LossText, in_shell, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
 
@@ -117,8 +117,9 @@ def seconds_of(log: RunLog) -> Mapping[str, float]:
 
 def _newest_ledger(log: RunLog) -> Mapping[str, Any]:
     """The totals of the newest record that has them: that of a session's start, if it has no row yet."""
-    ledgers = [record.ledger for record in (*log.rows[-1:], *log.starts[-1:]) if record.ledger.get("seconds")]
-    return max(ledgers, key=lambda ledger: ledger["seconds"].get("wall", 0.0), default={})
+    ledgers = [row.ledger for row in log.rows[-1:]] + [start.ledger for start in log.starts[-1:]]
+    known = [ledger for ledger in ledgers if ledger.get("seconds")]
+    return max(known, key=lambda ledger: ledger["seconds"].get("wall", 0.0), default={})
 
 
 _NOTHING = 1e-9
