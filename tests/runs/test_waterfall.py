@@ -1,6 +1,7 @@
 """The waterfall of a run: losses and MFU add up to 100 % of the peak, whatever the log says."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -149,3 +150,20 @@ def test_the_notes_say_what_limits_the_figures():
     assert any("peak is that of the whole CPU: 2 cores x 2.5 GHz" in note for note in notes)
     trace = TraceSplit("a", 0, "cuda", 3, 0.9, matmul_seconds=0.5, other_kernel_seconds=0.3, idle_seconds=0.1)
     assert not any("flopwatch trace" in note for note in waterfall_of(log_of(SECONDS), [trace]).notes)
+
+
+def test_what_was_not_measured_is_said_to_be_part_of_other_losses():
+    unknown = {
+        key: value for key, value in SECONDS.items() if key not in ("input_wait", "divided", "optimizer", "host")
+    }
+    notes = waterfall_of(log_of(unknown)).notes
+    assert any(note.startswith("The input wait of this run is unknown") for note in notes)
+    assert any(note.startswith("The time of the optimizer is unknown") for note in notes)
+    assert not any("unknown" in note for note in waterfall_of(log_of({**SECONDS, "input_wait": 0.0})).notes)
+
+
+def test_a_straggler_is_named_as_far_as_the_newest_row_does():
+    log = log_of({**SECONDS, "straggler": 50.0})
+    row = replace(log.rows[-1], values={"ranks/straggler": 3})
+    losses = {loss.key: loss for loss in waterfall_of(replace(log, rows=(row,))).losses}
+    assert losses["straggler"].evidence.endswith("; in the newest row it is rank 3.")

@@ -163,12 +163,14 @@ def _on_what(log: "RunLog") -> str:
 
 def _difference(waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
+    from flopwatch.cli.waterfall_bars import LEAST_DRAWN_POINTS
     from flopwatch.runs.loss_texts import IN_STEPS
 
     outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
     lost = sum(loss.points for loss in outside)
-    if waterfall.step_mfu_percent is None or not outside:
-        return "All of its time is in training steps, so MFU of the run and of its steps are the same."
+    gap = (waterfall.step_mfu_percent or 0.0) - waterfall.mfu_percent
+    if waterfall.step_mfu_percent is None or gap < LEAST_DRAWN_POINTS or not outside:
+        return "Nearly all of its time is in training steps, so they reach about the same MFU."
     most = max(outside, key=lambda loss: loss.points)
     return (
         f"Its training steps reach {percent(waterfall.step_mfu_percent / 100)}. The run as a whole is lower, because "

@@ -189,6 +189,8 @@ def text_of(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[
     evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {text.measured}"
     if text.key == "padding" and tokens and real_tokens is not None:
         evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
+    if text.key == "straggler" and facts["straggler"] is not None:
+        evidence += f"; in the newest row it is rank {facts['straggler']}"
     return f"{evidence}.", text.advice.replace("{path}", in_shell(facts["path"]))
 
 

@@ -99,7 +99,7 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
-    return replace(found, notes=(*notes, *more, *_limits(found, facts)))
+    return replace(found, notes=(*notes, *more, *_limits(found, facts, seconds)))
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
@@ -171,6 +171,8 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
         "exact": exactness_of(log),
+        "knows_input_wait": "input_wait" in seconds_of(log),
+        "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
     }
 
@@ -179,6 +181,22 @@ def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
     """Whether the FLOPs of the run are exact, as far as the end of its log tells, and why they are not."""
     ends = [end for end in (log.summary, *reversed(log.rows)) if end is not None and end.exact is not None]
     return (ends[0].exact, ends[0].notes) if ends else (None, ())
+
+
+def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
+    """The losses that this run could not measure, so that they are part of others."""
+    notes = []
+    if not facts["knows_input_wait"]:
+        notes.append(
+            "The input wait of this run is unknown, so it is part of other losses; pass the batches through "
+            "monitor.batches() to measure it."
+        )
+    if not seconds.get("divided") and not waterfall.points("optimizer"):
+        notes.append(
+            "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
+            "closure or is no method of a torch.optim.Optimizer."
+        )
+    return notes
 
 
 _LEAST_UNDIVIDED_POINTS = 1.0
@@ -193,9 +211,9 @@ def undivided_note(run_dir: str) -> str:
     )
 
 
-def _limits(waterfall: Waterfall, facts: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know about the figures: FLOPs that are not exact, a bar that is not divided, the peak."""
-    notes = []
+def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
+    """What a reader has to know about the figures: FLOPs that are not exact, what is not divided, the peak."""
+    notes = _unknown(waterfall, facts, seconds)
     is_exact, reasons = facts["exact"]
     if is_exact is False:
         why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
