@@ -18,7 +18,7 @@ from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger
-from support.make_run_log import PEAK, Story, write_log, write_run
+from support.make_run_log import Story, write_log, write_run
 
 # 31 % MFU; 1,630 s, of which 608 s wait for input
 SECONDS = {
@@ -147,8 +147,9 @@ def test_without_colour_there_are_no_escape_codes(why, tmp_path, monkeypatch):
 
 
 def test_hostile_names_are_printed_as_text(why, tmp_path):
-    peak = {**PEAK, "device": "[bold red]H100[/]\x1b[31m\n<script>"}
-    run = write_ledger(tmp_path / "a [red]b\x1b c", SECONDS, peak=peak, notes=("[link=x]\x1b[2J",), exact=False)
+    peak = {**CPU, "device": "[bold red]H100[/]\x1b[31m\n<script>", "source": "cores\x1b[1m"}
+    hostile = {"peak": peak, "device": "cpu", "notes": ("[link=x]\x1b[2J",), "exact": False}
+    run = write_ledger(tmp_path / "a [red]b\x1b c", SECONDS, **hostile)
     text = why(run)
     assert "\x1b" not in text
     assert "[bold red]H100[/]" in text

@@ -175,6 +175,14 @@ def test_the_achievable_peak_says_how_fast_good_passes_are():
     assert judged(seconds, achievable=0.55 * PEAK["flops_per_s"])[0].key == "healthy"
 
 
+def test_what_good_runs_lose_too_is_taken_off_once():
+    # 28 points of slow matmuls and 24 of other kernels: either alone would be usual at 40 % MFU, both are not.
+    split = trace(matmul=68.0, other_kernel=24.0, optimizer=4.0, idle=1.0)
+    verdict, waterfall = judged(slow(400.0), traces=[split])
+    assert max(waterfall.points(key) for key in ("slow_matmuls", "other_kernels")) < 40
+    assert verdict.key == "other_kernels"
+
+
 @pytest.mark.parametrize("situation", ["the loader is slow", "a good run", "the peak is too low"])
 @pytest.mark.parametrize("steps", [0, 1, LEAST_STEPS - 1])
 def test_too_few_steps_support_no_verdict(situation, steps):

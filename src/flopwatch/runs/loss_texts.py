@@ -138,7 +138,8 @@ _TEXTS = (
     LossText(
         "achievable",
         "achievable peak below the datasheet",
-        "by which even the fastest matrix product measured on this device is slower than the datasheet",
+        "by which even the fastest matrix product measured on this device is slower than the peak",
+        "Nothing in the training changes this; `flopwatch peak --measure` measures the device again.",
     ),
     LossText(
         "below_peak",

@@ -221,10 +221,9 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
         notes.append(undivided_note(facts["path"]))
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
-        notes.append(
-            f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it; "
-            "`flopwatch peak --measure` measures what matrix products reach on this machine."
-        )
+        note = f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it"
+        measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"
+        notes.append(f"{note}{'' if facts['achievable_flops_per_s'] else measure}.")
     return notes
 
 
