@@ -340,14 +340,19 @@ def _divide_by_traces(
     if found <= 0:
         return {}, []
     share = below["below_peak"] / found
-    notes = []
-    if not 0.8 < share < 1.25:
-        notes.append(
-            f"The traced steps show {percent(1 / share)} of the time that they divide, so the losses known from the "
-            "trace are approximate; a newer trace may be better."
-        )
     split = {key: value * share for key, value in traced.items() if value > 0}
-    return split | {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}, notes
+    split |= {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}
+    return split, _doubt_about_traces(1 / share)
+
+
+def _doubt_about_traces(share: float) -> list[str]:
+    """A note if the traced steps account for far more or less time than the one that they divide."""
+    if 0.8 < share < 1.25:
+        return []
+    return [
+        f"The traced steps show {percent(share)} of the time that they divide, so the losses known from the trace are "
+        "approximate; a newer trace may be better."
+    ]
 
 
 def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -> dict[str, float]:
