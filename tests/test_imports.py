@@ -49,6 +49,8 @@ def heavy_modules_after(statement):
         "import flopwatch.sinks.protocol, flopwatch.sinks.jsonl, flopwatch.sinks.thread",
         RUN.format(arguments=["watch", "--help"]),
         RUN.format(arguments=["explain", "--help"]),
+        RUN.format(arguments=["why", "--help"]),
+        "import flopwatch.runs.waterfall, flopwatch.runs.verdicts, flopwatch.runs.waterfall_change",
         RUN.format(arguments=["compare", "--help"]),
         "import flopwatch; assert flopwatch.peak_flops(name='NVIDIA H100 80GB HBM3').flops_per_s == 989.4e12",
         RUN.format(arguments=["--help"]),

@@ -68,6 +68,16 @@ METRIC_FORMULAS = {
     "time/stall_seconds": "Σ (stalled step − median step)",
     "time/restart_seconds": "start of a process − last record of the session before",
     "time/rerun_seconds": "`time/train_seconds` at the last record − at the checkpoint",
+    "time/divided_seconds": "sum over the steps in which an optimizer was timed, without warm-up and stalls",
+    "time/optimizer_seconds": "clock or device events around each `optimizer.step()`",
+    "time/host_seconds": "end of the step − end of its last optimizer",
+    "time/straggler_seconds": "Σ (`ranks/straggler_excess_percent` × time of the window)",
+    "time/straggler_input_seconds": "Σ (`ranks/straggler_input_percent` × time of the window / ranks)",
+    "time/ranks_wait_seconds": "Σ (`ranks/waiting_percent` × time of the window) − waiting for the straggler",
+    "time/model_at_peak_seconds": "model FLOPs / (peak × devices)",
+    "time/hardware_at_peak_seconds": "executed FLOPs / (peak × devices)",
+    "time/recompute_at_peak_seconds": "recomputed FLOPs / (peak × devices)",
+    "time/unpriced_seconds": "sum of the times of those steps, without input wait",
     "time/other_seconds": "wall − productive − all classes above",
 }
 

@@ -18,6 +18,7 @@ from flopwatch.cli.trials.sweep import sweep
 from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
 from flopwatch.cli.watch import watch
+from flopwatch.cli.why import why
 from flopwatch.clock import monotonic_seconds
 from flopwatch.version import __version__
 
@@ -139,6 +140,7 @@ app = typer.Typer(
 _COMMANDS: dict[Callable[..., None], str] = {
     run: "Run a training script unchanged and measure it.",
     watch: "Watch a run in the terminal until it ends.",
+    why: "Show where the rest of the peak went, and what to try next.",
     explain: "Print how a logged MFU was calculated.",
     compare: "Compare step time, rates and MFU of two runs or two sweeps.",
     flops: "Count the FLOPs of one training step, by module.",

@@ -13,12 +13,14 @@ import typer
 
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.report import write_file
+from flopwatch.cli.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
     from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
+    from flopwatch.runs.waterfall_change import WaterfallChange
 
 
 def compare(
@@ -48,7 +50,8 @@ def compare(
         return
     if md is not None:
         raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
-    comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
+    traces = (traces_of_run(run)[0] for run in (run_a, run_b))
+    comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)), *traces)
     if as_json:
         print_json(comparison.to_json())
     else:
@@ -177,6 +180,8 @@ def print_comparison(comparison: "Comparison") -> None:
         typer.secho(f"   {_which_steps(run)}", dim=True)
     _print_differences(comparison.differences)
     _print_table(comparison.lines)
+    if comparison.waterfall is not None:
+        _print_waterfall(comparison.waterfall)
     _print_remarks(comparison)
     typer.echo()
 
@@ -222,6 +227,25 @@ def _print_table(lines: "Sequence[Line]") -> None:
             typer.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
 
 
+_LEAST_POINTS = 0.05
+"""A loss that is smaller in both runs would be printed as 0.0 points."""
+_LOSS_WIDTH = 38
+
+
+def _print_waterfall(change: "WaterfallChange") -> None:
+    """Print the losses of both runs, the largest change first, and which one shrank or grew most."""
+    heading = f"{'points of the peak, whole run':<{_LOSS_WIDTH}}{'A':>9}{'B':>9}{'change':>9}"
+    typer.secho(f"\n  {heading}", dim=True)
+    shown = [loss for loss in change.losses if max(abs(loss.a), abs(loss.b)) >= _LEAST_POINTS]
+    for loss in shown:
+        colour = None if abs(loss.change) < 1 else "green" if loss.change < 0 else "red"
+        typer.echo(f"  {loss.name:<{_LOSS_WIDTH}}{loss.a:>9.1f}{loss.b:>9.1f}", nl=False)
+        typer.secho(f"{_signed(loss.change):>9}", fg=colour)
+    gained = _signed(change.mfu_b - change.mfu_a)
+    typer.secho(f"  {'MFU':<{_LOSS_WIDTH}}{change.mfu_a:>9.1f}{change.mfu_b:>9.1f}{gained:>9}", bold=True)
+    typer.echo(f"\n{_wrapped(change.sentence)}")
+
+
 def _value(value: float | None, unit: str) -> str:
     return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
 
@@ -256,6 +280,8 @@ def _print_remarks(comparison: "Comparison") -> None:
     per_step = comparison.line("tokens_per_step")
     if per_step.change is not None and abs(per_step.change) > 1:
         remarks.insert(0, "The steps of the two runs differ in size: compare rates and MFU, not step times.")
+    if comparison.waterfall is not None and any(entry.what == "peak FLOP/s" for entry in comparison.differences):
+        remarks.insert(0, "The runs have different peaks: below a higher peak, the same steps lose more points.")
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         remarks.insert(0, "With several ranks, rates and shares are those of the rank that writes the log.")
     typer.echo()

@@ -161,7 +161,7 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     whole = sum(parts.values())
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
-    return [*_bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
+    return [*bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
 
 
 def _part_name(key: str) -> str:
@@ -188,17 +188,17 @@ def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     if not shares:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]
     rate = run.value("perf/hardware_flops_per_second_per_device")
-    bar = _bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
+    drawn = bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
     notes = run.row.notes if run.row is not None else ()
     room = width - _LABEL_WIDTH
-    return bar + [line(" " * _LABEL_WIDTH, (_cut(f"not exact: {note}", room), "yellow")) for note in notes[:1]]
+    return drawn + [line(" " * _LABEL_WIDTH, (_cut(f"not exact: {note}", room), "yellow")) for note in notes[:1]]
 
 
 def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
-def _bar(
+def bar(
     label: str,
     parts: Mapping[str, float],
     looks: Mapping[str, tuple[str, str]],
@@ -206,18 +206,19 @@ def _bar(
     width: int,
     in_colour: bool,
 ) -> list[Text]:
+    """A bar with a label and a remark, divided among its parts, and below it the legend in percent of the whole."""
     end = f"{remark:>{_REMARK_WIDTH}}"
     cells = divide_bar(parts, width - _LABEL_WIDTH - len(end))
     whole = sum(parts.values())
-    bar, legend = line((f"{label:<{_LABEL_WIDTH}}", "dim")), []
+    drawn, legend = line((f"{label:<{_LABEL_WIDTH}}", "dim")), []
     for name, (style, pattern) in looks.items():
         if not parts.get(name):
             continue
-        bar.append(("█" if in_colour else pattern) * cells[name], style)
+        drawn.append(("█" if in_colour else pattern) * cells[name], style)
         key = "■" if in_colour else pattern
         legend.append(line((f"{key} ", style), f"{name} ", (percent(parts[name] / whole), "bold")))
-    bar.append(end, "dim")
-    return [bar, *(line(" " * _LABEL_WIDTH) + row for row in flow(legend, width - _LABEL_WIDTH))]
+    drawn.append(end, "dim")
+    return [drawn, *(line(" " * _LABEL_WIDTH) + row for row in flow(legend, width - _LABEL_WIDTH))]
 
 
 Points = Sequence[tuple[float, float]]

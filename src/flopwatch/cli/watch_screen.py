@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
+from flopwatch.cli.waterfall_bars import peak_bar, peak_line
 from flopwatch.number_format import duration, flop_rate, percent
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice
@@ -27,6 +28,8 @@ _TALL, _WIDE = 30, 110
 _WIDEST = 160
 _HIGHEST_CURVE = 20
 _LOWEST_CURVE = 3
+_LOWEST_CURVE_ABOVE_PEAK = 5
+"""On a screen so small that the bar of the peak would make the curves lower than this, it is only a line."""
 
 
 def draw_frame(
@@ -47,13 +50,24 @@ def draw_frame(
     bars = [*time_bar(run, width, in_colour=in_colour), *([line()] if is_large else [])]
     bars += [*flops_bar(run, width, in_colour=in_colour), *ranks_lines(run, width)]
     notices = _notices(run, width)
-    room = height - len(top) - len(bars) - 3
     for_notices = 1 + min(len(notices), 5 if is_large else 1) if notices else 0
+    room = height - len(top) - len(bars) - 3
+    peak = _peak(run, width, room - for_notices, is_large=is_large, in_colour=in_colour)
+    bars, room = [*peak, *bars], room - len(peak)
     curve_height = max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE))
     frame = [*top, *curves(run, width, curve_height), line(), *bars]
     if notices and height - len(frame) >= 2:
         frame += [line(), *_fitted(notices, width, height - len(frame) - 1)]
     return frame
+
+
+def _peak(run: WatchedRun, width: int, room: int, *, is_large: bool, in_colour: bool) -> list[Text]:
+    """What became of the peak: as a bar if the curves stay high enough, else in one line if there is room for it."""
+    bar = peak_bar(run, width, in_colour=in_colour)
+    bar += [line()] if bar and is_large else []
+    if len(bar) <= room - _LOWEST_CURVE_ABOVE_PEAK:
+        return bar
+    return peak_line(run, width) if room > _LOWEST_CURVE else []
 
 
 def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:

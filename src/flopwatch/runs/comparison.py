@@ -5,8 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from flopwatch.records.run import Number
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
+from flopwatch.runs.waterfall import waterfall_of
+from flopwatch.runs.waterfall_change import WaterfallChange, waterfall_change
 from flopwatch.spread import cut, interval, resampled
 
 _ALL = "every number"
@@ -214,12 +217,14 @@ class Comparison:
     Attributes:
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
         lines: One line for each measure.
+        waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
     """
 
     a: RunSteps
     b: RunSteps
     differences: tuple[Difference, ...]
     lines: tuple[Line, ...]
+    waterfall: WaterfallChange | None = None
 
     def line(self, key: str) -> Line:
         return next(line for line in self.lines if line.key == key)
@@ -228,13 +233,21 @@ class Comparison:
         return asdict(self)
 
 
-def compare(a: RunLog, b: RunLog) -> Comparison:
-    """Compare two runs by the steps in their logs."""
+def compare(
+    a: RunLog, b: RunLog, traces_a: Sequence[TraceSplit] = (), traces_b: Sequence[TraceSplit] = ()
+) -> Comparison:
+    """Compare two runs by the steps in their logs. Traces are used only if both runs have some."""
     in_a, in_b = steady_steps(a), steady_steps(b)
     drawn = _Draws(in_a, in_b)
     judged = tuple(_measured(measure, in_a, in_b, drawn) for measure in MEASURES)
+    if not traces_a or not traces_b:  # a loss that one of them does not divide would look like one that shrank
+        traces_a = traces_b = ()
     return Comparison(
-        _run_steps(a, len(in_a)), _run_steps(b, len(in_b)), find_differences(a, b), (*judged, *_totals(a, b))
+        _run_steps(a, len(in_a)),
+        _run_steps(b, len(in_b)),
+        find_differences(a, b),
+        (*judged, *_totals(a, b)),
+        waterfall_change(waterfall_of(a, traces_a), waterfall_of(b, traces_b)),
     )
 
 

@@ -1,10 +1,12 @@
 """The losses of a waterfall, in the order in which they are drawn: names, evidence, and what to try next."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopwatch.number_format import duration, percent
+from flopwatch.number_format import duration, percent, step_time
+from flopwatch.records.reading import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +16,8 @@ class LossText:
     Attributes:
         key: Its stable name in JSON.
         name: Its name for people.
-        measured: What the seconds are, in words that follow "9 min (12 % of the wall time)".
-        advice: What to try next, as a whole sentence; empty if there is nothing to advise. `{path}` is the run's folder.
+        measured: What the seconds are, in words that follow "9 min of 1 h 15 min".
+        advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's folder.
     """
 
     key: str
@@ -136,12 +138,13 @@ _TEXTS = (
     LossText(
         "achievable",
         "achievable peak below the datasheet",
-        "by which even the fastest matrix product measured on this device is slower than the datasheet",
+        "by which even the fastest matrix product measured on this device is slower than the peak",
+        "Nothing in the training changes this; `flopwatch peak --measure` measures the device again.",
     ),
     LossText(
         "below_peak",
         "forward and backward below the peak",
-        "in forward and backward pass, slower than the peak",
+        "by which forward and backward pass took longer than at the peak",
         "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
     ),
     LossText(
@@ -160,7 +163,7 @@ _TEXTS = (
         "extra_passes",
         "extra passes",
         "for FLOPs that the model's mathematics does not need, such as extra passes of private training",
-        "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention that skips other documents.",
+        "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention within documents only.",
     ),
 )
 
@@ -168,8 +171,37 @@ LOSSES: Mapping[str, LossText] = {text.key: text for text in _TEXTS}
 """The losses by key, in the order of the waterfall."""
 
 
+IN_STEPS = frozenset(
+    {
+        *("input_wait", "straggler", "ranks_wait", "unpriced", "optimizer", "host", "idle", "exposed_communication"),
+        *("copies", "other_kernels", "slow_matmuls", "achievable", "below_peak", "recompute", "padding"),
+        "extra_passes",
+    }
+)
+"""Losses inside of ordinary steps, which lower the MFU of the steps too."""
+
+
 def text_of(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> tuple[str, str]:
     """The evidence and the advice of a loss, each as one sentence."""
-    share = percent(seconds / wall_seconds)
-    evidence = f"{duration(abs(seconds))} ({share} of the wall time) {text.measured}."
-    return evidence, text.advice.replace("{path}", str(facts["path"]))
+    if seconds < 0:  # only `below_peak` can be, if the peak is too low
+        return f"At this peak, the executed FLOPs take {duration(-seconds)} more than the steps took.", _TOO_LOW
+    steps, tokens, real_tokens = facts["steps"], facts["tokens"], facts["real_tokens"]
+    each = f" ({step_time(seconds / steps)} per step)" if steps and text.key in IN_STEPS else ""
+    evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {text.measured}"
+    if text.key == "padding" and tokens and real_tokens is not None:
+        evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
+    if text.key == "straggler" and facts["straggler"] is not None:
+        evidence += f"; in the newest row it is rank {facts['straggler']}"
+    return f"{evidence}.", text.advice.replace("{path}", in_shell(facts["path"]))
+
+
+_TOO_LOW = "Check the peak with `flopwatch peak`, or pass peak_flops_per_s."
+
+
+def in_shell(path: str) -> str:
+    """A path as it is typed in a shell, on one line.
+
+    >>> in_shell("runs/a"), in_shell("my runs/a")
+    ('runs/a', "'my runs/a'")
+    """
+    return shlex.quote(one_line(path))

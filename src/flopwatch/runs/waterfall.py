@@ -7,12 +7,15 @@ the wall time, so they add up to 100.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
-from flopwatch.records.metrics import METRICS, goodput_of
+from flopwatch.number_format import duration, percent
+from flopwatch.records.metrics import METRICS, Goodput, goodput_of
+from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.runs.loss_texts import LOSSES, LossText, text_of
+from flopwatch.runs.loss_texts import LOSSES, LossText, in_shell, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
 
 
@@ -84,17 +87,19 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
 
     Only the last row, the last summary and the provenance of the log are used, so `read_around` is enough.
     """
-    seconds = seconds_of(log)
+    seconds, notes = _consistent(seconds_of(log))
     goodput = goodput_of(seconds)
     if goodput is None or not seconds.get("model_at_peak"):
         return None
     facts = _facts(log)
-    parts, notes = _divide(seconds, traces, facts)
+    parts, more = _divide(seconds, goodput, traces, facts)
     useful, wall = seconds["model_at_peak"], goodput.wall_seconds
-    losses = tuple(_loss(LOSSES[key], parts[key], wall, facts) for key in LOSSES if parts.get(key))
+    known = [key for key in LOSSES if abs(parts.get(key, 0.0)) > _NOTHING * wall]
+    losses = tuple(_loss(LOSSES[key], parts[key], wall, facts) for key in known)
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
-    return Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces), tuple(notes))
+    found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
+    return replace(found, notes=(*notes, *more, *_limits(found, facts, seconds)))
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
@@ -107,38 +112,130 @@ def seconds_of(log: RunLog) -> Mapping[str, float]:
         }
         if "wall" in found:
             return found
-    return dict(log.rows[-1].ledger.get("seconds", {})) if log.rows else {}
+    return dict(_newest_ledger(log).get("seconds", {}))
+
+
+def _newest_ledger(log: RunLog) -> Mapping[str, Any]:
+    """The totals of the newest record that has them: that of a session's start, if it has no row yet."""
+    ledgers = [row.ledger for row in log.rows[-1:]] + [start.ledger for start in log.starts[-1:]]
+    known = [ledger for ledger in ledgers if ledger.get("seconds")]
+    return max(known, key=lambda ledger: ledger["seconds"].get("wall", 0.0), default={})
+
+
+_NOTHING = 1e-9
+"""A smaller share of the wall time is a rounding error."""
+_LEAST_REPORTED_EXCESS = 0.005
+"""Clocks of host and device differ by less than this share of the wall time; nobody needs to know."""
+
+
+def _consistent(logged: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """The seconds by use, changed where a part would be larger than its whole, so that no loss is negative.
+
+    That happens in damaged logs, and if the clock of the machine was set back during the run.
+    """
+    seconds = {name: float(value) for name, value in logged.items() if _is_amount(value)}
+    room = seconds.get("train", 0.0)
+    for name in ("compile", "stall"):
+        seconds[name] = min(seconds.get(name, 0.0), room)
+        room -= seconds[name]
+    goodput = goodput_of(seconds)
+    if goodput is None or goodput.lost_seconds["other"] >= 0:
+        return seconds, []
+    excess = -goodput.lost_seconds["other"]
+    seconds["wall"] += excess
+    if excess < _LEAST_REPORTED_EXCESS * seconds["wall"]:
+        return seconds, []
+    return seconds, [
+        f"The logged times add up to {duration(excess)} more than the wall time, as if the machine's clock had been "
+        "set back; here their sum counts as the wall time."
+    ]
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value) and value > 0
 
 
 def _facts(log: RunLog) -> dict[str, Any]:
     """What the log says about the run besides times, for the names of losses and for their texts."""
     row = log.rows[-1] if log.rows else None
-    totals = dict(row.ledger.get("totals", {})) if row is not None else {}
+    totals = _newest_ledger(log).get("totals", {})
     provenance = None if row is None else provenance_at(log, row.step)
     peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
     return {
+        "steps": _newest_ledger(log).get("steps"),
         "tokens": totals.get("tokens"),
         "real_tokens": totals.get("real_tokens"),
         "peak_kind": peak.get("kind"),
+        "peak_source": peak.get("source"),
         "peak_flops_per_s": peak.get("flops_per_s"),
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
-        "world_size": log.starts[-1].world_size if log.starts else 1,
-        "sessions": len(log.starts),
+        "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
+        "exact": exactness_of(log),
+        "knows_input_wait": "input_wait" in seconds_of(log),
+        "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
     }
 
 
+def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
+    """Whether the FLOPs of the run are exact, as far as the end of its log tells, and why they are not."""
+    ends = [end for end in (log.summary, *reversed(log.rows)) if end is not None and end.exact is not None]
+    return (ends[0].exact, ends[0].notes) if ends else (None, ())
+
+
+def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
+    """The losses that this run could not measure, so that they are part of others."""
+    notes = []
+    if not facts["knows_input_wait"]:
+        notes.append(
+            "The input wait of this run is unknown, so it is part of other losses; pass the batches through "
+            "monitor.batches() to measure it."
+        )
+    if not seconds.get("divided") and not waterfall.points("optimizer"):
+        notes.append(
+            "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
+            "closure or is no method of a torch.optim.Optimizer."
+        )
+    return notes
+
+
+_LEAST_UNDIVIDED_POINTS = 1.0
+_LONGEST_REASON = 300
+
+
+def undivided_note(run_dir: str) -> str:
+    """The note about the loss that only a trace can divide."""
+    return (
+        f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. `flopwatch trace {in_shell(run_dir)}` divides it '
+        "into slow matmuls, other kernels, idle time and communication, while the training runs."
+    )
+
+
+def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
+    """What a reader has to know about the figures: FLOPs that are not exact, what is not divided, the peak."""
+    notes = _unknown(waterfall, facts, seconds)
+    is_exact, reasons = facts["exact"]
+    if is_exact is False:
+        why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
+        notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
+    if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
+        notes.append(undivided_note(facts["path"]))
+    if facts["is_cpu"] and facts["peak_kind"] == "derived":
+        note = f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it"
+        measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"
+        notes.append(f"{note}{'' if facts['achievable_flops_per_s'] else measure}.")
+    return notes
+
+
 def _divide(
-    seconds: Mapping[str, float], traces: Sequence[TraceSplit], facts: Mapping[str, Any]
+    seconds: Mapping[str, float], goodput: Goodput, traces: Sequence[TraceSplit], facts: Mapping[str, Any]
 ) -> tuple[dict[str, float], list[str]]:
     """The seconds of every loss, by key. Together with `model_at_peak` they add up to the wall time."""
-    goodput = goodput_of(seconds)
-    assert goodput is not None
     parts = dict(goodput.lost_seconds)
     parts["restart"] = parts.get("restart", 0.0) + parts.pop("rerun", 0.0)
-    straggler = seconds.get("straggler", 0.0)
-    of_input = min(seconds.get("straggler_input", 0.0), straggler, parts.get("input_wait", 0.0))
-    parts["input_wait"] = parts.get("input_wait", 0.0) - of_input
+    straggler, waited = seconds.get("straggler", 0.0), parts.get("input_wait", 0.0)
+    of_input = min(seconds.get("straggler_input", 0.0), straggler, waited)
+    parts["input_wait"] = waited - of_input
     executed, recomputed = seconds.get("hardware_at_peak", 0.0), seconds.get("recompute_at_peak", 0.0)
     executed = max(executed, seconds["model_at_peak"])
     parts["recompute"] = recomputed = min(recomputed, executed - seconds["model_at_peak"])
@@ -146,11 +243,12 @@ def _divide(
     room = goodput.productive_seconds - executed
     wanted = _uses_of_steps(seconds, goodput.productive_seconds) | {"straggler": straggler - of_input}
     in_steps, notes = _fitted(wanted, room)
-    below = room - sum(in_steps.values())
     parts |= in_steps
-    parts["straggler"] = parts.get("straggler", 0.0) + of_input
-    split, more = _divide_by_traces(below, goodput.productive_seconds, executed, parts, traces, facts)
-    return parts | split, notes + more
+    below = {"below_peak": room - sum(in_steps.values())}
+    below |= _achievable(below["below_peak"], executed, facts)
+    split, more = _divide_by_traces(below, parts | below, goodput.productive_seconds + waited, executed, traces)
+    parts["straggler"] += of_input
+    return parts | below | split, notes + more
 
 
 def _name_of_the_rest(facts: Mapping[str, Any]) -> str:
@@ -163,10 +261,12 @@ def _uses_of_steps(seconds: Mapping[str, float], productive_seconds: float) -> d
     """Seconds of the losses inside steps. Those of the timed steps stand for all of them."""
     unpriced = min(seconds.get("unpriced", 0.0), productive_seconds)
     uses = {"ranks_wait": seconds.get("ranks_wait", 0.0), "unpriced": unpriced}
-    divided = seconds.get("divided", 0.0)
+    left = divided = seconds.get("divided", 0.0)
     if divided > 0:
         for name in ("optimizer", "host"):
-            uses[name] = seconds.get(name, 0.0) / divided * (productive_seconds - unpriced)
+            timed = min(seconds.get(name, 0.0), left)
+            left -= timed
+            uses[name] = timed / divided * (productive_seconds - unpriced)
     return uses
 
 
@@ -194,50 +294,77 @@ def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float],
     return fitted, notes
 
 
+def _achievable(below: float, executed: float, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Divide the time by which steps are slower than the peak by the fastest matrix product measured on the device."""
+    peak, achievable = facts["peak_flops_per_s"], facts["achievable_flops_per_s"]
+    if not peak or not achievable or achievable >= peak or below <= 0:
+        return {}
+    lost = min(executed * (peak / achievable - 1), below)
+    return {"achievable": lost, "below_peak": below - lost}
+
+
 _TRACED = {
     "idle": "idle_seconds",
     "exposed_communication": "exposed_communication_seconds",
     "copies": "copy_seconds",
     "other_kernels": "other_kernel_seconds",
+    "optimizer": "optimizer_seconds",
 }
 
 
 def _divide_by_traces(
-    below: float,
-    productive_seconds: float,
-    executed: float,
+    below: Mapping[str, float],
     parts: Mapping[str, float],
+    step_seconds: float,
+    executed: float,
     traces: Sequence[TraceSplit],
-    facts: Mapping[str, Any],
 ) -> tuple[dict[str, float], list[str]]:
-    """Divide the time by which steps are slower than the peak, as far as traces and a measured peak allow it."""
-    peak, achievable = facts["peak_flops_per_s"], facts["achievable_flops_per_s"]
-    split: dict[str, float] = {}
-    if peak and achievable and achievable < peak and below > 0:
-        split["achievable"] = min(executed * (peak / achievable - 1), below)
-        below -= split["achievable"]
+    """Divide the time by which steps are slower than the peak as the time of the traced steps is divided.
+
+    Args:
+        below: The seconds to divide, as `below_peak`.
+        parts: The seconds of the losses that are known without a trace.
+        step_seconds: Time in steps with their input wait, which is part of traced steps too.
+        executed: Time that the executed FLOPs would take at the peak.
+        traces: The traces; one for each traced rank.
+    """
     traced_seconds = sum(trace.seconds for trace in traces)
-    if traced_seconds <= 0 or below <= 0:
-        return {**split, "below_peak": below}, []
-    scale = productive_seconds / traced_seconds
+    if traced_seconds <= 0 or below["below_peak"] <= 0:
+        return {}, []
+    scale = step_seconds / traced_seconds
     traced = {key: scale * sum(getattr(trace, name) for trace in traces) for key, name in _TRACED.items()}
-    # What clocks have measured is not counted again: waiting for ranks is communication in a trace, and the host's
-    # work after the optimizer is time without ops.
-    traced["exposed_communication"] -= parts.get("ranks_wait", 0.0) + parts.get("straggler", 0.0)
-    traced["idle"] -= parts.get("host", 0.0)
     products = scale * sum(trace.matmul_seconds + trace.attention_seconds for trace in traces)
-    traced["slow_matmuls"] = products - executed - split.get("achievable", 0.0)
-    traced = {key: max(value, 0.0) for key, value in traced.items()}
+    traced["slow_matmuls"] = products - executed - parts.get("achievable", 0.0)
+    traced = _without_measured(traced, parts)
     found = sum(traced.values())
     if found <= 0:
-        return {**split, "below_peak": below}, []
-    notes = []
-    if not 0.8 < found / below < 1.25:
-        notes.append(
-            f"The traced steps account for {found / below:.0%} of the time that they divide, so the shares of the "
-            "losses from the trace are approximate."
-        )
-    return {**split, **{key: value * below / found for key, value in traced.items()}}, notes
+        return {}, []
+    share = below["below_peak"] / found
+    split = {key: value * share for key, value in traced.items() if value > 0}
+    split |= {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}
+    return split, _doubt_about_traces(1 / share)
+
+
+def _doubt_about_traces(share: float) -> list[str]:
+    """A note if the traced steps account for far more or less time than the one that they divide."""
+    if 0.8 < share < 1.25:
+        return []
+    return [
+        f"The traced steps show {percent(share)} of the time that they divide, so the losses known from the trace are "
+        "approximate; a newer trace may be better."
+    ]
+
+
+def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -> dict[str, float]:
+    """Take out of the traced time what clocks have measured during the whole run, so that it is not counted twice."""
+    left = dict(traced)
+    left["exposed_communication"] -= parts.get("ranks_wait", 0.0) + parts.get("straggler", 0.0)
+    # While a batch is awaited and after the optimizer, a device has no work. A CPU may run ops of the loader.
+    left["idle"] -= parts.get("input_wait", 0.0) + parts.get("host", 0.0)
+    left["other_kernels"] += min(left["idle"], 0.0)
+    if "optimizer" in parts:
+        left["optimizer"] = 0.0
+    return {key: max(value, 0.0) for key, value in left.items()}
 
 
 def _loss(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:

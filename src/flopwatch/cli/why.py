@@ -1,0 +1,206 @@
+"""`flopwatch why`: shows where the rest of the peak went, from 100 % down to the MFU of a run."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flopwatch.cli import flag, print_json, text_width
+from flopwatch.errors import InputError
+from flopwatch.number_format import duration, flop_rate, percent, plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from flopwatch.records.trace_split import TraceSplit
+    from flopwatch.runs.reading import RunLog
+    from flopwatch.runs.verdicts import RunFacts, Verdict
+    from flopwatch.runs.waterfall import Loss, Waterfall
+
+
+def why(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    trace: Annotated[
+        list[str] | None,
+        flag("A trace of this run; may be given for several ranks. Default: the newest in RUN_DIR.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next."""
+    from flopwatch.runs import find_log, read_around
+    from flopwatch.runs.verdicts import facts_of, verdict_of
+    from flopwatch.runs.waterfall import waterfall_of
+
+    log = read_around(find_log(run_dir))
+    traces, problems = traces_of_run(run_dir, trace or ())
+    waterfall = waterfall_of(log, traces)
+    if waterfall is None:
+        raise InputError(_what_is_missing(log))
+    facts = facts_of(log)
+    verdict = verdict_of(waterfall, facts)
+    if as_json:
+        print_json(_as_json(log, waterfall, facts, verdict, problems))
+    else:
+        _print(log, waterfall, facts, verdict, problems)
+
+
+def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[TraceSplit, ...], list[str]]":
+    """The traces in the files, or else the newest of the run, and what is wrong with those of the run.
+
+    Raises:
+        InputError: One of the files is not a trace that can be read.
+    """
+    try:
+        from flopwatch.runs.traces import newest_traces, read_trace  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return (), []
+    if files:
+        return tuple(read_trace(file) for file in files), []
+    try:
+        return newest_traces(run_dir), []
+    except InputError as error:  # the waterfall is worth showing without the trace
+        return (), [f"The trace of this run is not used: {error}."]
+
+
+def _what_is_missing(log: "RunLog") -> str:
+    """Why a log gives no waterfall, and what to do."""
+    from flopwatch.runs.comparison import total
+    from flopwatch.runs.loss_texts import in_shell
+    from flopwatch.runs.waterfall import seconds_of
+
+    path, place = repr(str(log.path)), in_shell(str(log.path.parent))
+    if not log.rows:
+        return f"{path} has no row of metrics yet; the first one is written after log_every steps"
+    if not total(log, "total/model_flops"):
+        return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
+    if not log.provenances or log.provenances[-1].peak is None:
+        return (
+            "the peak FLOP/s of the device is unknown, so there is no MFU to explain; pass peak_flops_per_s to the "
+            "monitor, or measure the peak with `flopwatch peak --measure`, and run the training again"
+        )
+    seconds = seconds_of(log)
+    if not seconds.get("wall") or "model_at_peak" not in seconds:
+        return (
+            f"{path} does not have the times that this command needs (time/wall_seconds, time/model_at_peak_seconds); "
+            "either no step was timed yet, or an earlier version of flopwatch wrote it: run the training again"
+        )
+    return f"{path} has no step that was timed and whose FLOPs are known yet; wait for the next row"
+
+
+def _as_json(
+    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None", problems: list[str]
+) -> dict[str, Any]:
+    from flopwatch.runs.verdicts import why_no_verdict
+
+    content = waterfall.to_json()
+    return {
+        "log": str(log.path),
+        "steps": facts.steps,
+        "exact": facts.exact,
+        "verdict": None if verdict is None else verdict.to_json(),
+        "no_verdict": why_no_verdict(waterfall, facts),
+        "largest": [loss.key for loss in waterfall.largest()],
+        **content,
+        "notes": [*content["notes"], *problems],
+    }
+
+
+def _print(
+    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None", problems: list[str]
+) -> None:
+    from rich.console import Console
+
+    from flopwatch.cli.watch_panels import line
+    from flopwatch.cli.waterfall_bars import LEAST_DRAWN_POINTS, floating_bars
+    from flopwatch.runs.waterfall import undivided_note
+
+    console = Console(highlight=False)
+    rows = [line(), *_header(log, waterfall, facts), line()]
+    rows += floating_bars(waterfall, console.width, ascii_only=console.options.ascii_only)
+    rows += [line(), *_verdict_lines(waterfall, facts, verdict), line()]
+    explained = [loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS]
+    for number, loss in enumerate(explained, 1):
+        rows += [*_loss_lines(number, loss), line()]
+    # The advice of this loss says the same.
+    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in explained) else None
+    notes = [note for note in (*waterfall.notes, *problems) if note != said]
+    rows += [row for note in notes for row in _paragraph(f"Note: {note}", style="dim", indent="      ")]
+    _print_lines(console, [*rows, *([line()] if notes else [])])
+
+
+def _print_lines(console: "Console", rows: "Sequence[Text]") -> None:
+    for row in rows:
+        # A line is never cut: a path that is longer than the terminal is wide must stay complete.
+        console.print(row, soft_wrap=True)
+
+
+def _header(log: "RunLog", waterfall: "Waterfall", facts: "RunFacts") -> "Iterator[Text]":
+    from flopwatch.records.reading import one_line
+
+    mfu = percent(waterfall.mfu_percent / 100)
+    yield from _paragraph(f"Why the MFU of {one_line(str(log.path.parent))} is {mfu}", style="bold")
+    ended = "" if log.summary is not None else ", the run has not ended"
+    yield from _paragraph(
+        f"{plural(facts.steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}{ended}", style="dim"
+    )
+    yield from _paragraph(_difference(waterfall))
+
+
+def _on_what(log: "RunLog") -> str:
+    from flopwatch.records.reading import one_line
+
+    provenance = log.provenances[-1] if log.provenances else None
+    if provenance is None or provenance.peak is None:
+        return ""
+    peak = provenance.peak
+    world_size = log.starts[-1].world_size if log.starts else 1
+    ranks = f"{world_size} ranks, " if world_size > 1 else ""
+    rate = f"{peak.get('dtype')} peak {flop_rate(peak.get('flops_per_s'))} ({peak.get('kind')})"
+    return " on " + one_line(f"{ranks}{peak.get('device')}, {rate}")
+
+
+def _difference(waterfall: "Waterfall") -> str:
+    """Why the MFU of the run and that of its steps differ."""
+    from flopwatch.cli.waterfall_bars import LEAST_DRAWN_POINTS
+    from flopwatch.runs.loss_texts import IN_STEPS
+
+    outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
+    lost = sum(loss.points for loss in outside)
+    gap = (waterfall.step_mfu_percent or 0.0) - waterfall.mfu_percent
+    if waterfall.step_mfu_percent is None or gap < LEAST_DRAWN_POINTS or not outside:
+        return "Nearly all of its time is in training steps, so they reach about the same MFU."
+    most = max(outside, key=lambda loss: loss.points)
+    return (
+        f"Its training steps reach {percent(waterfall.step_mfu_percent / 100)}. The run as a whole is lower, because "
+        f"{percent(lost / 100)} of its time is spent otherwise, most of it on {most.name}."
+    )
+
+
+def _verdict_lines(waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None") -> "Iterator[Text]":
+    from flopwatch.runs.verdicts import why_no_verdict
+
+    if verdict is None:
+        yield from _paragraph(why_no_verdict(waterfall, facts) or "", style="italic")
+        return
+    yield from _paragraph(verdict.sentence, style="bold")
+    if verdict.reservation:
+        yield from _paragraph(verdict.reservation)
+
+
+def _loss_lines(number: int, loss: "Loss") -> "Iterator[Text]":
+    yield from _paragraph(f"{number}. {loss.name}: {loss.points:.1f} points", style="bold", indent="   ")
+    yield from _paragraph(f"   {loss.evidence}", indent="   ")
+    if loss.advice:
+        yield from _paragraph(f"   Next: {loss.advice}", indent="   ")
+
+
+def _paragraph(text: str, *, style: str = "", indent: str = "") -> "Iterator[Text]":
+    from flopwatch.cli.watch_panels import line
+    from flopwatch.records.reading import plain
+
+    wrapped = textwrap.wrap(
+        plain(text), text_width(), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return (line((piece, style)) for piece in wrapped)

@@ -1,0 +1,213 @@
+"""What costs a run most, in one sentence, or why its log does not tell."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from flopwatch.number_format import duration, percent, plural
+from flopwatch.runs.comparison import total
+from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, seconds_of
+
+LEAST_STEPS = 20
+"""The first steps are warm-up, and the median that tells stalled steps from others needs some more."""
+LEAST_STEP_SECONDS = 60.0
+"""In a shorter run, start-up and the first evaluation decide every share of the time, whatever the training is like."""
+_LEAST_POINTS = 5.0
+"""A smaller loss is not worth a verdict: shares of the time differ by some points from one run to the next."""
+_LEAST_POINTS_TOGETHER = 15.0
+"""Losses below `_LEAST_POINTS` that add up to this are worth saying, although none of them stands out."""
+_NEARLY_EQUAL = 0.8
+"""A loss of at least this share of the largest one is named too, because another run could rank them the other way."""
+_GOOD_SHARE_OF_DATASHEET = 0.5
+"""Share of a datasheet's peak that well-tuned forward and backward passes reach. MFU of 40 to 55 % is published for
+large models on A100 and H100, with optimizer and communication; passes that are as fast are not called slow."""
+_GOOD_SHARE_OF_MEASURED = 0.7
+"""The same of the fastest matrix product measured on the device, which is about 0.7 of the datasheet on these."""
+_LEAST_EXCESS_POINTS = 1.0
+"""If the executed FLOPs exceed what the peak allows by more than this, the peak is too low."""
+_SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
+"""Losses of which even a good run has some. What is usual is taken off in this order."""
+
+_CONCLUSIONS: Mapping[str, tuple[str, str]] = {
+    "start_up": ("Start-up", "the run is short compared with the time that its processes take to start"),
+    "restart": ("Restarts", "too much work was lost between sessions and done again"),
+    "eval": ("Evaluation", "the training evaluates often, or for long"),
+    "checkpoint": ("Saving checkpoints", "the training waits while they are written"),
+    "pause": ("Pauses", "the training spends this time in phases that are neither evaluation nor checkpoints"),
+    "outside": ("Work between steps", "the training does something there that has no name yet"),
+    "count": ("Counting FLOPs", "flopwatch does this at the beginning, and a longer run makes it small"),
+    "other": ("Time in no class", "the log does not say what the training did"),
+    "compile": ("Compilation and warm-up", "the first steps, or steps with new shapes, take far longer than others"),
+    "stall": ("Stalled steps", "single steps take more than 5 times as long as others"),
+    "input_wait": ("Waiting for input", "the loader cannot keep up"),
+    "straggler": ("A straggler", "one rank makes all others wait"),
+    "ranks_wait": ("Communication", "ranks wait for each other longer than computation can hide"),
+    "unpriced": ("Steps with unknown FLOPs", "what they did for the training cannot be counted"),
+    "optimizer": ("The optimizer", "its step is long compared with forward and backward pass"),
+    "host": ("Work after the optimizer", "logging or reading values holds up every step"),
+    "idle": ("Idle time", "the device waits for Python, which does not launch work fast enough"),
+    "exposed_communication": ("Communication", "the devices wait while nothing is computed"),
+    "copies": ("Copies between host and device", "nothing is computed meanwhile"),
+    "other_kernels": ("Kernels other than matmuls", "norms, activations and other memory-bound work take the time"),
+    "slow_matmuls": ("Slow matmuls", "their shapes or their compute type do not suit the device"),
+    "achievable": ("The gap between datasheet and device", "no matrix product reaches the datasheet's peak"),
+    "below_peak": ("Slow forward and backward passes", "only a trace can tell why"),
+    "recompute": ("Recomputation", "activation checkpointing runs these FLOPs twice"),
+    "padding": ("Padding", "the devices compute on tokens that do not count"),
+    "extra_passes": ("FLOPs that the model does not need", "such as the extra passes of private training"),
+}
+"""For each loss: the subject of a sentence about it, and what it means."""
+_PLURAL = (
+    *("restart", "pause", "compile", "stall", "unpriced", "copies", "other_kernels", "slow_matmuls", "below_peak"),
+    "extra_passes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a verdict needs to know about a run besides its waterfall. Unknown values are None.
+
+    Attributes:
+        steps: Number of steps of the run.
+        step_seconds: Time in steps, with warm-up and input wait.
+        exact: Whether the FLOPs are exact.
+        good_share: Share of the peak that good forward and backward passes reach on such a device.
+    """
+
+    steps: int
+    step_seconds: float
+    exact: bool | None = None
+    good_share: float = _GOOD_SHARE_OF_DATASHEET
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What costs a run most.
+
+    Attributes:
+        key: Its stable name: the key of a loss such as `input_wait`, or `two_losses`, `many_losses`, `healthy` or
+            `peak_too_low`.
+        sentence: The verdict, in one sentence.
+        losses: Keys of the losses that the sentence names, largest first.
+        reservation: A sentence about what limits the verdict; empty if nothing does.
+    """
+
+    key: str
+    sentence: str
+    losses: tuple[str, ...] = ()
+    reservation: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def facts_of(log: RunLog) -> RunFacts:
+    """What the end of a log says about the run; `read_around` is enough."""
+    steps, seconds = total(log, "total/steps"), seconds_of(log).get("train")
+    return RunFacts(
+        int(steps) if steps is not None and isfinite(steps) else 0,
+        float(seconds) if seconds is not None and isfinite(seconds) else 0.0,
+        exactness_of(log)[0],
+        _good_share(log),
+    )
+
+
+def _good_share(log: RunLog) -> float:
+    provenance = provenance_at(log, log.rows[-1].step) if log.rows else None
+    if provenance is None or provenance.peak is None:
+        return _GOOD_SHARE_OF_DATASHEET
+    peak, achievable = provenance.peak.get("flops_per_s"), provenance.achievable_flops_per_s
+    if provenance.peak.get("kind") == "measured":
+        return _GOOD_SHARE_OF_MEASURED
+    if not peak or not achievable:
+        return _GOOD_SHARE_OF_DATASHEET
+    return _GOOD_SHARE_OF_MEASURED * min(float(achievable) / float(peak), 1.0)
+
+
+def why_no_verdict(waterfall: Waterfall | None, facts: RunFacts) -> str | None:
+    """The sentence that says why the data does not support a verdict; None if it does."""
+    if waterfall is None:
+        return "No verdict: the log has no peak, no FLOPs or no wall time."
+    if facts.steps < LEAST_STEPS:
+        return f"No verdict: the run has {plural(facts.steps, 'step')}, and a verdict needs {LEAST_STEPS}."
+    if facts.step_seconds < LEAST_STEP_SECONDS:
+        so_far = duration(facts.step_seconds)
+        return f"No verdict: the run has spent {so_far} in steps, and a verdict needs {duration(LEAST_STEP_SECONDS)}."
+    return None
+
+
+def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
+    """What costs a run most; None if the data does not support a verdict, see `why_no_verdict`."""
+    if waterfall is None or why_no_verdict(waterfall, facts) is not None:
+        return None
+    step_mfu = waterfall.step_mfu_percent or 0.0
+    if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
+        need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
+        return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
+    reservation = ""
+    if facts.exact is False:
+        reservation = "The FLOPs are not exact, so this verdict relies on the measured times."
+    gains = _gains(waterfall, facts.good_share)
+    found = _verdict(waterfall, gains)
+    return Verdict(found.key, found.sentence, found.losses, reservation)
+
+
+def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
+    """What could be gained from each loss, in points, largest first: all of it, or what is more than usual."""
+    executed = waterfall.mfu_percent + sum(waterfall.points(key) for key in ("recompute", "padding", "extra_passes"))
+    usual = executed * (1 / good_share - 1)
+    gains = []
+    for key in _SLOW:
+        for loss in (loss for loss in waterfall.losses if loss.key == key):
+            taken = min(usual, loss.points)
+            usual -= taken
+            gains.append((0.0 if key == "achievable" else loss.points - taken, loss))
+    gains += [(loss.points, loss) for loss in waterfall.losses if loss.key not in _SLOW]
+    return sorted(gains, key=lambda gain: -gain[0])
+
+
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]]) -> Verdict:
+    together = sum(gain for gain, _ in gains)
+    if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
+        return Verdict(
+            "healthy",
+            f"Nothing large is left to gain: MFU is {percent(waterfall.mfu_percent / 100)}, forward and backward pass "
+            f"are about as fast as well-tuned ones, and no other loss costs {_LEAST_POINTS:g} points or more.",
+        )
+    if gains[0][0] < _LEAST_POINTS:
+        named = [loss for _, loss in gains[:2]]
+        return Verdict(
+            "many_losses",
+            f"No single loss stands out: many small ones cost {together:.0f} points together, the largest are "
+            f"{' and '.join(f'{loss.name} ({_points(loss.points)})' for loss in named)}.",
+            tuple(loss.key for loss in named),
+        )
+    first, *others = gains
+    if others and others[0][0] >= max(_NEARLY_EQUAL * first[0], _LEAST_POINTS):
+        return _of_two(first[1], others[0][1])
+    return _of_one(waterfall, first[1])
+
+
+def _of_one(waterfall: Waterfall, loss: Loss) -> Verdict:
+    subject, meaning = _CONCLUSIONS[loss.key]
+    is_largest = loss.points >= max(other.points for other in waterfall.losses)
+    rank = "more than anything else" if is_largest else "the most that this run could gain"
+    verb = "cost" if loss.key in _PLURAL else "costs"
+    return Verdict(loss.key, f"{subject} {verb} {_points(loss.points)}, {rank}: {meaning}.", (loss.key,))
+
+
+def _of_two(first: Loss, second: Loss) -> Verdict:
+    (one, meaning), (two, also) = _CONCLUSIONS[first.key], _CONCLUSIONS[second.key]
+    two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
+    return Verdict(
+        "two_losses",
+        f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
+        f"{meaning}; {also}.",
+        (first.key, second.key),
+    )
+
+
+def _points(points: float) -> str:
+    return f"{points:.0f} points" if points >= 9.5 else f"{points:.1f} points"

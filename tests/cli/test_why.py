@@ -1,0 +1,379 @@
+"""`flopwatch why`: every loss from 100 % of the peak down to MFU, a verdict, and what to try next."""
+
+import json
+import re
+import sys
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+
+from flopwatch import TrainingMonitor
+from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.waterfall_bars import floating_bars
+from flopwatch.errors import InputError
+from flopwatch.records.run import Notice, Summary
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.state import WatchedRun
+from flopwatch.runs.waterfall import waterfall_of
+from support.ledgers import CPU, log_of, records_of, write_ledger
+from support.make_run_log import Story, write_log, write_run
+
+# 31 % MFU; 1,630 s, of which 608 s wait for input
+SECONDS = {
+    "wall": 1630.0,
+    "start_up": 10.0,
+    "restart": 30.0,
+    "eval": 15.0,
+    "checkpoint": 4.5,
+    "pause": 0.3,
+    "count": 0.2,
+    "train": 1570.0,
+    "input_wait": 608.0,
+    "divided": 960.0,
+    "optimizer": 40.0,
+    "host": 2.0,
+    "model_at_peak": 500.0,
+    "hardware_at_peak": 500.0,
+}
+
+
+@pytest.fixture
+def why(flopwatch):
+    """Runs the command; returns what it printed."""
+
+    def why(*arguments):
+        status, out, err = flopwatch("why", *arguments)
+        assert (status, err) == (0, "")
+        return out
+
+    return why
+
+
+def bars_in(text):
+    """Name to points of the drawn bars, with the column at which each begins and ends."""
+    bars = {}
+    for line in text.splitlines():
+        found = re.fullmatch(r"(\S.*?)  +([█▌▐▕#|]+) +([+-]?[\d.]+)( %)?", line)
+        if found:
+            bars[found[1]] = (float(found[3]), line.index(found[2]), line.index(found[2]) + len(found[2]))
+    return bars
+
+
+# The text
+
+
+def test_the_bars_go_from_the_peak_down_to_mfu(why, tmp_path):
+    bars = bars_in(why(write_ledger(tmp_path / "a", SECONDS)))
+    assert list(bars) == [
+        *("peak", "start-up", "restarts", "evaluation", "checkpoints", "input wait", "optimizer"),
+        *("after the optimizer", "forward and backward below the peak", "2 smaller losses", "MFU of the run"),
+    ]
+    assert bars["peak"][0] == 100
+    assert bars["input wait"][0] == pytest.approx(-37.3)
+    left = 100 + sum(points for name, (points, _, _) in bars.items() if name not in ("peak", "MFU of the run"))
+    assert bars["MFU of the run"][0] == pytest.approx(left, abs=0.3), "as printed, with one decimal each"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_every_bar_begins_where_the_one_above_it_ends(why, tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = why(write_ledger(tmp_path / "a", SECONDS))
+    bars = list(bars_in(text).values())
+    for (_, begin, _), (_, _, end) in pairwise(bars[1:-1]):
+        assert abs(begin - end) <= 1
+    assert bars[0][1] == bars[-1][1], "peak and MFU begin at the left edge"
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_verdict_and_the_three_largest_losses_are_told_with_what_to_try(why, tmp_path):
+    text = why(write_ledger(tmp_path / "a", SECONDS))
+    told = " ".join(text.split())
+    assert "Waiting for input costs 37 points, more than anything else: the loader cannot keep up." in told
+    numbered = re.findall(r"^(\d)\. (.+): ([\d.]+) points$", text, re.MULTILINE)
+    assert [(number, name) for number, name, _ in numbered] == [
+        ("1", "input wait"),
+        ("2", "forward and backward below the peak"),
+        ("3", "optimizer"),
+    ]
+    assert "10 min 08 s of 27 min 10 s (608 ms per step) waiting for batches." in told
+    assert "Next: Raise num_workers" in told
+    assert f"`flopwatch trace {tmp_path / 'a'}` divides this time" in told
+    assert "Without a trace" not in told, "the loss itself has said it"
+
+
+def test_the_difference_between_the_run_and_its_steps_is_explained(why, tmp_path):
+    told = " ".join(why(write_ledger(tmp_path / "a", SECONDS)).split())
+    assert f"Why the MFU of {tmp_path / 'a'} is 30.7 %" in told
+    assert "1,000 steps in 27 min 10 s on H100 SXM5 80GB, bf16 peak 989.4 TFLOP/s (datasheet)" in told
+    assert "Its training steps reach 31.8 %. The run as a whole is lower, because 3.7 % of its time" in told
+    assert "most of it on restarts" in told
+
+
+def test_a_short_run_gets_the_waterfall_and_no_verdict(why, tmp_path):
+    told = " ".join(why(write_ledger(tmp_path / "a", SECONDS, steps=12)).split())
+    assert "No verdict: the run has 12 steps, and a verdict needs 20." in told
+    assert "1. input wait: 37.3 points" in told
+
+
+def test_what_limits_the_figures_is_a_note(why, tmp_path):
+    run = write_ledger(tmp_path / "a", SECONDS, exact=False, notes=("my::op has no formula",), peak=CPU, device="cpu")
+    told = " ".join(why(run).split())
+    assert "Note: The FLOPs are not exact: my::op has no formula." in told
+    assert "Note: The peak is that of the whole CPU: 2 cores x 2.5 GHz." in told
+    assert "so this verdict relies on the measured times" in told
+
+
+def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_path):
+    text = why(write_ledger(tmp_path / "a", {**SECONDS, "model_at_peak": 1900.0}))
+    assert "The peak is too low to judge this run" in text
+    bars = bars_in(text)
+    assert bars["forward and backward below the peak"][0] > 0
+    assert bars["MFU of the run"][0] > 100
+    assert bars["MFU of the run"][2] > bars["peak"][2]
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    rows = floating_bars(waterfall_of(log_of(SECONDS)), 80, ascii_only=True)
+    text = "\n".join(row.plain for row in rows)
+    assert text.isascii()
+    assert next(iter(bars_in(text))) == "peak"
+
+
+def test_without_colour_there_are_no_escape_codes(why, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in why(write_ledger(tmp_path / "a", SECONDS))
+
+
+def test_hostile_names_are_printed_as_text(why, tmp_path):
+    peak = {**CPU, "device": "[bold red]H100[/]\x1b[31m\n<script>", "source": "cores\x1b[1m"}
+    hostile = {"peak": peak, "device": "cpu", "notes": ("[link=x]\x1b[2J",), "exact": False}
+    run = write_ledger(tmp_path / "a [red]b\x1b c", SECONDS, **hostile)
+    text = why(run)
+    assert "\x1b" not in text
+    assert "[bold red]H100[/]" in text
+    assert "[link=x]" in text
+
+
+# JSON
+
+
+def test_json_has_the_same_figures(why, tmp_path):
+    content = json.loads(why(write_ledger(tmp_path / "a", SECONDS), "--json"))
+    assert sum(loss["points"] for loss in content["losses"]) + content["mfu_percent"] == pytest.approx(100, abs=0.1)
+    assert content["largest"] == ["input_wait", "below_peak", "optimizer"]
+    assert (content["verdict"]["key"], content["no_verdict"]) == ("input_wait", None)
+    assert (content["steps"], content["exact"], content["traces"]) == (1000, True, [])
+    assert any("flopwatch trace" in note for note in content["notes"])
+
+
+def test_json_of_a_short_run_says_why_there_is_no_verdict(why, tmp_path):
+    content = json.loads(why(write_ledger(tmp_path / "a", SECONDS, steps=12), "--json"))
+    assert content["verdict"] is None
+    assert content["no_verdict"].startswith("No verdict: the run has 12 steps")
+
+
+# Traces
+
+TRACE = TraceSplit(
+    "step9_rank0.pt.trace.json.gz",
+    0,
+    "cuda",
+    3,
+    1.57,
+    matmul_seconds=0.6,
+    other_kernel_seconds=0.3,
+    optimizer_seconds=0.04,
+    idle_seconds=0.63,
+)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Stands in for the reading of traces: what `newest_traces` and `read_trace` return or raise."""
+    module = types.ModuleType("flopwatch.runs.traces")
+    module.newest_traces = lambda run_dir: (TRACE,)
+    module.read_trace = lambda file: TRACE
+    monkeypatch.setitem(sys.modules, "flopwatch.runs.traces", module)
+    return module
+
+
+def test_a_trace_divides_what_is_one_bar_without_it(why, tmp_path, traces):
+    content = json.loads(why(write_ledger(tmp_path / "a", SECONDS), "--json"))
+    keys = {loss["key"] for loss in content["losses"]}
+    assert keys >= {"slow_matmuls", "other_kernels", "idle"}
+    assert "below_peak" not in keys
+    assert content["traces"][0]["file"] == TRACE.file
+    assert not any("Without a trace" in note for note in content["notes"])
+
+
+def test_a_damaged_trace_of_the_run_is_a_note_and_one_that_is_named_is_an_error(flopwatch, why, tmp_path, traces):
+    def damaged(path):
+        raise InputError("the trace 'x' is incomplete")
+
+    traces.newest_traces = traces.read_trace = damaged
+    run = write_ledger(tmp_path / "a", SECONDS)
+    assert "Note: The trace of this run is not used: the trace 'x' is incomplete." in why(run)
+    status, _, err = flopwatch("why", run, "--trace", "x")
+    assert (status, err.strip()) == (2, "the trace 'x' is incomplete")
+
+
+# What is missing
+
+
+@pytest.mark.parametrize(
+    ("story", "words"),
+    [
+        (Story(knows_flops=False), "the FLOPs of this run are unknown.*flopwatch explain"),
+        (Story(knows_peak=False), "the peak FLOP/s of the device is unknown.*peak_flops_per_s"),
+        (Story(), "does not have the times that this command needs.*run the training again"),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_do(flopwatch, tmp_path, story, words):
+    write_run(tmp_path / "a", 100, story)
+    status, out, err = flopwatch("why", str(tmp_path / "a"))
+    assert (status, out) == (2, "")
+    assert re.search(words, err)
+    assert "Traceback" not in err
+
+
+def test_a_run_without_rows_says_when_the_first_comes(flopwatch, tmp_path):
+    (tmp_path / "a").mkdir()
+    write_log(tmp_path / "a" / "training_log.jsonl", records_of(SECONDS)[:2])
+    status, _, err = flopwatch("why", str(tmp_path / "a"))
+    assert status == 2
+    assert "has no row of metrics yet; the first one is written after log_every steps" in err
+
+
+def test_a_folder_without_a_log_is_refused(flopwatch, tmp_path):
+    status, _, err = flopwatch("why", str(tmp_path))
+    assert status == 2
+    assert str(tmp_path) in err
+
+
+# A real training
+
+
+def test_a_real_training_adds_up(why, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with TrainingMonitor(str(tmp_path / "a"), log_every=5, strict=True, peak_flops_per_s=1e12) as monitor:
+        monitor.set_model(model)
+        for _ in range(30):
+            batch = torch.randn(32, 64)
+            with monitor.step(batch):
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    content = json.loads(why(str(tmp_path / "a"), "--json"))
+    points = {loss["key"]: loss["points"] for loss in content["losses"]}
+    assert sum(points.values()) + content["mfu_percent"] == pytest.approx(100, abs=0.1)
+    assert points["optimizer"] > 0
+    assert min(points.values()) > 0
+    assert content["steps"] == 30
+    assert "Why the MFU of" in why(str(tmp_path / "a"))
+
+
+# In `flopwatch watch`
+
+
+def watched(seconds, **more):
+    run = WatchedRun()
+    for record in records_of(seconds, **more):
+        run.add(record)
+    return run
+
+
+def frame(run, width, height, **options):
+    return [line.plain for line in draw_frame(run, "runs/a", 3.0, width=width, height=height, **options)]
+
+
+def test_watch_shows_what_became_of_the_peak():
+    text = "\n".join(frame(watched(SECONDS), 120, 40))
+    peak = next(line for line in text.splitlines() if line.startswith("peak "))
+    assert "█" in peak
+    shares = dict(re.findall(r"■ ([a-zA-Z -]+) ([\d.]+) %", text))
+    assert float(shares["MFU"]) == pytest.approx(30.7)
+    assert float(shares["input wait"]) == pytest.approx(37.3)
+    named = ("MFU", "input wait", "forward and backward below the peak", "optimizer", "other losses")
+    assert sum(float(shares[name]) for name in named) == pytest.approx(100, abs=0.3)
+
+
+def test_a_small_screen_loses_nothing_to_the_peak():
+    run = watched(SECONDS)
+    run.add(Notice(5, "warning", "a", "a notice"))
+    without = watched({name: value for name, value in SECONDS.items() if name != "model_at_peak"})
+    without.add(Notice(5, "warning", "a", "a notice"))
+    lines, before = frame(run, 80, 24), frame(without, 80, 24)
+    peak = [line for line in lines if line.startswith("peak ")]
+    assert peak == ["peak   30.7 % MFU of the whole run, lost to input wait 37.3 %"]
+    assert len(lines) <= 24
+
+    def words(rows):
+        return {row for row in rows if not re.search(r"[│┤└]", row)}
+
+    assert words(before) <= words(lines), "only the curves give way"
+
+
+@pytest.mark.parametrize("seconds", [{}, {**SECONDS, "model_at_peak": 3000.0}], ids=["unknown", "peak too low"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_watch_has_no_peak_where_it_cannot_be_drawn(seconds, size):
+    assert not any(line.startswith("peak ") for line in frame(watched(seconds), *size))
+
+
+def test_watch_also_shows_it_of_a_run_that_has_ended():
+    run = watched(SECONDS)
+    run.add(Summary(1000, 4.0, {f"time/{name}_seconds": value for name, value in SECONDS.items()}))
+    assert any(line.startswith("peak ") for line in frame(run, 120, 40))
+
+
+# In `flopwatch compare`
+
+
+def test_compare_names_the_loss_that_shrank(flopwatch, tmp_path):
+    a = write_ledger(tmp_path / "a", SECONDS)
+    faster = {**SECONDS, "wall": 1130.0, "train": 1070.0, "input_wait": 108.0}
+    b = write_ledger(tmp_path / "b", faster)
+    status, out, _ = flopwatch("compare", a, b)
+    assert status == 0
+    table = out[out.index("points of the peak") :]
+    rows = re.findall(r"^  ([a-zA-Z].*?) +(-?[\d.]+) +(-?[\d.]+) +([+-]?[\d.]+)$", table, re.MULTILINE)
+    assert rows[0] == ("input wait", "37.3", "9.6", "-27.7")
+    assert rows[-1] == ("MFU", "30.7", "44.2", "+13.6")
+    sizes = [abs(float(change)) for _, _, _, change in rows[:-1]]
+    assert sizes == sorted(sizes, reverse=True)
+    told = " ".join(out.split())
+    assert "MFU of the whole run rose from 30.7 to 44.2 %: input wait shrank most (from 37.3 to 9.6 points)" in told
+
+
+def test_compare_has_the_change_in_json_and_it_adds_up(flopwatch, tmp_path):
+    a = write_ledger(tmp_path / "a", SECONDS)
+    b = write_ledger(tmp_path / "b", {**SECONDS, "wall": 2000.0, "eval": 385.0})
+    _, out, _ = flopwatch("compare", a, b, "--json")
+    change = json.loads(out)["waterfall"]
+    assert change["losses"][0]["key"] == "eval"
+    gained = change["mfu_b"] - change["mfu_a"]
+    assert sum(loss["change"] for loss in change["losses"]) == pytest.approx(-gained)
+    assert "evaluation grew most" in change["sentence"]
+
+
+def test_equal_runs_have_no_loss_that_changed(flopwatch, tmp_path):
+    a, b = (write_ledger(tmp_path / name, SECONDS) for name in "ab")
+    _, out, _ = flopwatch("compare", a, b)
+    assert "changed by less than 1 point: no loss changed by 1 point or more." in " ".join(out.split())
+
+
+def test_a_trace_of_one_run_only_does_not_look_like_a_loss_that_shrank(flopwatch, tmp_path, traces):
+    traces.newest_traces = lambda run_dir: (TRACE,) if run_dir.endswith("b") else ()
+    a, b = (write_ledger(tmp_path / name, SECONDS) for name in "ab")
+    _, out, _ = flopwatch("compare", a, b, "--json")
+    assert all(loss["change"] == 0 for loss in json.loads(out)["waterfall"]["losses"])
+
+
+def test_runs_without_a_waterfall_are_compared_as_before(flopwatch, tmp_path):
+    a, b = (str(write_run(tmp_path / name, 100).parent) for name in "ab")
+    status, out, _ = flopwatch("compare", a, b)
+    assert status == 0
+    assert "points of the peak" not in out

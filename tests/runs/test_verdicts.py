@@ -1,0 +1,215 @@
+"""Verdicts: each situation gets the one that fits, and none is given where the data does not support one."""
+
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.loss_texts import LOSSES
+from flopwatch.runs.verdicts import LEAST_STEP_SECONDS, LEAST_STEPS, facts_of, verdict_of, why_no_verdict
+from flopwatch.runs.waterfall import waterfall_of
+from support.ledgers import log_of
+from support.make_run_log import PEAK
+
+# A run of 1,000 s with 52 % MFU: few losses besides passes that are as slow as in other good runs.
+GOOD = {
+    "wall": 1000.0,
+    "start_up": 10.0,
+    "eval": 15.0,
+    "checkpoint": 5.0,
+    "train": 970.0,
+    "input_wait": 8.0,
+    "divided": 960.0,
+    "optimizer": 40.0,
+    "host": 2.0,
+    "model_at_peak": 520.0,
+    "hardware_at_peak": 520.0,
+}
+
+
+def longer(**more):
+    """The good run, in which these uses take so much longer; the wall time and the time in steps grow with them."""
+    seconds = dict(GOOD)
+    for name, extra in more.items():
+        seconds[name] = seconds.get(name, 0.0) + extra
+    in_steps = sum(more.get(name, 0.0) for name in ("input_wait", "compile", "stall", "straggler", "ranks_wait"))
+    in_steps += sum(more.get(name, 0.0) for name in ("optimizer", "host"))
+    seconds["divided"] += sum(more.get(name, 0.0) for name in ("optimizer", "host", "straggler", "ranks_wait"))
+    seconds["train"] += in_steps
+    seconds["wall"] += sum(more.values())
+    return seconds
+
+
+def executes(again=0.0, besides=0.0):
+    """The good run with FLOPs that are recomputed, or are not the model's; all steps take accordingly longer."""
+    extra = (again + besides) / 0.6
+    return {
+        **GOOD,
+        "wall": GOOD["wall"] + extra,
+        "train": GOOD["train"] + extra,
+        "divided": GOOD["divided"] + extra,
+        "hardware_at_peak": GOOD["hardware_at_peak"] + again + besides,
+        "recompute_at_peak": again,
+    }
+
+
+def slow(seconds_at_peak):
+    return {**GOOD, "model_at_peak": seconds_at_peak, "hardware_at_peak": seconds_at_peak}
+
+
+def trace(**shares):
+    uses = {f"{use}_seconds": share for use, share in shares.items()}
+    return TraceSplit("step9_rank0.pt.trace.json.gz", 0, "cuda", 3, sum(shares.values()), **uses)
+
+
+SITUATIONS = {
+    "the loader is slow": (longer(input_wait=600.0), {}, "input_wait", "the loader cannot keep up"),
+    "evaluation is long": (longer(eval=600.0), {}, "eval", "the training evaluates often, or for long"),
+    "checkpoints are slow": (longer(checkpoint=600.0), {}, "checkpoint", "waits while they are written"),
+    "the run was killed often": (longer(restart=200.0, rerun=400.0), {}, "restart", "done again"),
+    "start-up is long": (longer(start_up=600.0), {}, "start_up", "the run is short"),
+    "it compiles again and again": (longer(compile=600.0), {}, "compile", "steps with new shapes"),
+    "single steps stall": (longer(stall=600.0), {}, "stall", "more than 5 times as long"),
+    "the optimizer is slow": (longer(optimizer=600.0), {}, "optimizer", "compared with forward and backward"),
+    "logging after each step": (longer(host=600.0), {}, "host", "holds up every step"),
+    "a phase without a name": (longer(outside=600.0), {}, "outside", "has no name yet"),
+    "time that nobody knows": ({**GOOD, "wall": 1600.0}, {}, "other", "the log does not say"),
+    "one rank is slow": (longer(straggler=600.0), {}, "straggler", "one rank makes all others wait"),
+    "the network is slow": (longer(ranks_wait=600.0), {}, "ranks_wait", "ranks wait for each other"),
+    "half of the tokens are padding": (
+        executes(besides=520.0),
+        {"tokens": 100, "real_tokens": 50},
+        "padding",
+        "tokens that do not count",
+    ),
+    "layers are recomputed": (executes(again=400.0), {}, "recompute", "runs these FLOPs twice"),
+    "private training": (executes(besides=800.0), {}, "extra_passes", "extra passes of private training"),
+    "many steps have no FLOPs": ({**slow(300.0), "unpriced": 400.0}, {}, "unpriced", "cannot be counted"),
+    "a good run": (GOOD, {}, "healthy", "Nothing large is left to gain"),
+    "slow passes without a trace": (slow(200.0), {}, "below_peak", "only a trace can tell why"),
+    "a trace with gaps": (
+        slow(200.0),
+        {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
+        "idle",
+        "does not launch work fast enough",
+    ),
+    "a trace full of small kernels": (
+        slow(200.0),
+        {"traces": [trace(matmul=30.0, other_kernel=60.0, optimizer=4.0, idle=3.0)]},
+        "other_kernels",
+        "memory-bound",
+    ),
+    "a trace with slow matmuls": (
+        slow(200.0),
+        {"traces": [trace(matmul=82.0, other_kernel=8.0, optimizer=4.0, idle=3.0)]},
+        "slow_matmuls",
+        "do not suit the device",
+    ),
+    "a trace with exposed communication": (
+        slow(200.0),
+        {"traces": [trace(matmul=25.0, exposed_communication=60.0, optimizer=4.0, idle=3.0)]},
+        "exposed_communication",
+        "the devices wait",
+    ),
+    "a trace with copies": (
+        slow(200.0),
+        {"traces": [trace(matmul=25.0, copy=60.0, optimizer=4.0, idle=3.0)]},
+        "copies",
+        "nothing is computed meanwhile",
+    ),
+    "the peak is too low": (slow(1200.0), {}, "peak_too_low", "The peak is too low to judge this run"),
+    "two large losses": (longer(input_wait=400.0, eval=420.0), {}, "two_losses", "are about equally large"),
+    "many small losses": (
+        longer(start_up=30.0, checkpoint=35.0, pause=40.0, stall=40.0, outside=40.0, host=38.0),
+        {},
+        "many_losses",
+        "No single loss stands out",
+    ),
+}
+
+
+def judged(seconds, *, traces=(), **more):
+    log = log_of(seconds, **more)
+    waterfall = waterfall_of(log, traces)
+    return verdict_of(waterfall, facts_of(log)), waterfall
+
+
+@pytest.mark.parametrize(("seconds", "more", "key", "words"), SITUATIONS.values(), ids=SITUATIONS)
+def test_a_situation_gets_its_verdict(seconds, more, key, words):
+    verdict, waterfall = judged(seconds, **more)
+    assert verdict is not None
+    assert verdict.key == key, (verdict, {loss.key: round(loss.points, 1) for loss in waterfall.losses})
+    assert words in verdict.sentence
+    assert verdict.sentence.endswith(".")
+    assert verdict.reservation == ""
+
+
+def test_every_loss_but_three_is_the_verdict_of_a_situation():
+    keys = {key for _, _, key, _ in SITUATIONS.values()}
+    # No training can change the datasheet; counting and pauses read like the other times between steps.
+    assert set(LOSSES) - keys == {"achievable", "count", "pause"}
+
+
+def test_the_sentence_has_the_points_of_the_waterfall():
+    verdict, waterfall = judged(longer(input_wait=600.0))
+    points = f"{waterfall.points('input_wait'):.0f} points"
+    assert verdict.sentence == f"Waiting for input costs {points}, more than anything else: the loader cannot keep up."
+
+
+def test_two_losses_are_both_named_largest_first():
+    verdict, _ = judged(longer(input_wait=400.0, eval=420.0))
+    assert verdict.losses == ("eval", "input_wait")
+    assert verdict.sentence.startswith("Evaluation (24 points) and waiting for input (22 points)")
+
+
+def test_a_loss_that_is_not_the_largest_bar_is_not_called_so():
+    verdict, waterfall = judged(longer(input_wait=150.0))
+    assert waterfall.largest(1)[0].key == "below_peak"
+    assert verdict.key == "input_wait"
+    assert "more than anything else" not in verdict.sentence
+
+
+def test_the_achievable_peak_says_how_fast_good_passes_are():
+    seconds = slow(400.0)  # 42 % of the peak in steps
+    assert judged(seconds)[0].key == "below_peak"
+    assert judged(seconds, achievable=0.55 * PEAK["flops_per_s"])[0].key == "healthy"
+
+
+def test_what_good_runs_lose_too_is_taken_off_once():
+    # 28 points of slow matmuls and 24 of other kernels: either alone would be usual at 40 % MFU, both are not.
+    split = trace(matmul=68.0, other_kernel=24.0, optimizer=4.0, idle=1.0)
+    verdict, waterfall = judged(slow(400.0), traces=[split])
+    assert max(waterfall.points(key) for key in ("slow_matmuls", "other_kernels")) < 40
+    assert verdict.key == "other_kernels"
+
+
+@pytest.mark.parametrize("situation", ["the loader is slow", "a good run", "the peak is too low"])
+@pytest.mark.parametrize("steps", [0, 1, LEAST_STEPS - 1])
+def test_too_few_steps_support_no_verdict(situation, steps):
+    log = log_of(SITUATIONS[situation][0], steps=steps)
+    assert verdict_of(waterfall_of(log), facts_of(log)) is None
+    assert "a verdict needs 20" in why_no_verdict(waterfall_of(log), facts_of(log))
+
+
+def test_less_than_a_minute_in_steps_supports_no_verdict():
+    seconds = {name: value * 55 / 1570 for name, value in longer(input_wait=600.0).items()}
+    log = log_of(seconds)
+    assert verdict_of(waterfall_of(log), facts_of(log)) is None
+    assert why_no_verdict(waterfall_of(log), facts_of(log)) == (
+        "No verdict: the run has spent 55 s in steps, and a verdict needs 60 s."
+    )
+    enough = replace(facts_of(log), step_seconds=LEAST_STEP_SECONDS)
+    assert verdict_of(waterfall_of(log), enough).key == "input_wait"
+
+
+def test_an_unknown_peak_supports_no_verdict():
+    log = log_of({name: value for name, value in GOOD.items() if not name.endswith("at_peak")}, peak=None)
+    assert waterfall_of(log) is None
+    assert verdict_of(None, facts_of(log)) is None
+    assert "no peak" in why_no_verdict(None, facts_of(log))
+
+
+def test_with_flops_that_are_not_exact_the_verdict_is_about_time_and_says_so():
+    verdict, _ = judged(longer(input_wait=600.0), exact=False, notes=("an estimate",))
+    assert verdict.key == "input_wait"
+    assert "not exact" in verdict.reservation

@@ -1,0 +1,169 @@
+"""The waterfall of a run: losses and MFU add up to 100 % of the peak, whatever the log says."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.records.metrics import AT_PEAK, LOST, OF_STEPS
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.loss_texts import LOSSES
+from flopwatch.runs.waterfall import waterfall_of
+from support.ledgers import CPU, log_of
+from support.make_run_log import PEAK
+
+KEYS = tuple(dict.fromkeys((*LOST, *OF_STEPS, *AT_PEAK)))
+USES = (
+    *("matmul_seconds", "attention_seconds", "other_kernel_seconds", "optimizer_seconds"),
+    *("exposed_communication_seconds", "copy_seconds", "idle_seconds"),
+)
+
+
+def points_of(waterfall):
+    return {loss.key: loss.points for loss in waterfall.losses}
+
+
+def random_seconds(chance):
+    """Seconds by use that need not fit to each other: parts may be larger than their whole."""
+    seconds = {key: 10 ** chance.uniform(-4, 4) for key in KEYS if chance.random() < 0.7}
+    seconds |= {"wall": 10 ** chance.uniform(0, 5), "model_at_peak": 10 ** chance.uniform(-2, 4)}
+    if chance.random() < 0.5:  # as a real log: train is larger than its parts, and wall is larger than all
+        seconds["train"] = sum(seconds.get(key, 0.0) for key in (*OF_STEPS, "model_at_peak"))
+        seconds["wall"] = sum(seconds.get(key, 0.0) for key in ("train", *LOST)) * chance.uniform(1, 2)
+    if chance.random() < 0.1:
+        seconds[chance.choice(KEYS)] = chance.choice([-5.0, float("nan"), float("inf"), 0.0])
+    return seconds
+
+
+def random_trace(chance, rank):
+    uses = {use: 10 ** chance.uniform(-6, 1) * (chance.random() < 0.7) for use in USES}
+    return TraceSplit("trace.json", rank, "cuda", 3, sum(uses.values()), **uses)
+
+
+def random_run(seed):
+    chance = random.Random(seed)
+    tokens = chance.choice([None, 1000])
+    log = log_of(
+        random_seconds(chance),
+        tokens=tokens,
+        real_tokens=None if tokens is None else chance.choice([None, 700, 1000]),
+        achievable=chance.choice([None, 0.7 * PEAK["flops_per_s"], 2 * PEAK["flops_per_s"]]),
+    )
+    return log, [random_trace(chance, rank) for rank in range(chance.choice([0, 0, 1, 2]))]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_losses_and_mfu_of_a_random_run_add_up_to_100(seed):
+    log, traces = random_run(seed)
+    waterfall = waterfall_of(log, traces)
+    if waterfall is None:  # the one value that was damaged is one that it needs
+        assert not log.rows[-1].ledger["seconds"]["model_at_peak"] > 0
+        return
+    points = points_of(waterfall)
+    assert sum(points.values()) + waterfall.mfu_percent == pytest.approx(100, abs=0.1)
+    negative = [key for key, value in points.items() if value < 0]
+    if negative:
+        assert negative == ["below_peak"]
+        assert any("peak is too low" in note for note in waterfall.notes)
+    assert waterfall == waterfall_of(*random_run(seed)), "the same log gives the same waterfall"
+    assert all(loss.name and loss.evidence.endswith(".") for loss in waterfall.losses)
+
+
+def test_random_runs_have_every_loss_and_every_kind_of_trouble():
+    found = [waterfall for seed in range(200) if (waterfall := waterfall_of(*random_run(seed))) is not None]
+    assert {loss.key for waterfall in found for loss in waterfall.losses} == set(LOSSES)
+    assert sum(waterfall.points("below_peak") < 0 for waterfall in found) > 10
+    assert sum(bool(waterfall.traced) for waterfall in found) > 50
+
+
+SECONDS = {
+    "wall": 1000.0,
+    "start_up": 20.0,
+    "eval": 60.0,
+    "train": 900.0,
+    "input_wait": 100.0,
+    "divided": 700.0,
+    "optimizer": 70.0,
+    "host": 7.0,
+    "model_at_peak": 300.0,
+    "hardware_at_peak": 360.0,
+    "recompute_at_peak": 60.0,
+}
+
+
+def test_every_second_is_booked_once():
+    assert points_of(waterfall_of(log_of(SECONDS))) == pytest.approx(
+        {
+            "start_up": 2.0,
+            "eval": 6.0,
+            "other": 2.0,
+            "input_wait": 10.0,
+            "recompute": 6.0,
+            "optimizer": 8.0,
+            "host": 0.8,
+            "below_peak": 35.2,
+        }
+    )
+
+
+def test_input_wait_is_not_booked_again_as_idle_time_of_the_trace():
+    trace = TraceSplit(
+        "a", 0, "cuda", 3, 0.9, matmul_seconds=0.5, other_kernel_seconds=0.2, optimizer_seconds=0.08, idle_seconds=0.12
+    )
+    points = points_of(waterfall_of(log_of(SECONDS), [trace]))
+    assert points["input_wait"] == pytest.approx(10.0)
+    # of 352 s to divide, the trace shows 140 s of slow matmuls, 200 s of other kernels, 12 s idle
+    assert points["slow_matmuls"] == pytest.approx(14.0, abs=0.1)
+    assert points["other_kernels"] == pytest.approx(20.0, abs=0.1)
+    assert points["idle"] == pytest.approx(1.2, abs=0.1)
+    assert "below_peak" not in points
+
+
+def test_a_trace_gives_the_optimizers_time_where_no_clock_did():
+    without = {name: value for name, value in SECONDS.items() if name not in ("divided", "optimizer", "host")}
+    trace = TraceSplit("a", 0, "cuda", 3, 0.9, matmul_seconds=0.36, optimizer_seconds=0.44, idle_seconds=0.1)
+    points = points_of(waterfall_of(log_of(without), [trace]))
+    assert points["optimizer"] == pytest.approx(44.0, abs=0.1)
+
+
+def test_the_measured_peak_is_a_loss_of_its_own():
+    points = points_of(waterfall_of(log_of(SECONDS, achievable=0.75 * PEAK["flops_per_s"])))
+    assert points["achievable"] == pytest.approx(12.0)
+    assert points["below_peak"] == pytest.approx(23.2)
+
+
+def test_a_clock_that_was_set_back_is_said():
+    waterfall = waterfall_of(log_of({**SECONDS, "wall": 500.0}))
+    assert waterfall.wall_seconds == pytest.approx(980.0)
+    assert any("add up to 8 min 00 s more than the wall time" in note for note in waterfall.notes)
+
+
+@pytest.mark.parametrize("missing", ["wall", "model_at_peak"])
+def test_without_wall_time_or_flops_there_is_no_waterfall(missing):
+    assert waterfall_of(log_of({key: value for key, value in SECONDS.items() if key != missing})) is None
+
+
+def test_the_notes_say_what_limits_the_figures():
+    notes = waterfall_of(log_of(SECONDS, exact=False, notes=("ops without a formula.",), peak=CPU, device="cpu")).notes
+    assert any(note.startswith("The FLOPs are not exact: ops without a formula. ") for note in notes)
+    assert any("`flopwatch trace runs/one`" in note for note in notes)
+    assert any("peak is that of the whole CPU: 2 cores x 2.5 GHz" in note for note in notes)
+    trace = TraceSplit("a", 0, "cuda", 3, 0.9, matmul_seconds=0.5, other_kernel_seconds=0.3, idle_seconds=0.1)
+    assert not any("flopwatch trace" in note for note in waterfall_of(log_of(SECONDS), [trace]).notes)
+
+
+def test_what_was_not_measured_is_said_to_be_part_of_other_losses():
+    unknown = {
+        key: value for key, value in SECONDS.items() if key not in ("input_wait", "divided", "optimizer", "host")
+    }
+    notes = waterfall_of(log_of(unknown)).notes
+    assert any(note.startswith("The input wait of this run is unknown") for note in notes)
+    assert any(note.startswith("The time of the optimizer is unknown") for note in notes)
+    assert not any("unknown" in note for note in waterfall_of(log_of({**SECONDS, "input_wait": 0.0})).notes)
+
+
+def test_a_straggler_is_named_as_far_as_the_newest_row_does():
+    log = log_of({**SECONDS, "straggler": 50.0})
+    row = replace(log.rows[-1], values={"ranks/straggler": 3})
+    losses = {loss.key: loss for loss in waterfall_of(replace(log, rows=(row,))).losses}
+    assert losses["straggler"].evidence.endswith("; in the newest row it is rank 3.")
