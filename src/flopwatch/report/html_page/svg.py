@@ -103,18 +103,24 @@ def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return within[:: max(1, ceil(len(within) / at_most))]
 
 
-def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
+def axes(
+    left: float,
+    right: float,
+    y: Callable[[float], float],
+    ticks: Sequence[float],
+    tick_text: Callable[[float], str],
+) -> str:
     """Draw a horizontal grid line with its label for each tick of the y axis."""
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)
 
 
-def figure(title: str, remark: str, drawing: str, width: float, height: float) -> str:
+def figure(title: str, remark: str, drawing: str, width: float, height: float, legend: str = "") -> str:
     small = f" <small>{esc(remark)}</small>" if remark else ""
     label = esc(f"{title} {remark}".strip())
     return (
-        f"<figure><figcaption>{esc(title)}{small}</figcaption>"
+        f"<figure><figcaption>{esc(title)}{small}{legend}</figcaption>"
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}">{drawing}</svg></figure>'
     )
 
