@@ -179,9 +179,7 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
     yield from dict.fromkeys(chosen)
 
 
-def _as_log(
-    path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None
-) -> RunLog:
+def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     records: list[Record] = []
     torn = 0
     for item in found:

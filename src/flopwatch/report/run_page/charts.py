@@ -6,6 +6,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from flopwatch.number_format import count, duration, percent, plural
+from flopwatch.records.reading import one_line
 from flopwatch.report.html_page import svg
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
@@ -13,11 +14,12 @@ from flopwatch.report.run_page.words import metric_name, utc
 from flopwatch.runs.waterfall import Waterfall
 
 WIDTH = 460.0
-_HEIGHT = 200.0
+_HEIGHT = 206.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 450.0, 10.0, 168.0
 MOST_TIPS = 150
 _SPIKE_FACTOR = 3.0
 """The axis of the step time ends at this many times the ordinary values, so that one stall does not flatten them."""
+_LONGEST_NAME = 50
 KINDS: tuple[Kind, ...] = ("evaluation", "checkpoint", "restart", "notice")
 
 
@@ -59,7 +61,11 @@ def line_chart(
     points = [point for curve in curves for point in curve.points]
     y, over = _value_scale(points, style)
     ticks = linear_ticks(y.low, y.high)
-    parts = [svg.axes(_LEFT, _RIGHT, y, ticks, style.write), _step_axis(x), *_marks(moments, x)]
+    parts = [
+        svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: style.write(tick) if tick else "0"),
+        _step_axis(x),
+        *_marks(moments, x),
+    ]
     for kind, curve in enumerate(curves, start=1):
         parts += [_area(curve.points, x, y, kind), _line(curve.points, x, y, kind)]
     parts += _tips(curves, x, style)
@@ -98,8 +104,8 @@ def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[LinearScal
 def _step_axis(x: LinearScale) -> str:
     ticks = [tick for tick in linear_ticks(x.low, x.high) if tick == round(tick)]
     parts = [svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
-    parts += [svg.text(x(tick), _BOTTOM + 17, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
-    parts.append(svg.text(_LEFT - 6, _BOTTOM + 17, "step", anchor="end", style="title"))
+    parts += [svg.text(x(tick), _BOTTOM + 24, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
+    parts.append(svg.text(_LEFT - 6, _BOTTOM + 24, "step", anchor="end", style="title"))
     return "".join(parts)
 
 
@@ -128,11 +134,11 @@ def _line(points: Sequence[Point], x: LinearScale, y: LinearScale, kind: int) ->
 
 
 def _marks(moments: Sequence[Moment], x: LinearScale) -> Iterator[str]:
-    """Evaluations and checkpoints as ticks at the bottom, restarts as lines, notices as triangles at the top."""
-    for kind, rise in (("evaluation", 7), ("checkpoint", 7)):
+    """Evaluations and checkpoints as ticks below the axis, restarts as lines, notices as triangles at the top."""
+    for kind, rise in (("checkpoint", 4), ("evaluation", 4)):
         placed = [x(moment.step) for moment in moments if moment.kind == kind and moment.step is not None]
         if placed:
-            top = _BOTTOM - rise if kind == "evaluation" else _BOTTOM - 2 * rise
+            top = _BOTTOM + (2 if kind == "checkpoint" else 7)
             yield f'<path class="tick {kind}" d="{"".join(f"M{place:.1f} {top:.1f}v{rise}" for place in placed)}"/>'
     for moment in moments:
         if moment.step is None or moment.kind not in ("restart", "notice"):
@@ -208,7 +214,11 @@ def moment_chart(moments: Sequence[Moment], steps: tuple[int, int]) -> str:
         middle = 18.0 + 28 * place
         parts.append(svg.line(84, middle, _RIGHT, middle, "axis"))
         parts.append(svg.text(76, middle + 3.5, f"{kind}s", anchor="end"))
-        parts += [_lane_mark(moment, x(moment.step), middle) for moment in moments if moment.kind == kind and moment.step is not None]
+        parts += [
+            _lane_mark(moment, x(moment.step), middle)
+            for moment in moments
+            if moment.kind == kind and moment.step is not None
+        ]
     bottom = 28.0 * len(kinds) + 16
     ticks = [tick for tick in linear_ticks(x.low, x.high) if tick == round(tick)]
     parts += [svg.text(x(tick), bottom, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
@@ -243,7 +253,9 @@ def waterfall_svg(waterfall: Waterfall) -> str:
         words = f"−{points_text(loss.points)}"
         bars.append(Bar(loss.name, left - loss.points, left, words, "k2 loss", tip))
         left -= loss.points
-    bars.append(Bar("MFU of the whole run", 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "k3 rest"))
+    bars.append(
+        Bar("MFU of the whole run", 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "k3 rest")
+    )
     remark = f"of {duration(waterfall.wall_seconds)} wall time"
     return bar_chart("From 100 % of the peak down to the MFU", remark, bars)
 
@@ -267,7 +279,7 @@ def bar_chart(title: str, remark: str, bars: Sequence[Bar]) -> str:
         box = f'y="{top + 15:.1f}" height="10"'
         parts.append(f'<rect class="track" x="4" width="452" {box} rx="2"/>')
         parts.append(f'<rect class="fill {bar.style}" x="{left:.1f}" width="{width:.1f}" {box} rx="2"/>')
-        parts.append(svg.text(4, top + 11, bar.name, style="val"))
+        parts.append(svg.text(4, top + 11, one_line(bar.name, _LONGEST_NAME), style="val"))
         parts.append(svg.text(456, top + 11, bar.words, anchor="end", style="val"))
         parts.append(f'<rect class="tip" x="0" y="{top:.1f}" width="460" height="{row - 2:.0f}"{svg.tipped(bar.tip)}/>')
     return svg.figure(title, remark, "".join(parts), WIDTH, 4 + row * len(bars))

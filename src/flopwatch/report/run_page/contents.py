@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
 from flopwatch.records.run import Notice, Number, Provenance, Row, RunStart, Summary
+from flopwatch.records.trace import TraceSplit
 from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Point
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_log
 from flopwatch.runs.state import is_gone, is_running
-from flopwatch.runs.waterfall import Waterfall, waterfall_of
+from flopwatch.runs.waterfall import Waterfall, seconds_of, waterfall_of
 
 MAIN_KEYS = (
     "perf/mfu_percent",
@@ -151,21 +152,25 @@ class RunReport:
         return self.values[key][0] if key in self.values else None
 
 
-def read_report(run_dir: str | Path) -> RunReport:
+def read_report(run_dir: str | Path, traces: Sequence[TraceSplit] = ()) -> RunReport:
     """Read what the report of a run shows from its log, given the run's folder or the log.
+
+    Args:
+        run_dir: The folder of the run, or its log.
+        traces: What was read from profiler traces of the run, for the waterfall.
 
     Raises:
         InputError: There is no log, or it is not the log of a run.
     """
     collector = _Collector()
     log = read_log(find_log(run_dir), collector.take)
-    return report_of(log, collector, waterfall_of(log))
+    return report_of(log, collector, waterfall_of(log, tuple(traces)))
 
 
 def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None) -> RunReport:
     collector.finish(log)
     moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
-    seconds = _seconds(log.summary) or collector.seconds
+    seconds = seconds_of(log) or collector.seconds
     ends = [record.unix_time for record in (log.summary, *log.starts[-1:]) if record is not None]
     return RunReport(
         log=str(log.path),
@@ -261,8 +266,8 @@ class _Collector:
         self._exact: Counter[bool | None] = Counter()
         self._notes: Counter[str] = Counter()
 
-    def take(self, row: Row) -> Row:
-        """Add a row; returns it without the values of its single steps, which take most of the memory."""
+    def take(self, row: Row) -> Row | None:
+        """Add a row; returns it if it is the newest, which the waterfall needs."""
         numbers = row.steps.get("step") or (row.step,)
         self.windows += 1
         self.steps = max(self.steps, row.steps_done)
@@ -272,7 +277,7 @@ class _Collector:
         self._add_points(row, numbers)
         self._compare_times(row)
         self._add_reasons(row)
-        return replace(row, steps={})
+        return row if self.windows == 1 else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         timed = _timed(row)
@@ -366,9 +371,7 @@ def _grown(later: tuple[int, float, dict[str, float]], step: int | None, seconds
     last_step, unix_time, after = later
     spent = {name: after.get(name, 0.0) - seconds.get(name, 0.0) for name in _PHASES}
     return [
-        Moment(_PHASES[name], step, last_step, unix_time, more)
-        for name, more in spent.items()
-        if more > _LEAST_SECONDS
+        Moment(_PHASES[name], step, last_step, unix_time, more) for name, more in spent.items() if more > _LEAST_SECONDS
     ]
 
 

@@ -54,7 +54,9 @@ def _header(report: RunReport) -> Iterator[str]:
 
 
 def _sections(report: RunReport) -> Iterator[str]:
-    tiles = "".join(f'<div class="tile"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in words.tiles(report))
+    tiles = "".join(
+        f'<div class="tile"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in words.tiles(report)
+    )
     yield f'<div class="tiles">{tiles}</div>'
     yield from _warnings(report)
     yield from _curve_section(report)
@@ -73,7 +75,9 @@ def _warnings(report: RunReport) -> Iterator[str]:
         found.append(f"{plural(report.torn_lines, 'line')} of the log could not be read; the report does without them.")
     for curve in report.curves.values():
         if curve.broken_windows:
-            where = f"{plural(curve.broken_windows, 'logging window')}, first in the one from step {curve.broken_at_step:,}"
+            where = (
+                f"{plural(curve.broken_windows, 'logging window')}, first in the one from step {curve.broken_at_step:,}"
+            )
             found.append(f"{words.metric_name(curve.key)} was nan or infinite in {where}.")
     if report.exactness.inexact_windows:
         found.append(words.exact_sentence(report) + " The reasons are under Provenance.")
@@ -101,7 +105,7 @@ def _curve_section(report: RunReport) -> Iterator[str]:
 def _main_charts(report: RunReport) -> Iterator[str]:
     share = ChartStyle(lambda value: percent(value / 100))
     yield _chart(report, "MFU and HFU", ("perf/mfu_percent", "perf/hfu_percent"), share)
-    yield _chart(report, "Loss", ("training/loss",), ChartStyle(lambda value: number(value, 4), from_zero=False))
+    yield _chart(report, "Loss", ("training/loss",), ChartStyle(lambda value: number(value, 3), from_zero=False))
     rate = "perf/tokens_per_second" if "perf/tokens_per_second" in report.curves else "perf/samples_per_second"
     yield _chart(report, words.NAMES[rate].capitalize(), (rate,), ChartStyle(count))
     yield _chart(report, "Step time", ("perf/step_time",), ChartStyle(step_time, cuts_spikes=True))
@@ -143,7 +147,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
     sides = ["" if place < texts else ' class="n"' for place in range(len(heads))]
     head = "".join(f'<th scope="col"{side}>{esc(name)}</th>' for name, side in zip(heads, sides, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{side or ' class=text'}>{esc(cell)}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{side or ' class=text'}>{esc(cell)}</td>" for cell, side in zip(row, sides, strict=True))
+        + "</tr>"
         for row in rows
     )
     title = f"<caption>{esc(caption)}</caption>" if caption else ""
@@ -192,7 +198,13 @@ def _time_section(report: RunReport) -> Iterator[str]:
         return
     wall = report.goodput.wall_seconds
     bars = [
-        Bar(name, 0.0, 100 * seconds / wall, f"{duration(seconds)} · {percent(seconds / wall)}", "k3" if place == 0 else "k2")
+        Bar(
+            name,
+            0.0,
+            100 * seconds / wall,
+            f"{duration(seconds)} · {percent(seconds / wall)}",
+            "k3" if place == 0 else "k2",
+        )
         for place, (name, seconds) in enumerate(uses)
     ]
     title = f"Goodput {percent(report.goodput.share)}"
@@ -239,7 +251,9 @@ def _where(first: int | None, last: int | None) -> str:
 
 
 def _has_ranks(report: RunReport) -> bool:
-    return any(start.world_size != 1 for start in report.starts) or any(key.startswith("ranks/") for key in report.values)
+    return any(start.world_size != 1 for start in report.starts) or any(
+        key.startswith("ranks/") for key in report.values
+    )
 
 
 def _rank_section(report: RunReport) -> Iterator[str]:
@@ -247,10 +261,13 @@ def _rank_section(report: RunReport) -> Iterator[str]:
         return
     world_size = report.start.world_size if report.start else 1
     reporting = report.last("ranks/reporting")
-    yield f'<section id="ranks"><h2>Ranks</h2><p>{plural(world_size, "rank")}'
-    yield f"; {_count(reporting)} reported in the newest window.</p>" if reporting is not None else ".</p>"
+    reported = f"; {reporting:,.0f} reported in the newest window" if reporting is not None else ""
+    yield f'<section id="ranks"><h2>Ranks</h2><p>{plural(world_size, "rank")}{reported}.</p>'
     if report.stragglers:
-        rows = [(str(rank), f"{windows:,}", percent(windows / report.windows)) for rank, windows in report.stragglers.items()]
+        rows = [
+            (str(rank), f"{windows:,}", percent(windows / report.windows))
+            for rank, windows in report.stragglers.items()
+        ]
         yield table(("straggler: rank", "logging windows", "share"), rows)
     else:
         yield "<p>No rank was found to be a straggler.</p>"
@@ -260,15 +277,15 @@ def _rank_section(report: RunReport) -> Iterator[str]:
     yield "</section>"
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _memory_section(report: RunReport) -> Iterator[str]:
     yield '<section id="memory"><h2>Memory of the device</h2>'
     keys = ("perf/memory_allocated_gib", "perf/memory_reserved_gib")
     chart = _chart(report, "Most memory so far", keys, ChartStyle(lambda value: byte_size(value * 2**30)))
-    yield f'<div class="charts">{chart}</div>' if chart else "<p>The log has no memory of a device; on a CPU it is not measured.</p>"
+    yield (
+        f'<div class="charts">{chart}</div>'
+        if chart
+        else "<p>The log has no memory of a device; on a CPU it is not measured.</p>"
+    )
     yield "</section>"
 
 
@@ -295,10 +312,14 @@ def _place_section(report: RunReport) -> Iterator[str]:
     settings = words.settings(report.start)
     if settings:
         rows = [(name, text) for name, text in settings]
-        yield f'<details><summary>Configuration of the monitor</summary>{table(("setting", "value"), rows, texts=2)}</details>'
+        yield f"<details><summary>Configuration of the monitor</summary>{table(('setting', 'value'), rows, texts=2)}</details>"
     if len(report.starts) > 1:
         yield f"<h3>{len(report.starts):,} sessions</h3>"
-        yield table(("session", "start (UTC)", "resumed after step", "host", "device", "torch", "world size"), _sessions(report), texts=7)
+        yield table(
+            ("session", "start (UTC)", "resumed after step", "host", "device", "torch", "world size"),
+            _sessions(report),
+            texts=7,
+        )
     yield "</section>"
 
 

@@ -118,7 +118,10 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     of_wall = f"; {percent(whole / 100)} of the whole wall time" if whole is not None else ""
     yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
     yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
-    for key, words in (("perf/tokens_per_second", "tokens per second"), ("perf/samples_per_second", "samples per second")):
+    for key, words in (
+        ("perf/tokens_per_second", "tokens per second"),
+        ("perf/samples_per_second", "samples per second"),
+    ):
         if key in report.curves:
             yield count(report.mean(key)), words
             break
