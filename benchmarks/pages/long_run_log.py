@@ -41,7 +41,7 @@ def write_long_run(folder: Path, steps: int = 1_000_000, sessions: int = 4) -> P
 
 def _records(steps: int, sessions: int) -> Iterator[dict[str, Any]]:
     clock = {"unix_time": START_UNIX_TIME}
-    seconds = {name: 0.0 for name in ("start_up", "train", "input_wait", "eval", "checkpoint", "restart")}
+    seconds = dict.fromkeys(("start_up", "train", "input_wait", "eval", "checkpoint", "restart"), 0.0)
     share = steps // sessions // WINDOW_STEPS * WINDOW_STEPS
     for session in range(sessions):
         first, last = session * share + 1, (session + 1) * share if session < sessions - 1 else steps

@@ -1,4 +1,4 @@
-"""Draw the charts of a run as SVG: curves over the steps, the waterfall, where the time went, and what happened when."""
+"""Draw the charts of a run as SVG: curves over the steps, bars, the waterfall, and what happened when."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from flopwatch.records.reading import one_line
 from flopwatch.report.html_page import svg
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
-from flopwatch.report.run_page.words import metric_name, utc
+from flopwatch.report.run_page.words import WHOLE_MFU, metric_name, utc
 from flopwatch.runs.waterfall import Waterfall
 
 WIDTH = 460.0
@@ -246,16 +246,14 @@ class Bar(NamedTuple):
 
 def waterfall_svg(waterfall: Waterfall) -> str:
     """Draw the way from 100 % of the peak down to the MFU: one bar for each loss, at its place."""
-    bars = [Bar("peak of the devices", 0.0, 100.0, "100 %", "k0 whole")]
+    bars = [Bar("peak of the devices", 0.0, 100.0, "100 %", "whole")]
     left = 100.0
     for loss in waterfall.losses:
         tip = "\n".join(text for text in (loss.evidence, loss.advice) if text)
         words = f"−{points_text(loss.points)}"
-        bars.append(Bar(loss.name, left - loss.points, left, words, "k2 loss", tip))
+        bars.append(Bar(loss.name, left - loss.points, left, words, "loss", tip))
         left -= loss.points
-    bars.append(
-        Bar("MFU of the whole run", 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "k3 rest")
-    )
+    bars.append(Bar(WHOLE_MFU, 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "rest"))
     remark = f"of {duration(waterfall.wall_seconds)} wall time"
     return bar_chart("From 100 % of the peak down to the MFU", remark, bars)
 

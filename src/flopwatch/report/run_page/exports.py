@@ -66,7 +66,7 @@ def _waterfall(report: RunReport) -> Iterator[str]:
         )
         for loss in report.waterfall.losses
     ]
-    rows.append(("**MFU of the whole run**", f"**{percent(report.waterfall.mfu_percent / 100)}**", "", "", ""))
+    rows.append((f"**{words.WHOLE_MFU}**", f"**{percent(report.waterfall.mfu_percent / 100)}**", "", "", ""))
     cells = ((name, points, time, evidence, advice) for name, points, time, evidence, advice in rows)
     yield from markdown_table(("loss", "points of MFU", "time", "evidence", "what to try"), cells, "l11ll")
     yield from (f"{escaped(note)}\n" for note in report.waterfall.notes)

@@ -69,7 +69,5 @@ def _waterfall(report: RunReport) -> RenderableType:
         table.add_row(f"−{points_text(loss.points)}", Text(bar, style="yellow"), Text(one_line(loss.name)))
         left -= loss.points
     mfu = report.waterfall.mfu_percent
-    table.add_row(
-        percent(mfu / 100), Text("█" * round(_BAR_COLUMNS * mfu / 100), style="green"), "MFU of the whole run"
-    )
+    table.add_row(percent(mfu / 100), Text("█" * round(_BAR_COLUMNS * mfu / 100), style="green"), words.WHOLE_MFU)
     return Padding(table, (0, 2))

@@ -8,7 +8,7 @@ from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, 
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.reading import one_line
 from flopwatch.records.run import Provenance, RunStart
-from flopwatch.report.run_page.contents import RunReport
+from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
 
 NAMES = {
     "perf/mfu_percent": "MFU",
@@ -43,6 +43,7 @@ NO_WATERFALL = (
     "The waterfall from 100 % of the peak down to the MFU is not known, because the log has no peak, no FLOPs or no "
     "wall time."
 )
+WHOLE_MFU = "MFU of the whole run"
 _STATES = {
     "ended": "The run ended.",
     "stopped": "The run was stopped from the keyboard.",
@@ -129,6 +130,26 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     yield metric_text("training/loss", report.last("training/loss")), "newest loss"
     if report.goodput is not None:
         yield percent(report.goodput.share), f"goodput: {duration(report.goodput.productive_seconds)} productive"
+
+
+def warnings(report: RunReport) -> list[str]:
+    """What a reader must know before trusting the numbers."""
+    found = []
+    if report.torn_lines:
+        found.append(f"{plural(report.torn_lines, 'line')} of the log could not be read; the report does without them.")
+    for curve in report.curves.values():
+        if curve.broken_windows:
+            windows = plural(curve.broken_windows, "logging window")
+            where = f"in {windows}, first in the one that begins with step {curve.broken_at_step:,}"
+            found.append(f"The metric {metric_name(curve.key)} is nan or infinite {where}.")
+    if report.exactness.inexact_windows:
+        found.append(f"{exact_sentence(report)} The reasons are under Provenance.")
+    return found
+
+
+def user_keys(report: RunReport) -> list[str]:
+    """The metrics of the user that have a curve."""
+    return [key for key in report.curves if key not in MAIN_KEYS]
 
 
 def time_uses(report: RunReport) -> list[tuple[str, float]]:
