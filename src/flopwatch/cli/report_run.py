@@ -38,7 +38,7 @@ def report_run(
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
-    from flopwatch.report.run_page.contents import read_report
+    from flopwatch.report.run_page.collecting import read_report
 
     report = read_report(log)
     written += _write_files(report, html=html, md=md, output=output)

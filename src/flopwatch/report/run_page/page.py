@@ -40,7 +40,7 @@ def run_page(report: RunReport) -> str:
 
     Example:
         >>> from pathlib import Path
-        >>> from flopwatch.report.run_page.contents import read_report
+        >>> from flopwatch.report.run_page.collecting import read_report
         >>> Path("run.html").write_text(run_page(read_report("outputs")), encoding="utf-8")  # doctest: +SKIP
     """
     style = (Path(__file__).parent / "run.css").read_text(encoding="utf-8")
@@ -181,10 +181,8 @@ def _event_section(report: RunReport) -> Iterator[str]:
 
 def _event_cells(moment: Moment) -> tuple[str, ...]:
     first, last = moment.first_step, moment.last_step
-    if last is None:
-        where = UNKNOWN
-    else:
-        where = f"{last:,}" if first is None or first == last else f"{first:,}–{last:,}"
+    span = f"{first:,}–" if first is not None and first != last else ""
+    where = UNKNOWN if last is None else f"{span}{last:,}"
     times = (words.utc(moment.unix_time), duration(moment.seconds))
     return (moment.kind, where, *times, one_line(moment.words, _LONGEST))
 
@@ -254,8 +252,8 @@ def _sessions(report: RunReport) -> Iterator[tuple[str, ...]]:
 def _provenance_section(report: RunReport) -> Iterator[str]:
     yield '<section id="provenance"><h2>Provenance of the numbers</h2>'
     yield (
-        "<p>MFU is the number of model FLOPs of the timed steps, divided by their seconds, the peak of a device and the "
-        "number of devices. HFU also counts recomputation and padding. Warm-up steps are left out. "
+        "<p>MFU is the number of model FLOPs of the timed steps, divided by their seconds, by the peak of a device and "
+        "by the number of devices. HFU also counts recomputation and padding. Warm-up steps are left out. "
         f"{esc(words.exact_sentence(report))} <code>flopwatch explain</code> shows the division for any step.</p>"
     )
     if report.exactness.notes:
