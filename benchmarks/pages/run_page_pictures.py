@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwatch import TrainingMonitor
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+RUN = "runs/llm-demo"
 STEPS, KILLED_AFTER = 600, 330
 EVAL_EVERY, SAVE_EVERY = 100, 100
 SAMPLES, LENGTH, WORDS, WIDTH, LAYERS = 8, 96, 512, 192, 3
@@ -64,13 +65,13 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
 
 
-def train(folder: Path, kill_after: int | None) -> None:
-    """Train from the checkpoint in `folder`, if there is one; after `kill_after` steps the process kills itself."""
+def train(kill_after: int | None) -> None:
+    """Train from the checkpoint in this folder, if there is one; after `kill_after` steps the process kills itself."""
     torch.manual_seed(0)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    saved = folder / "checkpoint.pt"
-    with TrainingMonitor(folder / "llm-demo", model=model, log_every=10, total_steps=STEPS) as monitor:
+    saved = Path("checkpoint.pt")
+    with TrainingMonitor(RUN, model=model, log_every=10, total_steps=STEPS) as monitor:
         done = 0
         if saved.exists():
             state = torch.load(saved, weights_only=True)
@@ -135,16 +136,16 @@ def _draw(page: Path, picture: Path, width: int, height: int, scheme: str) -> Pa
 
 def main() -> None:
     if sys.argv[1:2] == ["--train"]:
-        train(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        train(int(sys.argv[2]) if len(sys.argv) > 2 else None)
         return
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="flopwatch-pictures-"))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    child = [sys.executable, __file__, "--train", str(folder)]
-    subprocess.run([*child, str(KILLED_AFTER)], check=False)
-    subprocess.run(child, check=True)
+    child = [sys.executable, str(Path(__file__).absolute()), "--train"]
+    subprocess.run([*child, str(KILLED_AFTER)], check=False, cwd=folder)
+    subprocess.run(child, check=True, cwd=folder)
     page = folder / "run.html"
-    command = [sys.executable, "-m", "flopwatch", "report", str(folder / "llm-demo"), "--html", str(page)]
+    command = [sys.executable, "-m", "flopwatch", "report", str(folder / RUN), "--html", str(page)]
     subprocess.run(command, check=True)
     for picture in photograph(page, "run-page"):
         print(f"{picture}: {picture.stat().st_size:,} bytes")

@@ -39,6 +39,12 @@ class RunLog:
     summary: Summary | None = None
     torn_lines: int = 0
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
+        from flopwatch.runs.notebook import log_table  # it needs the waterfall, which is made from this class
+
+        return log_table(self)
+
 
 class _RowLine(NamedTuple):
     """A row whose JSON is parsed only when it is needed."""

@@ -105,7 +105,7 @@ def _step_axis(x: LinearScale) -> str:
     ticks = [tick for tick in linear_ticks(x.low, x.high) if tick == round(tick)]
     parts = [svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
     parts += [svg.text(x(tick), _BOTTOM + 24, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
-    parts.append(svg.text(_LEFT - 6, _BOTTOM + 24, "step", anchor="end", style="title"))
+    parts.append(svg.text(_LEFT - 14, _BOTTOM + 24, "step", anchor="end", style="title"))
     return "".join(parts)
 
 

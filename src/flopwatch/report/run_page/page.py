@@ -52,7 +52,7 @@ def _header(report: RunReport) -> Iterator[str]:
     begun = f", {words.utc(report.starts[0].unix_time)} UTC" if report.starts else ""
     yield f"<header><h1><small>flopwatch run{esc(begun)}</small>{esc(words.title_of(report))}</h1>"
     yield f'<p class="soft">{esc(words.state_sentence(report))}</p></header>'
-    links = ["curves:Over time", "waterfall:Waterfall", "time:Wall time", "events:Events"]
+    links = ["waterfall:Waterfall", "time:Wall time", "curves:Over time", "events:Events"]
     links += ["ranks:Ranks"] if _has_ranks(report) else []
     links += ["memory:Memory", "where:What ran where", "provenance:Provenance"]
     yield "<nav>" + "".join('<a href="#{}">{}</a>'.format(*link.split(":")) for link in links) + "</nav>"
@@ -63,9 +63,11 @@ def _sections(report: RunReport) -> Iterator[str]:
     drawn = "".join(f'<div class="tile"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in tiles)
     yield f'<div class="tiles">{drawn}</div>'
     yield from (f'<div class="warn">{esc(text)}</div>' for text in words.warnings(report)[:MOST_WARNINGS])
-    yield from _curve_section(report)
+    yield '<div class="pair">'
     yield from waterfall_section(report.waterfall)
     yield from _time_section(report)
+    yield "</div>"
+    yield from _curve_section(report)
     yield from _event_section(report)
     if _has_ranks(report):
         yield from _rank_section(report)

@@ -65,7 +65,8 @@ def _waterfall(report: RunReport) -> RenderableType:
     table.add_row("100 %", Text("█" * _BAR_COLUMNS, style="bright_black"), "peak of the devices")
     for loss in report.waterfall.losses:
         start, end = (round(_BAR_COLUMNS * share / 100) for share in (left - loss.points, left))
-        bar = " " * start + "▒" * max(end - start, 0)
+        start = min(start, _BAR_COLUMNS - 1)
+        bar = " " * start + ("▒" * (end - start) if end > start else "▏")
         table.add_row(f"−{points_text(loss.points)}", Text(bar, style="yellow"), Text(one_line(loss.name)))
         left -= loss.points
     mfu = report.waterfall.mfu_percent
