@@ -100,7 +100,7 @@ def utc(unix_time: float | None) -> str:
 
 def title_of(report: RunReport) -> str:
     """The run's folder as the run itself named it."""
-    return one_line(str(report.start.output_dir), _LONGEST) if report.start else report.log
+    return one_line(str(report.start.output_dir), _LONGEST) if report.start else one_line(report.log, _LONGEST)
 
 
 def state_sentence(report: RunReport) -> str:
@@ -231,4 +231,4 @@ def peak_text(record: Provenance | None) -> str:
     devices = f" × {record.device_count:,} devices" if record.device_count != 1 else ""
     named = ", ".join(str(peak[name]) for name in ("device", "dtype") if peak.get(name))
     source = f"; source: {peak.get('source')} ({peak.get('kind')}, confidence {peak.get('confidence')})"
-    return f"{value}{devices}, {named}{source}"
+    return one_line(f"{value}{devices}, {named}{source}", 2 * _LONGEST)
