@@ -1,7 +1,7 @@
 """Collect what the report of a run contains, in one pass over its log and in bounded memory."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
 from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
-from flopwatch.records.trace import TraceSplit
 from flopwatch.report.run_page.contents import MAIN_KEYS, Exactness, Kind, Moment, RunReport
 from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Point
 from flopwatch.runs.log_file import find_log
@@ -29,19 +28,19 @@ _LEAST_SECONDS = 1e-9
 """A smaller growth of a sum of seconds is a rounding error."""
 
 
-def read_report(run_dir: str | Path, traces: Sequence[TraceSplit] = ()) -> RunReport:
-    """Read what the report of a run shows from its log, given the run's folder or the log.
+def read_report(run_dir: str | Path, make_waterfall: Callable[[RunLog], Waterfall | None] = waterfall_of) -> RunReport:
+    """Read what the report of a run shows from its log.
 
     Args:
         run_dir: The folder of the run, or its log.
-        traces: What was read from profiler traces of the run, for the waterfall.
+        make_waterfall: Makes the waterfall from a log that has only its newest row; by default without traces.
 
     Raises:
         InputError: There is no log, or it is not the log of a run.
     """
     collector = _Collector()
     log = read_log(find_log(run_dir), collector.take)
-    return report_of(log, collector, waterfall_of(log, tuple(traces)))
+    return report_of(log, collector, make_waterfall(log))
 
 
 def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None) -> RunReport:
