@@ -231,14 +231,6 @@ class _Collector:
         return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
 
 
-def collect(log: RunLog, waterfall: Waterfall | None = None) -> RunReport:
-    """The report of a log that is in memory."""
-    collector = _Collector()
-    for row in reversed(log.rows):
-        collector.take(row)
-    return report_of(log, collector, waterfall)
-
-
 def _noticed(notice: Notice) -> Moment:
     return Moment("notice", notice.step, notice.step, words=f"{notice.code}: {notice.message}", level=notice.level)
 
