@@ -7,7 +7,7 @@ import pytest
 from flopwatch.report.run_page.collecting import MOST_MOMENTS, read_report
 from flopwatch.report.run_page.curves import MOST_POINTS
 from flopwatch.report.run_page.page import run_page
-from pages.long_run_log import CHECKPOINT_EVERY_STEPS, EVAL_EVERY_STEPS, write_long_run
+from testbeds.long_run_log import CHECKPOINT_EVERY_STEPS, EVAL_EVERY_STEPS, write_long_run
 
 MOST_BYTES = 2_000_000
 

@@ -70,6 +70,21 @@ class Scale(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
+class LinearScale(NamedTuple):
+    """An axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        if self.high <= self.low:
+            return (self.start + self.end) / 2
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
 def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
     """Make a logarithmic scale with margins of factor `room`. It spans at least the factor `least`, so it has ticks."""
     low, high = min(values) / room, max(values) * room
@@ -103,10 +118,24 @@ def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return within[:: max(1, ceil(len(within) / at_most))]
 
 
+def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
+    """Return round values from `low` to `high`.
+
+    >>> linear_ticks(0, 42), linear_ticks(1.93, 2.02)
+    ([0.0, 10.0, 20.0, 30.0, 40.0], [1.94, 1.96, 1.98, 2.0, 2.02])
+    """
+    if high <= low:
+        return [low]
+    power = 10.0 ** floor(log10((high - low) / at_most))
+    size = next(size for size in (power, 2 * power, 5 * power, 10 * power) if (high - low) / size <= at_most)
+    first, last = ceil(low / size - 1e-9), floor(high / size + 1e-9)
+    return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
+
+
 def axes(
     left: float,
     right: float,
-    y: Callable[[float], float],
+    y: Scale | LinearScale,
     ticks: Sequence[float],
     tick_text: Callable[[float], str],
 ) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil
 from typing import NamedTuple
 
 from flopwatch.number_format import count, duration, percent, plural
@@ -21,21 +21,6 @@ _SPIKE_FACTOR = 3.0
 """The axis of the step time ends at this many times the ordinary values, so that one stall does not flatten them."""
 _LONGEST_NAME = 50
 KINDS: tuple[Kind, ...] = ("evaluation", "checkpoint", "restart", "notice")
-
-
-class LinearScale(NamedTuple):
-    """An axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        if self.high <= self.low:
-            return (self.start + self.end) / 2
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +42,10 @@ def line_chart(
     title: str, curves: Sequence[Curve], steps: tuple[int, int], moments: Sequence[Moment], style: ChartStyle
 ) -> str:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
-    x = LinearScale(steps[0], steps[1], _LEFT, _RIGHT)
+    x = svg.LinearScale(steps[0], steps[1], _LEFT, _RIGHT)
     points = [point for curve in curves for point in curve.points]
     y, over = _value_scale(points, style)
-    ticks = linear_ticks(y.low, y.high)
+    ticks = svg.linear_ticks(y.low, y.high)
     parts = [
         svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: style.write(tick) if tick else "0"),
         _step_axis(x),
@@ -74,21 +59,7 @@ def line_chart(
     return svg.figure(title, remark, "".join(parts), WIDTH, _HEIGHT, legend)
 
 
-def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
-    """Return round values from `low` to `high`.
-
-    >>> linear_ticks(0, 42), linear_ticks(1.93, 2.02)
-    ([0.0, 10.0, 20.0, 30.0, 40.0], [1.94, 1.96, 1.98, 2.0, 2.02])
-    """
-    if high <= low:
-        return [low]
-    power = 10.0 ** floor(log10((high - low) / at_most))
-    size = next(size for size in (power, 2 * power, 5 * power, 10 * power) if (high - low) / size <= at_most)
-    first, last = ceil(low / size - 1e-9), floor(high / size + 1e-9)
-    return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
-
-
-def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[LinearScale, int]:
+def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:
     """The scale of the values, and how many points are above it."""
     low = min(point.low for point in points)
     high = max(point.high for point in points)
@@ -97,12 +68,12 @@ def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[LinearScal
         high = _SPIKE_FACTOR * ordinary / 2
     low = min(low, 0.0) if style.from_zero else low
     room = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
-    scale = LinearScale(low if style.from_zero else low - room, high + room, _BOTTOM, _TOP)
+    scale = svg.LinearScale(low if style.from_zero else low - room, high + room, _BOTTOM, _TOP)
     return scale, sum(point.high > scale.high for point in points)
 
 
-def _step_axis(x: LinearScale) -> str:
-    ticks = [tick for tick in linear_ticks(x.low, x.high) if tick == round(tick)]
+def _step_axis(x: svg.LinearScale) -> str:
+    ticks = [tick for tick in svg.linear_ticks(x.low, x.high) if tick == round(tick)]
     parts = [svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
     parts += [svg.text(x(tick), _BOTTOM + 24, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
     parts.append(svg.text(_LEFT - 14, _BOTTOM + 24, "step", anchor="end", style="title"))
@@ -117,7 +88,7 @@ def _middle(point: Point) -> float:
     return (point.first_step + point.last_step) / 2
 
 
-def _area(points: Sequence[Point], x: LinearScale, y: LinearScale, kind: int) -> str:
+def _area(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind: int) -> str:
     if all(point.low == point.high for point in points):
         return ""
     above = [f"{x(_middle(point)):.1f} {y(point.high):.1f}" for point in points]
@@ -125,7 +96,7 @@ def _area(points: Sequence[Point], x: LinearScale, y: LinearScale, kind: int) ->
     return f'<path class="area k{kind}" d="M{"L".join(above + below)}z"/>'
 
 
-def _line(points: Sequence[Point], x: LinearScale, y: LinearScale, kind: int) -> str:
+def _line(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind: int) -> str:
     if len(points) == 1:
         return svg.marker(kind, x(_middle(points[0])), y(points[0].mean), "")
     places = [f"{x(_middle(point)):.1f} {y(point.mean):.1f}" for point in points]
@@ -133,7 +104,7 @@ def _line(points: Sequence[Point], x: LinearScale, y: LinearScale, kind: int) ->
     return f'<path class="l k{kind}{dash}" d="M{"L".join(places)}"/>' if places else ""
 
 
-def _marks(moments: Sequence[Moment], x: LinearScale) -> Iterator[str]:
+def _marks(moments: Sequence[Moment], x: svg.LinearScale) -> Iterator[str]:
     """Evaluations and checkpoints as ticks below the axis, restarts as lines, notices as triangles at the top."""
     for kind, rise in (("checkpoint", 4), ("evaluation", 4)):
         placed = [x(moment.step) for moment in moments if moment.kind == kind and moment.step is not None]
@@ -156,7 +127,7 @@ def _triangle(x: float, y: float, moment: Moment) -> str:
     return f'<path class="notice {level}" d="{shape}"{svg.tipped(moment_words(moment))}/>'
 
 
-def _tips(curves: Sequence[Curve], x: LinearScale, style: ChartStyle) -> Iterator[str]:
+def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Iterator[str]:
     """Strips without colour that show the values of the steps below the pointer."""
     most = max((len(curve.points) for curve in curves), default=0)
     size = ceil(most / MOST_TIPS)
@@ -207,7 +178,7 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 def moment_chart(moments: Sequence[Moment], steps: tuple[int, int]) -> str:
     """Draw one lane for each kind of moment, over the steps of the run."""
-    x = LinearScale(steps[0], steps[1], 84.0, _RIGHT)
+    x = svg.LinearScale(steps[0], steps[1], 84.0, _RIGHT)
     kinds = [kind for kind in KINDS if any(moment.kind == kind and moment.step is not None for moment in moments)]
     parts = []
     for place, kind in enumerate(kinds):
@@ -220,7 +191,7 @@ def moment_chart(moments: Sequence[Moment], steps: tuple[int, int]) -> str:
             if moment.kind == kind and moment.step is not None
         ]
     bottom = 28.0 * len(kinds) + 16
-    ticks = [tick for tick in linear_ticks(x.low, x.high) if tick == round(tick)]
+    ticks = [tick for tick in svg.linear_ticks(x.low, x.high) if tick == round(tick)]
     parts += [svg.text(x(tick), bottom, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
     parts.append(svg.text(76, bottom, "step", anchor="end", style="title"))
     return svg.figure("What happened when", "", "".join(parts), WIDTH, bottom + 10)

@@ -222,8 +222,8 @@ class _Collector:
             yield _noticed(notice)
 
     def exactness(self) -> Exactness:
-        counts = [self._exact[state] for state in (True, False, None)]
-        return Exactness(*counts, dict(self._notes.most_common(MOST_NOTES)))
+        counts = self._exact
+        return Exactness(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
 
     def curves(self) -> dict[str, Curve]:
         order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]

@@ -62,13 +62,13 @@ def _waterfall(report: RunReport) -> Iterator[str]:
             escaped(loss.name),
             f"−{points_text(loss.points)}",
             duration(loss.seconds),
-            *map(escaped, (loss.evidence, loss.advice)),
+            escaped(loss.evidence),
+            escaped(loss.advice),
         )
         for loss in report.waterfall.losses
     ]
     rows.append((f"**{words.WHOLE_MFU}**", f"**{percent(report.waterfall.mfu_percent / 100)}**", "", "", ""))
-    cells = ((name, points, time, evidence, advice) for name, points, time, evidence, advice in rows)
-    yield from markdown_table(("loss", "points of MFU", "time", "evidence", "what to try"), cells, "l11ll")
+    yield from markdown_table(("loss", "points of MFU", "time", "evidence", "what to try"), rows, "l11ll")
     yield from (f"{escaped(note)}\n" for note in report.waterfall.notes)
 
 

@@ -1,6 +1,6 @@
 """Write the log of a training of ten days that never ran: a million steps in twenty thousand logging windows.
 
-    python benchmarks/pages/long_run_log.py RUN_DIR [STEPS]
+    python testbeds/long_run_log.py RUN_DIR [STEPS]
 
 It has evaluations, checkpoints, three restarts, notices, spikes of the step time, and a ledger that adds up. With
 `make_run_log.py` of the tests a million steps would take minutes.
