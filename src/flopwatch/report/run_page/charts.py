@@ -240,12 +240,12 @@ def points_text(points: float) -> str:
 
 def bar_chart(title: str, remark: str, bars: Sequence[Bar]) -> str:
     parts = []
-    row = 31.0
+    row = 33.0
     for place, bar in enumerate(bars):
         top = 2 + row * place
         left = 4 + 4.52 * min(max(bar.start, 0.0), 100.0)
         width = max(4.52 * (min(bar.end, 100.0) - max(bar.start, 0.0)), 1.5)
-        box = f'y="{top + 15:.1f}" height="10"'
+        box = f'y="{top + 17:.1f}" height="10"'
         parts.append(f'<rect class="track" x="4" width="452" {box} rx="2"/>')
         parts.append(f'<rect class="fill {bar.style}" x="{left:.1f}" width="{width:.1f}" {box} rx="2"/>')
         parts.append(svg.text(4, top + 11, one_line(bar.name, _LONGEST_NAME), style="val"))
