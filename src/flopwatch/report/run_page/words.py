@@ -41,7 +41,7 @@ USES = {
 }
 NO_WATERFALL = (
     "The waterfall from 100 % of the peak down to the MFU is not known, because the log has no peak, no FLOPs or no "
-    "wall time."
+    "wall time, or because an earlier version of flopwatch wrote it."
 )
 WHOLE_MFU = "MFU of the whole run"
 _STATES = {
@@ -104,7 +104,7 @@ def title_of(report: RunReport) -> str:
 
 
 def state_sentence(report: RunReport) -> str:
-    cause = f" {one_line(report.ended_by, _LONGEST)}" if report.ended_by else ""
+    cause = f" {one_line(report.ended_by, _LONGEST).rstrip('.')}." if report.ended_by else ""
     planned = report.start.total_steps if report.start else None
     of_planned = f" of {planned:,} planned" if isinstance(planned, int) else ""
     done = f"{report.steps:,}{of_planned} steps" if report.steps != 1 or of_planned else "1 step"
