@@ -1,4 +1,4 @@
-"""`flopwatch report`: prints the results of a sweep, writes them to files, or logs them to W&B or MLflow."""
+"""`flopwatch report`: prints the report of a sweep or of a run, writes it to files, or logs it to W&B or MLflow."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,19 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag
+from flopwatch.cli.report_run import STANDARD_OUTPUT, refuse_options_of_sweeps, report_run, say_written, write_bytes
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from flopwatch.report.capture import Capture
     from flopwatch.report.records import SweepSummary
 
 
 def report(
-    directory: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep; with --csv also of a run.")
-    ] = None,
+    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep or of a run.")] = None,
     logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
     html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
     md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
@@ -35,7 +32,11 @@ def report(
     ] = None,
     metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
 ) -> None:
-    """Print the results of a sweep: the best configuration, memory, time and MFU of each trainer, and failures."""
+    """Print the report of a sweep or of a run, or write it as a page.
+
+    Of a sweep: the best configuration, memory, time and MFU of each trainer, and failures. Of a run: MFU, where the
+    rest of the peak and the wall time went, and how the numbers were found.
+    """
     from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.summary import summarise
@@ -44,15 +45,16 @@ def report(
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
     refuse_unusable(wandb, mlflow)
     folder = _sweep_folder(directory, logs_dir)
-    if csv is not None and (log := _log_of_run(folder)) is not None:
-        _write_rows_of_run(log, csv)
+    if (log := _log_of_run(folder)) is not None:
+        refuse_options_of_sweeps(log, parquet=parquet, metric=metric, wandb=wandb, mlflow=mlflow)
+        report_run(log, html=html, md=md, as_json=as_json, output=output, csv=csv)
         return
     capture = capture_sweep(folder)
     written = write_tables(capture, csv, parquet)
     is_printed = STANDARD_OUTPUT in (csv, parquet)
     is_logged = wandb is not None or mlflow is not None
     if (written or is_printed or is_logged) and not (html or md or output or as_json or metrics):
-        _say_written(written, err=is_printed)
+        say_written(written, err=is_printed)
         if is_logged:
             log_capture(capture, wandb, mlflow)
         return
@@ -69,45 +71,28 @@ def report(
 
         console = Console(highlight=False)
         console.print(draw_report(summary, metrics, console.width))
-    _say_written(written, err=as_json or is_printed)
+    say_written(written, err=as_json or is_printed)
     if is_logged:
         log_capture(capture, wandb, mlflow)
 
 
 def _log_of_run(folder: Path) -> Path | None:
     """The log, if the folder is that of a monitored run and not of a sweep."""
+    from flopwatch.records.reading import listed
     from flopwatch.records.sweep_results import is_sweep_folder
-    from flopwatch.runs.log_file import NoLogError, find_log
+    from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 
-    try:
-        return None if is_sweep_folder(folder) else find_log(folder)
-    except NoLogError:
+    if folder.is_dir() and is_sweep_folder(folder):
         return None
-
-
-def _write_rows_of_run(log: Path, path: str) -> None:
-    """Write the rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
-    import csv
-    import io
-
-    from flopwatch.runs.reading import read_log
-
-    rows = read_log(log).rows
-    metrics = list(dict.fromkeys(key for row in rows for key in row.values))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", "unix_time", "exact", *metrics])
-    for row in rows:
-        writer.writerow([row.step, row.unix_time, row.exact, *(row.values.get(key, "") for key in metrics)])
-    if path == STANDARD_OUTPUT:
-        typer.echo(text.getvalue(), nl=False)
-    else:
-        _say_written([_write(path, text.getvalue().encode())], err=False)
-
-
-def _say_written(paths: "Iterable[str]", *, err: bool) -> None:
-    for path in paths:
-        typer.echo(f"Written: {path}", err=err)
+    try:
+        return find_log(folder)
+    except NoLogError:
+        below = listed(sorted(map(str, runs_below(folder))))
+        raise InputError(
+            f"{str(folder)!r} is not the folder of a sweep and has no log of a run: name the folder that "
+            "`flopwatch sweep` wrote, or the output_dir of a TrainingMonitor"
+            + (f"; there are logs in {below}" if below else "")
+        ) from None
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
@@ -116,8 +101,10 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     if (directory is None) == (logs_dir is None):
         raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
     folder = Path(directory or logs_dir or "").expanduser()
+    if folder.is_file():
+        return folder
     if not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is not a folder; name the folder that `flopwatch sweep` wrote")
+        raise InputError(f"{str(folder)!r} is not a folder; name the folder of a run, or that `flopwatch sweep` wrote")
     # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
     return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
@@ -141,23 +128,12 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
     if html is not None:
         from flopwatch.report.html_page.page import report_page
 
-        written.append(_write(html, report_page(summary).encode("utf-8")))
+        written.append(write_bytes(html, report_page(summary).encode("utf-8")))
     if md is not None:
-        written.append(_write(md, report_markdown(summary).encode("utf-8")))
+        written.append(write_bytes(md, report_markdown(summary).encode("utf-8")))
     if output is not None:
-        written.append(_write(output, f"{report_json(summary)}\n".encode()))
+        written.append(write_bytes(output, f"{report_json(summary)}\n".encode()))
     return written
-
-
-def _write(path: str, content: bytes) -> str:
-    try:
-        Path(path).expanduser().write_bytes(content)
-    except OSError as error:
-        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
-    return path
-
-
-STANDARD_OUTPUT = "-"
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
@@ -192,4 +168,4 @@ def write_file(path: str, content: bytes) -> str:
     if path == STANDARD_OUTPUT:
         typer.echo(content, nl=False)
         return path
-    return _write(path, content)
+    return write_bytes(path, content)

@@ -5,7 +5,7 @@ training script. A session that resumes after step N replaces all later steps of
 not resume starts a new run, so everything before it belongs to another run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -39,6 +39,12 @@ class RunLog:
     summary: Summary | None = None
     torn_lines: int = 0
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
+        from flopwatch.runs.notebook import log_table  # it needs the waterfall, which is made from this class
+
+        return log_table(self)
+
 
 class _RowLine(NamedTuple):
     """A row whose JSON is parsed only when it is needed."""
@@ -67,13 +73,18 @@ class _Torn(NamedTuple):
 _Found: TypeAlias = Record | _RowLine | _Torn
 
 
-def read_log(path: str | Path) -> RunLog:
+def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     """Read all records of the last run in a log. For a log of gigabytes use `read_around` or `rows_from_end`.
+
+    Args:
+        path: The log file.
+        reduce_row: Is called with each row, the newest first, and returns what the result has in its place, or None
+            for nothing. With it the memory need not grow with the length of the log.
 
     Raises:
         InputError: The file is not the log of a run, or a newer version of flopwatch wrote it.
     """
-    return _as_log(Path(path), _current_run(Path(path)))
+    return _as_log(Path(path), _current_run(Path(path)), reduce_row)
 
 
 def read_around(path: str | Path, step: int | None = None) -> RunLog:
@@ -174,12 +185,14 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
     yield from dict.fromkeys(chosen)
 
 
-def _as_log(path: Path, found: Iterable[_Found]) -> RunLog:
+def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     records: list[Record] = []
     torn = 0
     for item in found:
         try:
-            records.extend(_records_of(item))
+            for record in _records_of(item):
+                kept = reduce_row(record) if reduce_row is not None and isinstance(record, Row) else record
+                records += [] if kept is None else [kept]
         except TornLineError:
             torn += 1
     if not records:

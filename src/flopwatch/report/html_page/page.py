@@ -1,8 +1,6 @@
 """Write the report as one HTML page, which loads no other files. All text from trials is escaped."""
 
-import hashlib
 import json
-from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,36 +10,19 @@ from flopwatch.number_format import UNKNOWN, byte_size, duration, percent
 from flopwatch.records.reading import plain
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report import contents
+from flopwatch.report.html_page.frame import whole_page
 from flopwatch.report.html_page.group import group_section
 from flopwatch.report.html_page.svg import COLOURS, esc
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
-from flopwatch.version import __version__
 
 DETAILED_GROUPS = 12
 MOST_WARNINGS = 20
 
 
 def report_page(summary: SweepSummary) -> str:
-    folder = Path(__file__).parent
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    script = (folder / "page.js").read_text(encoding="utf-8")
-    colours = trainer_colours(summary)
-    title = f"Sweep {summary.name}"
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{esc(title)}</title><style>{style}</style></head><body>",
-            *_header(summary),
-            "<main>",
-            *_sections(summary, colours),
-            "</main>",
-            f"<footer>flopwatch {esc(__version__)}, from {esc(summary.folder)}. The page loads no files.</footer>",
-            f"<script>{script}</script></body></html>\n",
-        ]
-    )
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    sections = _sections(summary, trainer_colours(summary))
+    return whole_page(f"Sweep {summary.name}", _header(summary), sections, summary.folder, script=script)
 
 
 def trainer_colours(summary: SweepSummary) -> dict[str, int]:
@@ -51,14 +32,6 @@ def trainer_colours(summary: SweepSummary) -> dict[str, int]:
     others = [name for name in names if name not in fixed]
     is_free = not any(name in fixed for name in names)
     return fixed | {name: place if is_free else place + len(fixed) for place, name in enumerate(others)}
-
-
-def _policy(script: str) -> str:
-    """Return a Content-Security-Policy that forbids loading other files and running any script but this one."""
-    own = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _header(summary: SweepSummary) -> Iterator[str]:

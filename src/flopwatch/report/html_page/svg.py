@@ -70,6 +70,21 @@ class Scale(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
+class LinearScale(NamedTuple):
+    """An axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        if self.high <= self.low:
+            return (self.start + self.end) / 2
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
 def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
     """Make a logarithmic scale with margins of factor `room`. It spans at least the factor `least`, so it has ticks."""
     low, high = min(values) / room, max(values) * room
@@ -103,18 +118,38 @@ def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return within[:: max(1, ceil(len(within) / at_most))]
 
 
-def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
+def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
+    """Return round values from `low` to `high`.
+
+    >>> linear_ticks(0, 42), linear_ticks(1.93, 2.02)
+    ([0.0, 10.0, 20.0, 30.0, 40.0], [1.94, 1.96, 1.98, 2.0, 2.02])
+    """
+    if high <= low:
+        return [low]
+    power = 10.0 ** floor(log10((high - low) / at_most))
+    size = next(size for size in (power, 2 * power, 5 * power, 10 * power) if (high - low) / size <= at_most)
+    first, last = ceil(low / size - 1e-9), floor(high / size + 1e-9)
+    return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
+
+
+def axes(
+    left: float,
+    right: float,
+    y: Scale | LinearScale,
+    ticks: Sequence[float],
+    tick_text: Callable[[float], str],
+) -> str:
     """Draw a horizontal grid line with its label for each tick of the y axis."""
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)
 
 
-def figure(title: str, remark: str, drawing: str, width: float, height: float) -> str:
+def figure(title: str, remark: str, drawing: str, width: float, height: float, legend: str = "") -> str:
     small = f" <small>{esc(remark)}</small>" if remark else ""
     label = esc(f"{title} {remark}".strip())
     return (
-        f"<figure><figcaption>{esc(title)}{small}</figcaption>"
+        f"<figure><figcaption>{esc(title)}{small}{legend}</figcaption>"
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}">{drawing}</svg></figure>'
     )
 

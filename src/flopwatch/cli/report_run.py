@@ -1,0 +1,105 @@
+"""`flopwatch report` for the folder of a run: its page, Markdown, JSON, the rows as CSV, or a short form as text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from flopwatch.errors import InputError
+
+if TYPE_CHECKING:
+    from flopwatch.report.run_page.contents import RunReport
+
+STANDARD_OUTPUT = "-"
+
+
+def refuse_options_of_sweeps(log: Path, **given: str | None) -> None:
+    """Raise an error if an option was given that only the report of a sweep has."""
+    wrong = [f"--{name}" for name, value in given.items() if value is not None]
+    if wrong:
+        raise InputError(
+            f"{str(log)!r} is the log of a run, and {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for "
+            "sweeps only; for a run use --html, --md, --json, --output or --csv"
+        )
+
+
+def report_run(
+    log: Path, *, html: str | None, md: str | None, as_json: bool, output: str | None, csv: str | None
+) -> None:
+    """Write the asked files of a run's report, and print JSON or, if nothing else was asked, the short form."""
+    is_csv_printed = csv == STANDARD_OUTPUT
+    written = []
+    if csv is not None:
+        content = rows_as_csv(log)
+        if is_csv_printed:
+            typer.echo(content, nl=False)
+        else:
+            written.append(write_bytes(csv, content.encode()))
+        if not (html or md or output or as_json):
+            say_written(written, err=False)
+            return
+    from flopwatch.report.run_page.collecting import read_report
+
+    report = read_report(log)
+    written += _write_files(report, html=html, md=md, output=output)
+    if as_json:
+        from flopwatch.report.run_page.exports import run_json
+
+        typer.echo(run_json(report))
+    elif not written and not is_csv_printed:
+        _print_short_form(report)
+    say_written(written, err=as_json or is_csv_printed)
+
+
+def _print_short_form(report: "RunReport") -> None:
+    from rich.console import Console
+
+    from flopwatch.report.run_page.terminal import draw_run
+
+    Console(highlight=False).print(draw_run(report))
+
+
+def _write_files(report: "RunReport", *, html: str | None, md: str | None, output: str | None) -> list[str]:
+    from flopwatch.report.run_page.exports import run_json, run_markdown
+
+    written = []
+    if html is not None:
+        from flopwatch.report.run_page.page import run_page
+
+        written.append(write_bytes(html, run_page(report).encode("utf-8")))
+    if md is not None:
+        written.append(write_bytes(md, run_markdown(report).encode("utf-8")))
+    if output is not None:
+        written.append(write_bytes(output, f"{run_json(report)}\n".encode()))
+    return written
+
+
+def rows_as_csv(log: Path) -> str:
+    """The rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
+    import csv
+    import io
+
+    from flopwatch.runs.reading import read_log
+
+    rows = read_log(log).rows
+    metrics = list(dict.fromkeys(key for row in rows for key in row.values))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "unix_time", "exact", *metrics])
+    for row in rows:
+        writer.writerow([row.step, row.unix_time, row.exact, *(row.values.get(key, "") for key in metrics)])
+    return text.getvalue()
+
+
+def say_written(paths: list[str], *, err: bool) -> None:
+    for path in paths:
+        typer.echo(f"Written: {path}", err=err)
+
+
+def write_bytes(path: str, content: bytes) -> str:
+    """Write a file that the user named. Returns the path."""
+    try:
+        Path(path).expanduser().write_bytes(content)
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
+    return path

@@ -1,0 +1,274 @@
+"""Collect what the report of a run contains, in one pass over its log and in bounded memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from flopwatch.records.metrics import METRICS, find_metric, goodput_of
+from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
+from flopwatch.report.run_page.contents import MAIN_KEYS, Exactness, Kind, Moment, RunReport
+from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Point
+from flopwatch.runs.log_file import find_log
+from flopwatch.runs.reading import RunLog, read_log
+from flopwatch.runs.state import is_gone, is_running
+from flopwatch.runs.waterfall import Waterfall, seconds_of, waterfall_of
+
+MOST_USER_CURVES = 12
+USER_CURVE_POINTS = 200
+MOST_MOMENTS = 200
+"""Of each kind; if there are more, they are thinned evenly, and the newest notices are kept."""
+MOST_NOTES = 20
+MOST_VALUES = 200
+
+_PHASES: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}
+_LEAST_SECONDS = 1e-9
+"""A smaller growth of a sum of seconds is a rounding error."""
+
+
+def read_report(run_dir: str | Path, make_waterfall: Callable[[RunLog], Waterfall | None] = waterfall_of) -> RunReport:
+    """Read what the report of a run shows from its log.
+
+    Args:
+        run_dir: The folder of the run, or its log.
+        make_waterfall: Makes the waterfall from a log that has only its newest row; by default without traces.
+
+    Raises:
+        InputError: There is no log, or it is not the log of a run.
+    """
+    collector = _Collector()
+    log = read_log(find_log(run_dir), collector.take)
+    return report_of(log, collector, make_waterfall(log))
+
+
+def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None) -> RunReport:
+    collector.finish(log)
+    moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
+    seconds = seconds_of(log) or collector.seconds
+    ends = [record.unix_time for record in (log.summary, *log.starts[-1:]) if record is not None]
+    return RunReport(
+        log=str(log.path),
+        state=_state(log),
+        ended_by=log.summary.ended_by if log.summary else None,
+        starts=log.starts,
+        first_step=collector.first_step,
+        last_step=collector.last_step,
+        steps=collector.steps,
+        windows=collector.windows,
+        last_unix_time=max([*ends, *([collector.last_unix_time] if collector.last_unix_time else [])], default=None),
+        wall_seconds=seconds.get("wall"),
+        curves=collector.curves(),
+        values=collector.values,
+        moments=tuple(_thinned(moments)),
+        moment_counts=Counter(moment.kind for moment in moments),
+        goodput=goodput_of(seconds),
+        waterfall=waterfall,
+        stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
+        exactness=collector.exactness(),
+        provenances=_changes(log.provenances),
+        torn_lines=log.torn_lines,
+        left_out=tuple(collector.left_out),
+    )
+
+
+def _state(log: RunLog) -> str:
+    if log.summary is not None:
+        if log.summary.ended_by is None:
+            return "ended"
+        return "stopped" if log.summary.ended_by.startswith("KeyboardInterrupt") else "failed"
+    process = log.starts[-1].environment.get("process", {}) if log.starts else {}
+    if is_running(process):
+        return "running"
+    return "killed" if is_gone(process) else "running or killed"
+
+
+def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
+    """The records that differ from the one before; a resumed session writes its record again."""
+    changed: list[Provenance] = []
+    for record in provenances:
+        if not changed or replace(record, step=changed[-1].step) != changed[-1]:
+            changed.append(record)
+    return tuple(changed)
+
+
+def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
+    kinds: dict[str, list[Moment]] = {}
+    for moment in moments:
+        kinds.setdefault(moment.kind, []).append(moment)
+    for kind, found in kinds.items():
+        spacing = -(-len(found) // MOST_MOMENTS)
+        yield from found[-MOST_MOMENTS:] if kind == "notice" else found[::spacing]
+
+
+def _seconds(record: Row | Summary | None) -> dict[str, float]:
+    """Time by use since the first start, as of a record; empty if the record does not have it."""
+    if record is None:
+        return {}
+    if isinstance(record, Row) and record.ledger.get("seconds"):
+        return dict(record.ledger["seconds"])
+    start, end = "time/", "_seconds"
+    times = {key: value for key, value in record.values.items() if key.startswith(start) and key.endswith(end)}
+    return {key.removeprefix(start).removesuffix(end): float(value) for key, value in times.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """The steps of a window that are timed and not warm-up, and their time."""
+
+    steps: int
+    seconds: float
+    shortest: float
+    longest: float
+
+
+class _Collector:
+    """Takes the rows of a log, newest first, and keeps what the report needs of them."""
+
+    def __init__(self) -> None:
+        self.windows = 0
+        self.steps = 0
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+        self.last_unix_time: float | None = None
+        self.seconds: dict[str, float] = {}
+        self.values: dict[str, tuple[Number, int]] = {}
+        self.stragglers: Counter[int] = Counter()
+        self.left_out: dict[str, None] = {}
+        self._makers: dict[str, CurveMaker] = {}
+        self._later: tuple[int, float, dict[str, float]] | None = None
+        self._phases: list[Moment] = []
+        self._exact: Counter[bool | None] = Counter()
+        self._notes: Counter[str] = Counter()
+
+    def take(self, row: Row) -> Row | None:
+        """Add a row; returns it if it is the newest, which the waterfall needs."""
+        numbers = row.steps.get("step") or (row.step,)
+        self.windows += 1
+        self.steps = max(self.steps, row.steps_done)
+        self.first_step = numbers[0]
+        self.last_step = self.last_step if self.last_step is not None else row.step
+        self.last_unix_time = self.last_unix_time or row.unix_time
+        self._add_points(row, numbers)
+        self._compare_times(row)
+        self._add_reasons(row)
+        return row if self.windows == 1 else None
+
+    def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
+        timed = _timed(row)
+        for key, value in row.values.items():
+            if len(self.values) < MOST_VALUES or key in METRICS:
+                self.values.setdefault(key, (value, row.step))
+            maker = self._maker(key)
+            if maker is None or not isinstance(value, int | float):
+                continue
+            low, high = _extremes(key, row, value, timed)
+            weight = _weight(key, timed, len(numbers))
+            maker.add(Point(numbers[0], row.step, row.unix_time, low, value, high, weight))
+
+    def _maker(self, key: str) -> CurveMaker | None:
+        if key in self._makers:
+            return self._makers[key]
+        if key in MAIN_KEYS:
+            self._makers[key] = CurveMaker(key, MOST_POINTS)
+        elif not _is_of_user(key):
+            return None
+        elif sum(_is_of_user(name) for name in self._makers) >= MOST_USER_CURVES:
+            if len(self.left_out) < MOST_VALUES:
+                self.left_out.setdefault(key)
+            return None
+        else:
+            self._makers[key] = CurveMaker(key, USER_CURVE_POINTS)
+        return self._makers[key]
+
+    def _compare_times(self, row: Row) -> None:
+        seconds = _seconds(row)
+        if not seconds:
+            return
+        self.seconds = self.seconds or seconds
+        if self._later is not None:
+            self._phases += _grown(self._later, row.step, seconds)
+        self._later = row.step, row.unix_time, seconds
+
+    def _add_reasons(self, row: Row) -> None:
+        self._exact[row.exact] += 1
+        if len(self._notes) < 10 * MOST_NOTES:
+            self._notes.update(row.notes)
+        straggler = row.values.get("ranks/straggler")
+        if straggler is not None and isfinite(straggler):
+            self.stragglers[int(straggler)] += 1
+
+    def finish(self, log: RunLog) -> None:
+        """Add what happened before the first row and after the last one."""
+        if self._later is not None:
+            begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
+            self._phases += _grown(self._later, None, begun)
+        summary = log.summary
+        at_the_end = _seconds(summary)
+        if summary is not None and at_the_end and self.last_step is not None:
+            self._phases += _grown((self.last_step, summary.unix_time, at_the_end), self.last_step, self.seconds)
+        for key, value in (summary.values if summary else {}).items():
+            if key not in self.values and summary is not None and key in METRICS:
+                self.values[key] = value, summary.step or 0
+
+    def moments(self, log: RunLog) -> Iterator[Moment]:
+        yield from self._phases
+        for start in log.starts[1:]:
+            where = start.resumed_after_step
+            host = start.environment.get("host")
+            yield Moment("restart", where, where, start.unix_time, words=f"resumed on {host}" if host else "resumed")
+        for notice in log.notices:
+            yield _noticed(notice)
+
+    def exactness(self) -> Exactness:
+        counts = self._exact
+        return Exactness(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
+
+    def curves(self) -> dict[str, Curve]:
+        order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]
+        curves = {key: self._makers[key].curve() for key in order}
+        return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
+
+
+def _noticed(notice: Notice) -> Moment:
+    return Moment("notice", notice.step, notice.step, words=f"{notice.code}: {notice.message}", level=notice.level)
+
+
+def _grown(later: tuple[int, float, dict[str, float]], step: int | None, seconds: Mapping[str, float]) -> list[Moment]:
+    last_step, unix_time, after = later
+    spent = {name: after.get(name, 0.0) - seconds.get(name, 0.0) for name in _PHASES}
+    return [
+        Moment(_PHASES[name], step, last_step, unix_time, more) for name, more in spent.items() if more > _LEAST_SECONDS
+    ]
+
+
+def _timed(row: Row) -> _Timed | None:
+    columns: Mapping[str, Sequence[Any]] = row.steps
+    seconds = columns.get("seconds", ())
+    warm_up = columns.get("warm_up")
+    if warm_up is None:
+        times = [value for value in seconds if value is not None]
+    else:
+        times = [value for value, is_warm in zip(seconds, warm_up, strict=False) if value is not None and not is_warm]
+    return _Timed(len(times), sum(times), min(times), max(times)) if times else None
+
+
+def _extremes(key: str, row: Row, value: float, timed: _Timed | None) -> tuple[float, float]:
+    if key == "perf/step_time" and timed is not None:
+        return min(timed.shortest, value), max(timed.longest, value)
+    if key == "training/loss":
+        losses = [loss for loss in row.steps.get("loss", ()) if loss is not None]
+        return (min(*losses, value), max(*losses, value)) if losses else (value, value)
+    return value, value
+
+
+def _weight(key: str, timed: _Timed | None, steps: int) -> float:
+    is_rate = key.startswith("perf/") and find_metric(key).unit != "GiB"
+    if not is_rate or timed is None:
+        return float(steps)
+    return float(timed.steps) if key == "perf/step_time" else timed.seconds
+
+
+def _is_of_user(key: str) -> bool:
+    return key not in METRICS or key in ("training/lr", "training/grad_norm")

@@ -1,0 +1,74 @@
+"""The short form of a run's report, for a terminal."""
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flopwatch.number_format import duration, percent, plural
+from flopwatch.records.reading import one_line
+from flopwatch.report.run_page import words
+from flopwatch.report.run_page.charts import points_text
+from flopwatch.report.run_page.contents import RunReport
+
+_BAR_COLUMNS = 30
+_MOST_NOTICES = 3
+
+
+def draw_run(report: RunReport) -> RenderableType:
+    """Return the short form for a rich console. `flopwatch why` says more about the waterfall."""
+    return Group(*_parts(report))
+
+
+def _parts(report: RunReport) -> Iterator[RenderableType]:
+    yield Text(f"\nRun {words.title_of(report)}", style="bold")
+    yield Text(words.state_sentence(report))
+    where = [text for name, text in words.places(report) if name in ("host", "device", "torch")]
+    yield Text(", ".join(where), style="dim")
+    yield Text()
+    yield _pairs((text, value) for value, text in words.tiles(report))
+    yield Text("\nWhere the rest of the peak went", style="bold")
+    yield _waterfall(report) if report.waterfall is not None else Padding(Text(words.NO_WATERFALL), (0, 2))
+    uses = words.time_uses(report)
+    if report.goodput is not None:
+        wall = report.goodput.wall_seconds
+        yield Text(f"\nWhere {duration(wall)} of wall time went", style="bold")
+        yield _pairs((name, f"{duration(seconds)}  {percent(seconds / wall)}") for name, seconds in uses)
+    yield Text()
+    if report.moment_counts:
+        yield Text(", ".join(plural(number, kind) for kind, number in report.moment_counts.items()))
+    yield Text(f"{words.exact_sentence(report)} Peak: {words.peak_text(report.provenance)}.")
+    notices = [moment for moment in report.moments if moment.kind == "notice" and moment.level != "info"]
+    yield from (Text(f"! {one_line(moment.words, 300)}", style="yellow") for moment in notices[-_MOST_NOTICES:])
+    yield Text("The whole report: flopwatch report RUN_DIR --html page.html", style="dim")
+
+
+def _pairs(lines: Iterator[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for name, value in lines:
+        table.add_row(Text(value, style="bold"), Text(name))
+    return Padding(table, (0, 2))
+
+
+def _waterfall(report: RunReport) -> RenderableType:
+    assert report.waterfall is not None
+    table = Table(box=SIMPLE_HEAD, show_header=False, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    left = 100.0
+    table.add_row("100 %", Text("█" * _BAR_COLUMNS, style="bright_black"), "peak of the devices")
+    for loss in report.waterfall.losses:
+        start, end = (round(_BAR_COLUMNS * share / 100) for share in (left - loss.points, left))
+        start = min(start, _BAR_COLUMNS - 1)
+        bar = " " * start + ("▒" * (end - start) if end > start else "▏")
+        table.add_row(f"−{points_text(loss.points)}", Text(bar, style="yellow"), Text(one_line(loss.name)))
+        left -= loss.points
+    mfu = report.waterfall.mfu_percent
+    table.add_row(percent(mfu / 100), Text("█" * round(_BAR_COLUMNS * mfu / 100), style="green"), words.WHOLE_MFU)
+    return Padding(table, (0, 2))

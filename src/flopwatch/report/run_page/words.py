@@ -1,0 +1,234 @@
+"""Words and numbers of a run's report that all of its forms share."""
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, number, percent, plural, step_time
+from flopwatch.records.metrics import find_metric
+from flopwatch.records.reading import one_line
+from flopwatch.records.run import Provenance, RunStart
+from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
+
+NAMES = {
+    "perf/mfu_percent": "MFU",
+    "perf/hfu_percent": "HFU",
+    "training/loss": "loss",
+    "perf/tokens_per_second": "tokens/s",
+    "perf/samples_per_second": "samples/s",
+    "perf/step_time": "step time",
+    "perf/input_wait_percent": "input wait",
+    "perf/memory_allocated_gib": "allocated",
+    "perf/memory_reserved_gib": "reserved",
+    "ranks/waiting_percent": "waiting for other ranks",
+    "training/lr": "learning rate",
+    "training/grad_norm": "gradient norm",
+}
+USES = {
+    "productive": "training steps",
+    "start_up": "start-up of the processes",
+    "compile": "compilation and warm-up",
+    "eval": "evaluation",
+    "checkpoint": "checkpoints",
+    "pause": "pauses",
+    "count": "counting FLOPs",
+    "outside": "between steps, in no phase",
+    "input_wait": "waiting for input",
+    "stall": "stalled steps",
+    "restart": "between sessions",
+    "rerun": "steps that were run again",
+    "other": "other",
+}
+NO_WATERFALL = (
+    "The waterfall from 100 % of the peak down to the MFU is not known, because the log has no peak, no FLOPs or no "
+    "wall time, or because an earlier version of flopwatch wrote it."
+)
+WHOLE_MFU = "MFU of the whole run"
+_STATES = {
+    "ended": "The run ended.",
+    "stopped": "The run was stopped from the keyboard.",
+    "failed": "The run was ended by an exception.",
+    "running": "The run is still going on.",
+    "killed": "The process is gone and logged no end: it was killed.",
+    "running or killed": "The log has no end: the run is still going on, or it was killed.",
+}
+_LONGEST = 300
+_MOST_SETTINGS = 80
+
+
+def metric_name(key: str) -> str:
+    return NAMES.get(key, one_line(key, 80))
+
+
+def metric_text(key: str, value: float | None) -> str:
+    """A value of a metric with its unit.
+
+    >>> metric_text("perf/mfu_percent", 38.25), metric_text("perf/step_time", 0.8215), metric_text("a/b", 2.5)
+    ('38.2 %', '822 ms', '2.500')
+    """
+    unit = find_metric(key).unit
+    if value is None:
+        return UNKNOWN
+    if not isinstance(value, int | float):
+        return one_line(str(value), 80)
+    if unit == "%":
+        return percent(value / 100)
+    if unit == "s":
+        return step_time(value) if key.startswith(("perf/", "ranks/")) else duration(value)
+    if unit in ("FLOP", "FLOP/s"):
+        return flops(value) if unit == "FLOP" else flop_rate(value)
+    if unit in ("tokens", "samples", "steps", "tokens/s", "samples/s"):
+        return f"{count(value, 4)} {unit}"
+    return f"{number(value, 4)} {unit}" if unit in ("GiB", "epochs") else _bare(value)
+
+
+def _bare(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else number(value, 4)
+
+
+def utc(unix_time: float | None) -> str:
+    """A date and time, or a dash if it is unknown or no date at all.
+
+    >>> utc(1_790_000_000.0), utc(1e30)
+    ('2026-09-21 14:13:20', '–')
+    """
+    try:
+        return UNKNOWN if unix_time is None else f"{datetime.fromtimestamp(unix_time, timezone.utc):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError, TypeError):
+        return UNKNOWN
+
+
+def title_of(report: RunReport) -> str:
+    """The run's folder as the run itself named it."""
+    return one_line(str(report.start.output_dir), _LONGEST) if report.start else one_line(report.log, _LONGEST)
+
+
+def state_sentence(report: RunReport) -> str:
+    cause = f" {one_line(report.ended_by, _LONGEST).rstrip('.')}." if report.ended_by else ""
+    planned = report.start.total_steps if report.start else None
+    of_planned = f" of {planned:,} planned" if isinstance(planned, int) else ""
+    done = f"{report.steps:,}{of_planned} steps" if report.steps != 1 or of_planned else "1 step"
+    wall = f" in {duration(report.wall_seconds)}" if report.wall_seconds else ""
+    sessions = f", {plural(len(report.starts), 'session')}" if len(report.starts) > 1 else ""
+    return f"{_STATES[report.state]}{cause} {done}{wall}{sessions}."
+
+
+def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
+    """The main numbers, each with the words that say what it is."""
+    whole = report.waterfall.mfu_percent if report.waterfall else None
+    of_wall = f"; {percent(whole / 100)} of the whole wall time" if whole is not None else ""
+    yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
+    yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
+    for key, words in (
+        ("perf/tokens_per_second", "tokens per second"),
+        ("perf/samples_per_second", "samples per second"),
+    ):
+        if key in report.curves:
+            yield count(report.mean(key)), words
+            break
+    yield metric_text("perf/step_time", report.mean("perf/step_time")), "mean step time"
+    yield metric_text("training/loss", report.last("training/loss")), "newest loss"
+    if report.goodput is not None:
+        yield percent(report.goodput.share), f"goodput: {duration(report.goodput.productive_seconds)} productive"
+
+
+def warnings(report: RunReport) -> list[str]:
+    """What a reader must know before trusting the numbers."""
+    found = []
+    if report.torn_lines:
+        found.append(f"{plural(report.torn_lines, 'line')} of the log could not be read; the report does without them.")
+    for curve in report.curves.values():
+        if curve.broken_windows:
+            windows = plural(curve.broken_windows, "logging window")
+            where = f"in {windows}, first in the one that begins with step {curve.broken_at_step:,}"
+            found.append(f"The metric {metric_name(curve.key)} is nan or infinite {where}.")
+    if report.exactness.inexact_windows:
+        found.append(f"{exact_sentence(report)} The reasons are under Provenance.")
+    return found
+
+
+def user_keys(report: RunReport) -> list[str]:
+    """The metrics of the user that have a curve."""
+    return [key for key in report.curves if key not in MAIN_KEYS]
+
+
+def time_uses(report: RunReport) -> list[tuple[str, float]]:
+    """Each use of the wall time with its seconds: training first, then the largest loss."""
+    if report.goodput is None:
+        return []
+    lost = [(USES.get(name, name), seconds) for name, seconds in report.goodput.largest_losses(99)]
+    return [(USES["productive"], report.goodput.productive_seconds), *lost]
+
+
+def places(report: RunReport) -> list[tuple[str, str]]:
+    """What ran where, by the record of the newest session."""
+    start = report.start
+    if start is None:
+        return []
+    environment = dict(start.environment)
+    environment.pop("process", None)
+    facts: dict[str, Any] = {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
+    facts |= {"world size": start.world_size, "rank that logs": start.rank, **environment}
+    return [(one_line(str(name), 60), setting_text(value)) for name, value in facts.items() if value is not None]
+
+
+def settings(start: RunStart | None) -> list[tuple[str, str]]:
+    """The configuration of the monitor."""
+    config = start.config if start is not None else {}
+    return [(one_line(str(name), 60), setting_text(value)) for name, value in list(config.items())[:_MOST_SETTINGS]]
+
+
+def setting_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return one_line(", ".join(f"{name} {setting_text(item)}" for name, item in value.items()), _LONGEST) or UNKNOWN
+    return UNKNOWN if value is None else one_line(str(value), _LONGEST)
+
+
+def exact_sentence(report: RunReport) -> str:
+    """In how many logging windows the FLOPs are exact."""
+    counts = report.exactness
+    known = counts.exact_windows + counts.inexact_windows
+    if not known:
+        return "No logging window says whether its FLOPs are exact."
+    if not counts.inexact_windows:
+        text = f"The FLOPs are exact in all {known:,} logging windows" if known > 1 else "The FLOPs are exact"
+    else:
+        text = f"The FLOPs are exact in {counts.exact_windows:,} of {plural(known, 'logging window')}"
+    more = f"; {plural(counts.unknown_windows, 'more window')} without FLOPs" if counts.unknown_windows else ""
+    return f"{text}{more}."
+
+
+def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
+    """How FLOPs and peak were found, as pairs of a name and a text."""
+    law = [
+        f"{phase}: {' + '.join(f'{_coefficient(each)} × {term}' for term, each in terms.items())}"
+        for phase, terms in record.law.items()
+        if isinstance(terms, Mapping) and terms
+    ]
+    facts = [
+        ("from step", f"{record.step:,}"),
+        ("FLOPs", f"method {record.method or 'not known yet'}, mode {record.mode}, attention {record.attention}"),
+        ("exact", "the FLOPs of model(batch) are exact" if record.exact else "no"),
+        ("coverage", f"{percent(record.coverage)} of the matmul-like calls have a formula" if record.coverage else ""),
+        ("law", "; ".join(law)),
+        ("peak", peak_text(record)),
+        ("notes", "; ".join(record.notes)),
+    ]
+    return [(name, one_line(text, 4 * _LONGEST)) for name, text in facts if text]
+
+
+def _coefficient(text: Any) -> str:
+    return f"{int(text):,}" if str(text).isdecimal() else str(text)
+
+
+def peak_text(record: Provenance | None) -> str:
+    """The peak that MFU is relative to, and where it comes from."""
+    if record is None or record.peak is None:
+        return "not known, so there is no MFU"
+    peak = record.peak
+    rate = peak.get("flops_per_s")
+    value = flop_rate(rate) if isinstance(rate, int | float) else UNKNOWN
+    devices = f" × {record.device_count:,} devices" if record.device_count != 1 else ""
+    named = ", ".join(str(peak[name]) for name in ("device", "dtype") if peak.get(name))
+    source = f"; source: {peak.get('source')} ({peak.get('kind')}, confidence {peak.get('confidence')})"
+    return one_line(f"{value}{devices}, {named}{source}", 2 * _LONGEST)

@@ -1,0 +1,194 @@
+"""The page of a run is one file that loads nothing, has a table behind every chart, and says where numbers are from."""
+
+import html
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from flopwatch.report.html_page.svg import linear_ticks
+from flopwatch.report.run_page.charts import waterfall_svg
+from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.page import run_page, waterfall_section
+from flopwatch.runs.waterfall import Loss, Waterfall
+from support.hand_made_run import provenance, records, row, start, write_run
+
+LOADING = {"src", "srcset", "href", "data", "poster", "action", "formaction", "background", "xlink:href"}
+VOID = {"meta", "br", "img", "input", "link", "hr"}
+WATERFALL = Waterfall(
+    100.0,
+    (
+        Loss("eval", "evaluation", 20.0, 20.0, "Evaluation took 20 s.", "Evaluate less often."),
+        Loss("below_peak", "forward and backward below the peak", 50.0, 50.0, "No trace.", "Run `flopwatch trace`."),
+    ),
+    30.0,
+    notes=("The peak is measured.",),
+)
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order, and collects elements and text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.text, self.open = [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def notice(step):
+    return {"type": "notice", "step": step, "level": "info", "code": "odd", "message": "An odd log."}
+
+
+def page_of(folder, lines=None):
+    return run_page(read_report(write_run(folder, lines)))
+
+
+@pytest.fixture
+def page(tmp_path):
+    return page_of(tmp_path)
+
+
+def test_the_page_is_well_formed_and_loads_nothing(page):
+    elements = Page(page).found
+    targets = [value for _, attributes in elements for name, value in attributes.items() if name in LOADING]
+    assert targets
+    assert all(target.startswith("#") for target in targets)
+    assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & {tag for tag, _ in elements}
+    assert "url(" not in page
+    assert "@import" not in page
+    assert not [name for _, attributes in elements for name in attributes if name.startswith("on")]
+
+
+def test_every_link_leads_to_a_place_of_the_page(page):
+    elements = Page(page).found
+    ids = {attributes["id"] for _, attributes in elements if "id" in attributes}
+    assert {attributes["href"].removeprefix("#") for tag, attributes in elements if tag == "a"} <= ids
+
+
+def test_the_policy_allows_our_script_only(page):
+    policy = next(attributes["content"] for _, attributes in Page(page).found if attributes.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+    assert "script-src 'sha256-" in policy
+    assert page.count("<script") == 1
+
+
+def test_every_chart_has_a_table_behind_it(page):
+    charts = re.findall(r'<div class="chart[^"]*">.*?</figure>(.{60})', page, re.DOTALL)
+    assert len(charts) >= 6
+    assert all(after.startswith('<details class="behind">') for after in charts)
+    assert page.count("<figure>") == len(charts)
+    assert page.count('<details class="behind">') == len(charts)
+
+
+def test_the_numbers_of_the_log_are_on_the_page(page):
+    shown = html.unescape(" ".join(Page(page).text))
+    for words in (
+        "runs/by-hand", "The run ended. 7 of 8 planned steps in 41 s, 2 sessions.", "31.4 %", "34.1 %", "desk",
+        "Abacus", "counted beads", "10 × positions", "slow: Step 2 was slow.", "2 evaluations", "1 checkpoint",
+        "1 restart", "training/<temperature>", "The FLOPs are exact in all 3 logging windows", "smart", "3.12.1",
+    ):  # fmt: skip
+        assert words in shown, words
+
+
+def test_tooltips_have_the_steps_the_time_of_day_and_the_range(page):
+    tips = [attributes["data-t"] for _, attributes in Page(page).found if "data-t" in attributes]
+    assert "steps 1 to 2\n1970-01-01 00:16:46 UTC\nstep time 3.00 s (2.00 s to 4.00 s)" in tips
+    assert any(tip.startswith("restart at step 4: resumed on desk") for tip in tips)
+    assert any(tip.startswith("evaluation between steps 2 and 4, 3.0 s") for tip in tips)
+
+
+def test_there_is_a_dark_and_a_narrow_form(page):
+    assert "prefers-color-scheme: dark" in page
+    assert "max-width: 560px" in page
+    assert 'name="viewport"' in page
+
+
+def test_the_waterfall_goes_from_100_percent_to_the_mfu():
+    drawn = waterfall_svg(WATERFALL)
+    bars = re.findall(r'<rect class="fill (\w+)" x="([\d.]+)" width="([\d.]+)"', drawn)
+    places = [(style, (float(x) - 4) / 4.52, (float(x) - 4 + float(width)) / 4.52) for style, x, width in bars]
+    expected = [("whole", 0, 100), ("loss", 80, 100), ("loss", 30, 80), ("rest", 0, 30)]
+    for (style, left, right), (wanted, start_percent, end_percent) in zip(places, expected, strict=True):
+        assert style == wanted
+        assert (left, right) == (pytest.approx(start_percent, abs=0.1), pytest.approx(end_percent, abs=0.1))
+    assert "−20.0 points" in drawn
+
+
+def test_the_table_behind_the_waterfall_has_evidence_and_advice():
+    section = "".join(waterfall_section(WATERFALL))
+    Page(section)
+    for words in ("Evaluation took 20 s.", "Evaluate less often.", "50.0 points", "30.0 %", "The peak is measured."):
+        assert words in section
+
+
+def test_a_run_without_a_waterfall_says_why():
+    assert "the log has no peak, no FLOPs or no wall time" in "".join(waterfall_section(None))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [start("one", 1000.0)],
+        [start("one", 1000.0), provenance(peak=None, method=None, law={})],
+        records()[:3],
+        [*records()[:2], {"type": "row", "step": 1, "unix_time": 1.0, "values": {}, "steps": {}, "ledger": {}}],
+        [{"type": "row", "step": 1, "unix_time": 1.0, "values": {"training/loss": 1.0}}],
+        [start("one", 1e300, total_steps="many"), notice(None)],
+        [start("one", 0.0), row([1], [1.0], [1e300], 2.0, {"wall": 0.0}), row([2], [1.0], [-1e300], 3.0, {})],
+    ],
+    ids=["start only", "no peak", "one window", "empty row", "no start", "odd", "huge"],
+)  # fmt: skip
+def test_short_and_odd_logs_make_a_page(tmp_path, lines):
+    page = page_of(tmp_path, lines)
+    Page(page)
+    shown = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\b(nan|inf|None)\b", shown)
+
+
+def test_one_stall_does_not_flatten_the_step_times(tmp_path):
+    lines = records()[:2]
+    for step in range(1, 101):
+        seconds = 500.0 if step == 50 else 1.0
+        lines.append(row([step], [seconds], [1.0], 1000.0 + step, {"wall": 1.0 * step, "train": 1.0 * step}))
+    page = page_of(tmp_path, lines)
+    assert "1 spike above the axis, up to 500 s" in page
+
+
+def test_ranks_have_a_section_if_there_are_several(tmp_path, page):
+    assert 'id="ranks"' not in page
+    values = {"ranks/reporting": 3, "ranks/waiting_percent": 12.5, "ranks/straggler": 2}
+    lines = [start("one", 0.0, world_size=4), provenance()]
+    lines.append(row([1], [1.0], [1.0], 1.0, {"wall": 1.0, "train": 1.0}, values=values))
+    shown = " ".join(Page(page_of(tmp_path / "ranks", lines)).text)
+    assert "4 ranks; 3 reported in the newest window." in shown
+    assert "straggler: rank" in shown
+
+
+def test_memory_of_a_device_is_drawn(tmp_path):
+    values = {"perf/memory_allocated_gib": 1.5, "perf/memory_reserved_gib": 2.0}
+    lines = [start("one", 0.0), row([1], [1.0], [1.0], 1.0, {"wall": 1.0, "train": 1.0}, values=values)]
+    shown = " ".join(Page(page_of(tmp_path, lines)).text)
+    assert "Most memory so far" in shown
+    assert "1.50 GiB" in shown
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1, 1e6), (-3, 5), (0.001, 0.0013), (1e9, 1e9 + 1), (-1e300, 1e300)])
+def test_ticks_are_few_and_within_the_axis(low, high):
+    ticks = linear_ticks(low, high)
+    assert 1 <= len(ticks) <= 6
+    assert all(low - 1e-6 * abs(low) <= tick <= high + 1e-6 * abs(high) for tick in ticks)
