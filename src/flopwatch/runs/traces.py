@@ -6,6 +6,7 @@ intervals is kept, so that a trace of gigabytes needs little memory.
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
@@ -21,6 +22,8 @@ from flopwatch.runs.trace_uses import USES, Intervals, split_time, use_of_kernel
 
 TRACES = "traces"
 """Name of the folder with the traces of a run."""
+STEPS_ENTRY = "flopwatchSteps"
+"""Entry of a trace by flopwatch: the number of steps. A later one that is marked in it has not ended."""
 _OPTIMIZER = "Optimizer.step#"
 _STEP = re.compile(r"ProfilerStep#\d+$")
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
@@ -111,10 +114,9 @@ def _kept_split(path: Path) -> TraceSplit | None:
 def _read_and_keep(path: Path) -> TraceSplit:
     written = _written(path)
     split = read_trace(path)
-    try:
+    # If the folder belongs to somebody else or the disk is full, the trace is read again next time.
+    with suppress(OSError):
         write_json(_beside(path), {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})
-    except OSError:  # the folder belongs to somebody else, or the disk is full: the trace is read again next time
-        pass
     return split
 
 
@@ -144,14 +146,15 @@ def read_trace(path: str | Path) -> TraceSplit:
             f"the trace {str(path)!r} has steps, but neither kernels nor ops; "
             "record ProfilerActivity.CPU, and on an accelerator its activity too"
         )
-    begin, end = found.begin_and_end()
+    steps = _complete_steps(found, about)
+    begin, end = steps[0][0], max(steps[-1][1], found.device_end)
     spent = split_time(intervals, begin, end, on_cpu=on_cpu)
     seconds = {use: nanoseconds / _NANOSECONDS_PER_SECOND for use, nanoseconds in spent.items()}
     return TraceSplit(
         path.name,
         _rank(about, path),
         "cpu" if on_cpu else found.kind,
-        len(found.steps),
+        len(steps),
         (end - begin) / _NANOSECONDS_PER_SECOND,
         matmul_seconds=seconds.get("matmul", 0.0),
         attention_seconds=seconds.get("attention", 0.0),
@@ -162,6 +165,13 @@ def read_trace(path: str | Path) -> TraceSplit:
         copy_seconds=seconds.get("copy", 0.0),
         idle_seconds=seconds["idle"],
     )
+
+
+def _complete_steps(found: "_Collected", about: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Start and end of the steps, in order. The kernels of the last one may end after the host has ended it."""
+    steps = sorted(found.steps.values())
+    complete = about.get(STEPS_ENTRY)
+    return steps[:complete] if isinstance(complete, int) and complete > 0 else steps
 
 
 def _rank(about: Mapping[str, Any], path: Path) -> int:
@@ -183,13 +193,9 @@ class _Collected:
         self.steps: dict[str, tuple[int, int]] = {}
         self.has_events = False
         self.kind = "cuda"
-        self._device_end = 0
+        self.device_end = 0
+        """When the device has ended the last step."""
         self._use_of_kernel, self._use_of_op = lru_cache(4096)(use_of_kernel), lru_cache(4096)(use_of_op)
-
-    def begin_and_end(self) -> tuple[int, int]:
-        """From the start of the first step to the end of the last. Kernels may end after the host has ended a step."""
-        starts, ends = zip(*self.steps.values(), strict=True)
-        return min(starts), max(*ends, self._device_end)
 
     def add(self, event: Mapping[str, Any]) -> None:
         self.has_events = True
@@ -215,7 +221,7 @@ class _Collected:
         elif category == "user_annotation" and _STEP.match(name):
             self.steps[name] = start, end
         elif _STEP.match(name):
-            self._device_end = max(self._device_end, end)
+            self.device_end = max(self.device_end, end)
 
 
 def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
