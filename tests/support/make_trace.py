@@ -24,7 +24,9 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def event(category: str, name: str, start: float, microseconds: float, *, stream: int = 7, **more: Any) -> dict[str, Any]:
+def event(
+    category: str, name: str, start: float, microseconds: float, *, stream: int = 7, **more: Any
+) -> dict[str, Any]:
     about = {"External id": 1, "device": 0, "stream": stream, "correlation": 77, "grid": [64, 1, 1], **more}
     times = {"ts": start, "dur": microseconds}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, **times, "args": about}

@@ -14,6 +14,7 @@ import typer
 
 from flopwatch.cli import flag, print_json
 from flopwatch.errors import InputError
+from flopwatch.number_format import duration, percent, plural, step_time
 
 if TYPE_CHECKING:
     from flopwatch.records.trace import TraceSplit
@@ -36,7 +37,9 @@ _USES = {
 
 
 def trace(
-    place: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, its log file, or a trace file.")],
+    place: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, its log file, or a trace file.")
+    ],
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
@@ -120,7 +123,7 @@ def _wait_for_traces(feed: "WatchFeed", folder: Path, before: dict[Path, int]) -
     refused = _refusals(feed)
     deadline: float | None = None
     while True:
-        files = {rank: path for rank, path in _new_files(folder, before)}
+        files = dict(_new_files(folder, before))
         if logging_rank in files:
             deadline = deadline or time.monotonic() + _OTHER_RANKS_SECONDS
             if len(files) >= ranks or time.monotonic() >= deadline:
@@ -143,14 +146,21 @@ def _refusals(feed: "WatchFeed") -> list[str]:
 
 
 def _check(feed: "WatchFeed", folder: Path, before: dict[Path, int], refused: list[str]) -> None:
-    """Raise InputError if there will be no trace, because the run has ended or could not take it."""
+    """Raise InputError if there will be no trace: the run has ended, is silent, or could not take it."""
     feed.look()
     newer = _refusals(feed)
     if len(newer) > len(refused):
         raise InputError(newer[-1])
-    if _is_over(feed) and not dict(_new_files(folder, before)):
+    state = feed.run.state(feed.unix_time())
+    if state in _OVER and not dict(_new_files(folder, before)):
         raise InputError(
             f"the run in {feed.place!r} ended before it took the trace; ask earlier, or call monitor.capture_trace()"
+        )
+    if state == "silent":
+        raise InputError(
+            f"the run in {feed.place!r} has logged nothing for {duration(feed.run.silent_seconds(feed.unix_time()))}: "
+            "it evaluates, hangs, or has ended on another machine. The request is written, and if the run goes on, "
+            f"the trace will be in {folder}"
         )
 
 
@@ -175,8 +185,6 @@ def _print_splits(splits: "Sequence[TraceSplit]") -> None:
 
 
 def _print_split(split: "TraceSplit") -> None:
-    from flopwatch.number_format import percent, plural, step_time
-
     where = f"rank {split.rank}, {split.device}"
     per_step = split.seconds / split.steps
     typer.secho(f"\n{split.file}", dim=True)
