@@ -246,13 +246,6 @@ def input_metadata(monkeypatch):
     assert PRIVATE_NAMES["_input_metadata"].without in torch_internals.what_is_missing()[0]
 
 
-@without("_profiler_enabled")
-def profiler_enabled(monkeypatch):
-    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
-    assert torch_internals.is_profiling() is False
-    assert PRIVATE_NAMES["_profiler_enabled"].without in torch_internals.what_is_missing()[0]
-
-
 @without("_compiled_call_impl")
 def compiled_call(monkeypatch):
     monkeypatch.setattr(torch_internals.modules, "_probe_compiled_call", lambda: False)

@@ -26,8 +26,9 @@ folder, is_profiling = Path(sys.argv[1]), sys.argv[2:] == ["profiling"]
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
 optimizer = torch.optim.AdamW(model.parameters())
 monitor = flopwatch.TrainingMonitor(folder, model=model, peak_flops_per_s=1e12, log_every=5)
+mine = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 if is_profiling:
-    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
+    mine.start()
 step = 0
 while not (folder / "stop").exists() and step < 100_000:
     batch = torch.randn(128, 256)

@@ -1,4 +1,4 @@
-"""A trace that another process asks for: taken once, after the next logging window, and never at the training's cost."""
+"""A trace that another process asks for is taken once, after the next logging window, and disturbs no training."""
 
 import json
 import shutil
@@ -137,7 +137,7 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_training(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(trained, train(folder, monitored=False), strict=True))
     (message,) = notices(folder, "trace_not_taken")
     assert message.startswith("no trace was taken, the training goes on: FileExistsError")
-    assert not torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled(), "the profiler is not left on"
 
 
 def test_while_a_profiler_of_the_user_is_active_no_trace_is_taken(tmp_path):

@@ -72,7 +72,7 @@ def test_random_intervals_add_up_and_agree_with_a_count_of_every_nanosecond(seed
     spent = split_time(intervals, 0, 1000, on_cpu=on_cpu)
 
     assert sum(spent.values()) - spent["hidden_communication"] == 1000
-    expected = {use: 0 for use in (*USES, "idle")}
+    expected = dict.fromkeys((*USES, "idle"), 0)
     for nanosecond in range(1000):
         active = [use for use in USES if marks[use][nanosecond]]
         computes = {"matmul", "attention", "other_kernel"} & set(active)

@@ -1,4 +1,4 @@
-"""Writes traces as Kineto would, of which the truth is known: two streams, and communication half behind computation."""
+"""Writes traces as Kineto would, of which the truth is known: two streams, communication half behind computation."""
 
 import gzip
 import json
@@ -56,8 +56,7 @@ def _part(start: float) -> Iterator[dict[str, Any]]:
 
 def write_trace(path: Path, events: Iterable[dict[str, Any]], **about: Any) -> Path:
     """Write a trace; with a name that ends in `.gz`, a compressed one."""
-    opened = gzip.open(path, "wt", compresslevel=1) if path.suffix == ".gz" else path.open("w")
-    with opened as file:
+    with gzip.open(path, "wt", compresslevel=1) if path.suffix == ".gz" else path.open("w") as file:
         entries = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, **about}
         file.write(json.dumps(entries)[:-1] + ',\n"traceEvents": [\n')
         for number, each in enumerate(events):

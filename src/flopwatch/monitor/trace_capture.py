@@ -1,5 +1,6 @@
 """Takes a profiler trace of a few steps, on request of the training or from outside."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,6 @@ import torch
 from flopwatch.records.reading import first_line
 from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch
 from flopwatch.runs.traces import STEPS_ENTRY, trace_name
-from flopwatch.torch_internals import is_profiling
 
 
 class TraceCapture:
@@ -101,7 +101,7 @@ class TraceCapture:
         return path
 
     def _start(self, step: int) -> None:
-        if is_profiling():
+        if _is_profiling():
             self._give_up(step, "another profiler of this process is active; ask again when it has ended")
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -147,3 +147,10 @@ def _wait_for_device() -> None:
     """Let the device finish, so that its work of the traced steps, and no other, lies between their marks."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _is_profiling() -> bool:
+    """Whether a profiler of torch is active. Torch's own answer is private, so its profilers are looked for."""
+    profiler = torch.autograd.profiler.profile
+    found = [each for each in gc.get_objects() if type(each) is profiler]
+    return any(each.entered and each.kineto_results is None for each in found)

@@ -18,7 +18,6 @@ from flopwatch.torch_internals.autograd import engine_code as engine_code
 from flopwatch.torch_internals.autograd import input_metadata as input_metadata
 from flopwatch.torch_internals.autograd import is_checkpoint_recomputing as is_checkpoint_recomputing
 from flopwatch.torch_internals.autograd import is_compiled_function as is_compiled_function
-from flopwatch.torch_internals.autograd import is_profiling as is_profiling
 from flopwatch.torch_internals.autograd import knows_nodes as knows_nodes
 from flopwatch.torch_internals.autograd import recorded_operations as recorded_operations
 from flopwatch.torch_internals.autograd import requested_compilations as requested_compilations

@@ -276,20 +276,3 @@ def requested_compilations() -> Mapping[Any, Any] | None:
     if not works(_BACKENDS, lambda: isinstance(table, dict)):
         return {None: "unknown"}
     return cast("Mapping[Any, Any]", table)
-
-
-_PROFILING = declare(
-    "torch.autograd._profiler_enabled",
-    "not start a trace while a profiler of the user is active",
-    "a trace that is requested while your own profiler records may disturb its recording",
-)
-
-
-def _probe_profiling(is_enabled: Callable[[], bool]) -> bool:
-    return type(is_enabled()) is bool
-
-
-is_profiling: Callable[[], bool] = checked(
-    _PROFILING, lambda: getattr(torch.autograd, _PROFILING), _probe_profiling, lambda: False
-)
-"""Whether a profiler of torch is active in this thread."""
