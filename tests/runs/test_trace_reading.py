@@ -72,8 +72,9 @@ def test_the_rank_is_the_one_that_the_trace_names(tmp_path):
 
 
 def test_a_step_that_had_not_ended_is_left_out(tmp_path):
-    path = write_trace(tmp_path / "t.json", steps_on_device(3), flopwatchSteps=2)
-    assert read_trace(path).steps == 2
+    path = write_trace(tmp_path / "t.json", steps_on_device(3), flopwatch={"steps": 2, "device": "cuda"})
+    split = read_trace(path)
+    assert (split.steps, split.seconds) == (2, pytest.approx(2e-3))
 
 
 def test_names_that_are_not_utf_8_or_not_quite_json_are_read(tmp_path):
@@ -170,6 +171,12 @@ class TestRefused:
         assert "schedule=" in refused(path)
         path = write_trace(tmp_path / "t.json", only_steps())
         assert "has steps, but neither kernels nor ops" in refused(path)
+
+    def test_a_trace_of_a_device_on_which_the_profiler_saw_nothing(self, tmp_path):
+        """Its ops on the host do not tell how busy the device was."""
+        events = [*only_steps(), event("cpu_op", "aten::mm", 1, 5)]
+        path = write_trace(tmp_path / "t.json", events, flopwatch={"steps": 1, "device": "cuda"})
+        assert "is of a training on cuda, but the profiler recorded no kernels" in refused(path)
 
     def test_a_folder_a_pipe_and_a_missing_file(self, tmp_path):
         assert "the path is a folder" in refused(tmp_path)

@@ -126,7 +126,14 @@ class MonitoredRun:
         self._session = Session(log_path, clock, self._notify)
         self.rows = RowMaker(config, world_size, self._session)
         self.datasets = DatasetMetrics()
-        self.trace = TraceCapture(output_dir / TRACES, rank, world_size, self._notify, strict=config.strict)
+        self.trace = TraceCapture(
+            output_dir / TRACES,
+            rank,
+            world_size,
+            lambda: self.pricer.peaks.device.type,
+            self._notify,
+            strict=config.strict,
+        )
         self.assumed_batch = _assumed_batch(config)
         self.is_off = False
         self.count_seconds = 0.0

@@ -11,7 +11,7 @@ import torch
 
 from flopwatch.records.reading import first_line
 from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch
-from flopwatch.runs.traces import STEPS_ENTRY, trace_name
+from flopwatch.runs.traces import OWN_ENTRY, trace_name
 
 
 class TraceCapture:
@@ -23,10 +23,18 @@ class TraceCapture:
     """
 
     def __init__(
-        self, folder: Path, rank: int, world_size: int, notify: Callable[..., None], *, strict: bool = False
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        device_type: Callable[[], str],
+        notify: Callable[..., None],
+        *,
+        strict: bool,
     ) -> None:
         self._folder = folder
         self._rank, self._world_size = rank, world_size
+        self._device_type = device_type
         self._notify, self._strict = notify, strict
         self._requests = RequestWatch(folder)
         self._profiler: Any = None
@@ -88,7 +96,8 @@ class TraceCapture:
     def _write(self, step: int) -> Path:
         profiler, self._profiler = self._profiler, None
         # After them there is the mark of a step that has not ended, if the run has ended early.
-        profiler.add_metadata_json(STEPS_ENTRY, json.dumps(self._done))
+        own = {"steps": self._done, "device": self._device_type()}
+        profiler.add_metadata_json(OWN_ENTRY, json.dumps(own))
         profiler.stop()
         path = self._folder / trace_name(step, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,4 +162,4 @@ def _is_profiling() -> bool:
     """Whether a profiler of torch is active. Torch's own answer is private, so its profilers are looked for."""
     profiler = torch.autograd.profiler.profile
     found = [each for each in gc.get_objects() if type(each) is profiler]
-    return any(each.entered and each.kineto_results is None for each in found)
+    return any(getattr(each, "entered", False) and getattr(each, "kineto_results", None) is None for each in found)

@@ -22,14 +22,15 @@ from flopwatch.runs.trace_uses import USES, Intervals, split_time, use_of_kernel
 
 TRACES = "traces"
 """Name of the folder with the traces of a run."""
-STEPS_ENTRY = "flopwatchSteps"
-"""Entry of a trace by flopwatch: the number of steps. A later one that is marked in it has not ended."""
+OWN_ENTRY = "flopwatch"
+"""Entry of a trace by flopwatch: its `device`, and the number of `steps`; a later mark is of one that has not ended."""
 _OPTIMIZER = "Optimizer.step#"
 _STEP = re.compile(r"ProfilerStep#\d+$")
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
 _ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NANOSECONDS_PER_SECOND = 1e9
+_OTHER_USES = ("idle", "hidden_communication")
 _MOST_MICROSECONDS = 2**63 / 1e4
 """Beyond this, nanoseconds do not fit in 8 bytes; a trace with such a time is damaged."""
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
@@ -132,46 +133,43 @@ def read_trace(path: str | Path) -> TraceSplit:
     path = Path(path).expanduser()
     found = _Collected()
     about = read_events(path, found.add)
-    if not found.has_events:
-        raise InputError(f"the trace {str(path)!r} has no events; take another one with: flopwatch trace RUN_DIR")
-    if not found.steps:
-        raise InputError(
-            f"the trace {str(path)!r} does not mark its steps with ProfilerStep#N, so the time of a step is unknown; "
-            "take one with `flopwatch trace RUN_DIR`, or pass schedule= to torch.profiler.profile and call its step()"
-        )
+    own = about.get(OWN_ENTRY)
+    own = own if isinstance(own, dict) else {}
     on_cpu = not any(found.on_device[use] for use in USES if use != "optimizer")
     intervals = found.on_host if on_cpu else found.on_device
+    problem = _problem(found, intervals, str(own.get("device", "cpu")) if on_cpu else "cpu")
+    if problem:
+        raise InputError(f"the trace {str(path)!r} {problem}")
+    steps = found.ordered_steps(own.get("steps"))
+    begin, end = steps[0][0], max(last for _, last in steps)
+    spent = split_time(intervals, begin, end, on_cpu=on_cpu)
+    seconds = {f"{use}_seconds": spent.get(use, 0) / _NANOSECONDS_PER_SECOND for use in (*USES, *_OTHER_USES)}
+    seconds["exposed_communication_seconds"] = seconds.pop("communication_seconds")
+    device = "cpu" if on_cpu else found.kind
+    whole = (end - begin) / _NANOSECONDS_PER_SECOND
+    return TraceSplit(path.name, _rank(about, path), device, len(steps), whole, **seconds)
+
+
+def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_without_kernels: str) -> str | None:
+    """Why a trace cannot be split, as the rest of a sentence; None if it can."""
+    if not found.has_events:
+        return "has no events; take another one with: flopwatch trace RUN_DIR"
+    if not found.steps:
+        return (
+            "does not mark its steps with ProfilerStep#N, so the time of a step is unknown; take one with "
+            "`flopwatch trace RUN_DIR`, or pass schedule= to torch.profiler.profile and call its step()"
+        )
+    if device_without_kernels != "cpu":
+        return (
+            f"is of a training on {device_without_kernels}, but the profiler recorded no kernels of the device; "
+            "allow the training's user to profile the device (on NVIDIA: NVreg_RestrictProfilingToAdminUsers=0)"
+        )
     if not any(intervals.values()):
-        raise InputError(
-            f"the trace {str(path)!r} has steps, but neither kernels nor ops; "
+        return (
+            "has steps, but neither kernels nor ops; "
             "record ProfilerActivity.CPU, and on an accelerator its activity too"
         )
-    steps = _complete_steps(found, about)
-    begin, end = steps[0][0], max(steps[-1][1], found.device_end)
-    spent = split_time(intervals, begin, end, on_cpu=on_cpu)
-    seconds = {use: nanoseconds / _NANOSECONDS_PER_SECOND for use, nanoseconds in spent.items()}
-    return TraceSplit(
-        path.name,
-        _rank(about, path),
-        "cpu" if on_cpu else found.kind,
-        len(steps),
-        (end - begin) / _NANOSECONDS_PER_SECOND,
-        matmul_seconds=seconds.get("matmul", 0.0),
-        attention_seconds=seconds.get("attention", 0.0),
-        other_kernel_seconds=seconds.get("other_kernel", 0.0),
-        optimizer_seconds=seconds.get("optimizer", 0.0),
-        exposed_communication_seconds=seconds.get("communication", 0.0),
-        hidden_communication_seconds=seconds["hidden_communication"],
-        copy_seconds=seconds.get("copy", 0.0),
-        idle_seconds=seconds["idle"],
-    )
-
-
-def _complete_steps(found: "_Collected", about: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Start and end of the steps, in order. The kernels of the last one may end after the host has ended it."""
-    steps = sorted(found.steps.values())
-    complete = about.get(STEPS_ENTRY)
-    return steps[:complete] if isinstance(complete, int) and complete > 0 else steps
+    return None
 
 
 def _rank(about: Mapping[str, Any], path: Path) -> int:
@@ -193,9 +191,13 @@ class _Collected:
         self.steps: dict[str, tuple[int, int]] = {}
         self.has_events = False
         self.kind = "cuda"
-        self.device_end = 0
-        """When the device has ended the last step."""
+        self._device_ends: dict[str, int] = {}
         self._use_of_kernel, self._use_of_op = lru_cache(4096)(use_of_kernel), lru_cache(4096)(use_of_op)
+
+    def ordered_steps(self, complete: Any) -> list[tuple[int, int]]:
+        """Start and end of the complete steps. The device may end a step after the host has ended it."""
+        steps = sorted((start, max(end, self._device_ends.get(name, end))) for name, (start, end) in self.steps.items())
+        return steps[:complete] if isinstance(complete, int) and complete > 0 else steps
 
     def add(self, event: Mapping[str, Any]) -> None:
         self.has_events = True
@@ -221,17 +223,18 @@ class _Collected:
         elif category == "user_annotation" and _STEP.match(name):
             self.steps[name] = start, end
         elif _STEP.match(name):
-            self.device_end = max(self.device_end, end)
+            self._device_ends[name] = max(self._device_ends.get(name, 0), end)
 
 
 def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
     """Start and end of an event in nanoseconds; None if it has no duration."""
-    start, duration = event.get("ts"), event.get("dur")
-    if event.get("ph") != "X" or not _is_time(start) or not _is_time(duration) or duration < 0:
+    start, length = _microseconds(event.get("ts")), _microseconds(event.get("dur"))
+    if event.get("ph") != "X" or start is None or length is None or length < 0:
         return None
     begin = round(start * 1000)
-    return begin, begin + round(duration * 1000)
+    return begin, begin + round(length * 1000)
 
 
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and isfinite(value) and abs(value) < _MOST_MICROSECONDS
+def _microseconds(value: Any) -> float | None:
+    is_time = isinstance(value, int | float) and isfinite(value) and abs(value) < _MOST_MICROSECONDS
+    return value if is_time else None
