@@ -57,7 +57,7 @@ def _part(start: float) -> Iterator[dict[str, Any]]:
 def write_trace(path: Path, events: Iterable[dict[str, Any]], **about: Any) -> Path:
     """Write a trace; with a name that ends in `.gz`, a compressed one."""
     with gzip.open(path, "wt", compresslevel=1) if path.suffix == ".gz" else path.open("w") as file:
-        entries = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, **about}
+        entries = {"baseTimeNanoseconds": 1790857026000000000, "distributedInfo": {"rank": 0, "world_size": 1}, **about}
         file.write(json.dumps(entries)[:-1] + ',\n"traceEvents": [\n')
         for number, each in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(each, indent=2))

@@ -170,8 +170,10 @@ def _waiting(text: str) -> Iterator[None]:
     try:
         if sys.stderr.isatty():
             from rich.console import Console
+            from rich.text import Text
 
-            with Console(stderr=True).status(f"{text}; Ctrl-C ends the waiting, not the training"):
+            # As `Text`, brackets in the name of a folder are not taken for markup.
+            with Console(stderr=True).status(Text(f"{text}; Ctrl-C ends the waiting, not the training")):
                 yield
         else:
             yield
