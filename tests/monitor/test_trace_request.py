@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,16 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_training(tmp_path):
     (message,) = notices(folder, "trace_not_taken")
     assert message.startswith("no trace was taken, the training goes on: FileExistsError")
     assert not torch.autograd._profiler_enabled(), "the profiler is not left on"
+
+
+def test_the_time_to_write_a_trace_is_a_pause_and_not_that_of_a_step(tmp_path, monkeypatch):
+    export = torch.profiler.profile.export_chrome_trace
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *given: time.sleep(1) or export(*given))
+    train(tmp_path, {9: ask(tmp_path)})
+    records = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
+    seconds = [record for record in records if record["type"] == "row"][-1]["ledger"]["seconds"]
+    assert seconds["pause"] >= 1
+    assert seconds.get("stall", 0.0) < 1
 
 
 def test_while_a_profiler_of_the_user_is_active_no_trace_is_taken(tmp_path):

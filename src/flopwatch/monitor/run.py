@@ -241,7 +241,8 @@ class MonitoredRun:
         self._readings, self._user_flops = [], None
         previous, self.last_step = self.last_step, step
         if self.trace.is_on:
-            self.trace.step_ended(step)
+            with self.phase("pause"):  # writing a trace takes seconds, which are not those of a step
+                self.trace.step_ended(step)
         if len(self._noted) == 1 and not self._begun:
             self._window_began = self._clock()
         if self.ranks.link is not None:
