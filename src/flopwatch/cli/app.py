@@ -14,6 +14,7 @@ from flopwatch.cli.flops import flops, peak
 from flopwatch.cli.init import init
 from flopwatch.cli.report import report
 from flopwatch.cli.run import run
+from flopwatch.cli.traces import trace
 from flopwatch.cli.trials.sweep import sweep
 from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
@@ -141,6 +142,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     run: "Run a training script unchanged and measure it.",
     watch: "Watch a run in the terminal until it ends.",
     why: "Show where the rest of the peak went, and what to try next.",
+    trace: "Trace a few steps of a run and print the use of their time.",
     explain: "Print how a logged MFU was calculated.",
     compare: "Compare step time, rates and MFU of two runs or two sweeps.",
     flops: "Count the FLOPs of one training step, by module.",

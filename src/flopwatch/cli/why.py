@@ -52,10 +52,8 @@ def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[Trace
     Raises:
         InputError: One of the files is not a trace that can be read.
     """
-    try:
-        from flopwatch.runs.traces import newest_traces, read_trace  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return (), []
+    from flopwatch.runs.traces import newest_traces, read_trace
+
     if files:
         return tuple(read_trace(file) for file in files), []
     try:

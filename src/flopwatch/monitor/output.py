@@ -1,9 +1,8 @@
-"""The monitor's output: records for the sinks, notices for the user, and profiler traces.
+"""The monitor's output: records for the sinks, and notices for the user.
 
 A notice has a level, a code, and a message that says what happened and what to do next; each code is sent once.
 """
 
-import json
 import logging
 import sys
 import time
@@ -12,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
@@ -397,63 +394,3 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_ready(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
-
-
-_MOST_STEPS = 10
-"""A trace contains at most this many steps, because a longer one would take gigabytes."""
-
-
-class TraceCapture:
-    """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
-
-    Attributes:
-        is_on: Whether a trace was requested or is being recorded.
-        last_path: File of the newest trace.
-    """
-
-    def __init__(self, folder: Path, rank: int, world_size: int, notify: Callable[..., None]) -> None:
-        self._folder = folder
-        self._rank, self._world_size = rank, world_size
-        self._notify = notify
-        self._profiler: Any = None
-        self._left = 0
-        self.is_on = False
-        self.last_path: Path | None = None
-
-    def ask(self, steps: int) -> None:
-        self._left = max(1, min(steps, _MOST_STEPS))
-        self.is_on = True
-
-    def step_ended(self, step: int) -> None:
-        """Start the profiler before the next step, or stop it after the last requested step."""
-        if self._profiler is None:
-            self._start()
-            return
-        self._left -= 1
-        if self._left <= 0:
-            self.stop(step)
-
-    def stop(self, step: int = 0) -> None:
-        profiler, self._profiler = self._profiler, None
-        self.is_on = False
-        if profiler is None:
-            return
-        profiler.stop()
-        path = self._folder / f"step{step}_rank{self._rank}.pt.trace.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        self.last_path = path
-        self._notify(
-            "info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev"
-        )
-
-    def _start(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Stacks and memory are not recorded, because with them a trace of five steps took 4 GB.
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._profiler.start()
-        if not torch.distributed.is_initialized():  # with a process group, torch adds this metadata itself
-            ranks = {"rank": self._rank, "world_size": self._world_size}
-            self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))

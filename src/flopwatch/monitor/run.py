@@ -17,7 +17,7 @@ from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
 from flopwatch.monitor.optimizer_hooks import OptimizerHooks
-from flopwatch.monitor.output import Outlets, TraceCapture, json_ready, open_outlets
+from flopwatch.monitor.output import Outlets, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import NO_CALLS
@@ -30,6 +30,7 @@ from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.step_clock import HostTimer, StepClock, StepTimer, timer_for
+from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.monitor.window import (
     DatasetMetrics,
     NotedStep,
@@ -45,6 +46,7 @@ from flopwatch.monitor.window import (
 )
 from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, RunStart, Summary
+from flopwatch.runs.traces import TRACES
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
@@ -126,7 +128,14 @@ class MonitoredRun:
         self._session = Session(log_path, clock, self._notify)
         self.rows = RowMaker(config, world_size, self._session)
         self.datasets = DatasetMetrics()
-        self.trace = TraceCapture(output_dir / "traces", rank, world_size, self._notify)
+        self.trace = TraceCapture(
+            output_dir / TRACES,
+            rank,
+            world_size,
+            lambda: self.pricer.peaks.device.type,
+            self._notify,
+            strict=config.strict,
+        )
         self.assumed_batch = _assumed_batch(config)
         self.is_off = False
         self.count_seconds = 0.0
@@ -235,7 +244,8 @@ class MonitoredRun:
         self._readings, self._user_flops = [], None
         previous, self.last_step = self.last_step, step
         if self.trace.is_on:
-            self.trace.step_ended(step)
+            with self.phase("pause"):  # writing a trace takes seconds, which are not those of a step
+                self.trace.step_ended(step)
         if len(self._noted) == 1 and not self._begun:
             self._window_began = self._clock()
         if self.ranks.link is not None:
@@ -357,6 +367,7 @@ class MonitoredRun:
         if self.ranks.waits_for_plan:
             return
         self.pricer.peaks.share(self.ranks.ranks_on_device)
+        self.trace.look_for_request()
         if self._noted:
             step_seconds = (self._clock() - self._window_began) / len(self._noted)
             busy, doubt = self.step_clock.typical_busy_seconds(step_seconds), self.noter.look_at_model()
@@ -519,7 +530,7 @@ class MonitoredRun:
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
         try:
-            self.trace.stop()
+            self.trace.stop(self.last_step or 0)
             self._look_at_ranks(seconds)
             if self.ranks.waits_for_plan:
                 self._leave_ranks()

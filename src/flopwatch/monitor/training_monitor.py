@@ -479,7 +479,10 @@ class TrainingMonitor:
         return {} if self._started_run is None else dict(self._started_run.rows.latest)
 
     def capture_trace(self, steps: int = 3) -> None:
-        """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev."""
+        """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev.
+
+        Every rank that calls it writes a file of its own. From another process, `flopwatch trace` asks for the same.
+        """
         self._do("capture_trace", lambda run: run.trace.ask(steps))
 
     def says_what_was_not_given(self, says: bool) -> None:

@@ -1,0 +1,201 @@
+"""`flopwatch trace`: takes a trace of a training that runs, and prints how its time was spent.
+
+The command does not use rich, except for a spinner on a terminal.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flopwatch.cli import flag, print_json
+from flopwatch.errors import InputError
+from flopwatch.number_format import duration, percent, plural, step_time
+
+if TYPE_CHECKING:
+    from flopwatch.records.trace_split import TraceSplit
+    from flopwatch.runs.state import WatchFeed
+
+_POLL_SECONDS = 0.3
+_OTHER_RANKS_SECONDS = 5.0
+"""How long to wait for the traces of other ranks; ranks on machines without a shared folder never write one here."""
+_OVER = ("died", "ended", "stopped", "failed")
+_REFUSED = "trace_not_taken"
+_USES = {
+    "matmul_seconds": "matmul",
+    "attention_seconds": "attention",
+    "other_kernel_seconds": "other kernels",
+    "optimizer_seconds": "optimizer",
+    "exposed_communication_seconds": "communication",
+    "copy_seconds": "copies",
+    "idle_seconds": "idle",
+}
+
+
+def trace(
+    place: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, its log file, or a trace file.")
+    ],
+    steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
+    wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
+    as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
+) -> None:
+    """Trace the next steps of a training that runs, and print how their time was spent.
+
+    If the training has ended, print its newest trace. Given a trace file, print that trace.
+    """
+    from flopwatch.runs.traces import read_trace
+
+    if _is_trace(place):
+        splits: Sequence[TraceSplit] = [read_trace(place)]
+    elif wait:
+        splits = _of_run(place, steps)
+    else:
+        _ask_only(place, steps, as_json=as_json)
+        return
+    if as_json:
+        print_json({"traces": [split.to_json() for split in splits]})
+    else:
+        _print_splits(splits)
+
+
+def _is_trace(place: str) -> bool:
+    """Whether the path is that of a trace: a file that is no log, or something that is neither file nor folder."""
+    path = Path(place).expanduser()
+    return path.exists() and not path.is_dir() and path.suffix != ".jsonl"
+
+
+def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
+    from flopwatch.runs.trace_request import write_request
+    from flopwatch.runs.traces import traces_of
+
+    if _is_over(_followed(place)):
+        raise InputError(f"the run in {place!r} has ended, so it cannot be traced any more")
+    request = write_request(traces_of(place), steps)
+    if as_json:
+        print_json({"request": str(request), "steps": steps})
+    else:
+        typer.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
+
+
+def _followed(place: str) -> "WatchFeed":
+    from flopwatch.runs.state import WatchFeed
+
+    feed = WatchFeed(place, time.time)
+    feed.look(must_exist=True)
+    return feed
+
+
+def _is_over(feed: "WatchFeed") -> bool:
+    return feed.run.state(feed.unix_time()) in _OVER
+
+
+def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
+    from flopwatch.runs.trace_request import write_request
+    from flopwatch.runs.traces import newest_files, splits_of, traces_of
+
+    feed, folder = _followed(place), traces_of(place)
+    if _is_over(feed):
+        files = newest_files(folder)
+        if not files:
+            raise InputError(
+                f"the run in {place!r} has ended and left no trace; call monitor.capture_trace() in the training, "
+                "or run `flopwatch trace` while it trains"
+            )
+        typer.echo("The run has ended; this is its newest trace.", err=True)
+        return splits_of(files.values())
+    before = {path: path.stat().st_mtime_ns for path in newest_files(folder).values()}
+    write_request(folder, steps)
+    with _waiting(f"Waiting until {place} has traced {steps} steps"):
+        files = _wait_for_traces(feed, folder, before)
+    return splits_of(files.values())
+
+
+def _wait_for_traces(feed: "WatchFeed", folder: Path, before: dict[Path, int]) -> dict[int, Path]:
+    """Wait for the trace of the rank that writes the log, and a little longer for those of the others."""
+    start = feed.run.start
+    ranks = 1 if start is None else start.world_size
+    logging_rank = 0 if start is None else int(start.config.get("logging_rank") or 0) % ranks
+    refused = _refusals(feed)
+    deadline: float | None = None
+    while True:
+        files = dict(_new_files(folder, before))
+        if logging_rank in files:
+            deadline = deadline or time.monotonic() + _OTHER_RANKS_SECONDS
+            if len(files) >= ranks or time.monotonic() >= deadline:
+                return files
+        else:
+            _check(feed, folder, before, refused)
+        time.sleep(_POLL_SECONDS)
+
+
+def _new_files(folder: Path, before: dict[Path, int]) -> Iterator[tuple[int, Path]]:
+    from flopwatch.runs.traces import newest_files
+
+    for rank, path in newest_files(folder).items():
+        if before.get(path) != path.stat().st_mtime_ns:
+            yield rank, path
+
+
+def _refusals(feed: "WatchFeed") -> list[str]:
+    return [notice.message for notice in feed.run.notices if notice.code == _REFUSED]
+
+
+def _check(feed: "WatchFeed", folder: Path, before: dict[Path, int], refused: list[str]) -> None:
+    """Raise InputError if there will be no trace: the run has ended, is silent, or could not take it."""
+    feed.look()
+    newer = _refusals(feed)
+    if len(newer) > len(refused):
+        raise InputError(newer[-1])
+    state = feed.run.state(feed.unix_time())
+    if state in _OVER and not dict(_new_files(folder, before)):
+        raise InputError(
+            f"the run in {feed.place!r} ended before it took the trace; ask earlier, or call monitor.capture_trace()"
+        )
+    if state == "silent":
+        raise InputError(
+            f"the run in {feed.place!r} has logged nothing for {duration(feed.run.silent_seconds(feed.unix_time()))}: "
+            "it evaluates, hangs, or has ended on another machine. The request is written, and if the run goes on, "
+            f"the trace will be in {folder}"
+        )
+
+
+@contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Show a spinner on a terminal. Ctrl-C ends the waiting, not the training."""
+    try:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            # As `Text`, brackets in the name of a folder are not taken for markup.
+            with Console(stderr=True).status(Text(f"{text}; Ctrl-C ends the waiting, not the training")):
+                yield
+        else:
+            yield
+    except KeyboardInterrupt:
+        raise typer.Abort from None
+
+
+def _print_splits(splits: "Sequence[TraceSplit]") -> None:
+    for split in splits:
+        _print_split(split)
+
+
+def _print_split(split: "TraceSplit") -> None:
+    where = f"rank {split.rank}, {split.device}"
+    per_step = split.seconds / split.steps
+    typer.secho(f"\n{split.file}", dim=True)
+    typer.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
+    for field, name in _USES.items():
+        seconds: float = getattr(split, field)
+        if seconds:
+            share = seconds / split.seconds if split.seconds else 0.0
+            typer.echo(f"  {name:<16}{step_time(seconds / split.steps):>10}{percent(share):>10}")
+    if split.hidden_communication_seconds:
+        hidden = step_time(split.hidden_communication_seconds / split.steps)
+        typer.echo(f"Another {hidden} per step of communication ran behind computation and cost no time.")

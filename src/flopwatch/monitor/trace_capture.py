@@ -1,0 +1,165 @@
+"""Takes a profiler trace of a few steps, on request of the training or from outside."""
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flopwatch.records.reading import first_line
+from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch
+from flopwatch.runs.traces import OWN_ENTRY, trace_name
+
+
+class TraceCapture:
+    """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
+
+    Attributes:
+        is_on: Whether a trace was requested or is being recorded.
+        last_path: File of the newest trace.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        device_type: Callable[[], str],
+        notify: Callable[..., None],
+        *,
+        strict: bool,
+    ) -> None:
+        self._folder = folder
+        self._rank, self._world_size = rank, world_size
+        self._device_type = device_type
+        self._notify, self._strict = notify, strict
+        self._requests = RequestWatch(folder)
+        self._profiler: Any = None
+        self._mark: Any = None
+        self._left = self._done = 0
+        self.is_on = False
+        self.last_path: Path | None = None
+
+    def ask(self, steps: int) -> None:
+        """Record the next steps; while a trace is recorded, nothing changes."""
+        if self._profiler is None:
+            self._left = max(1, min(steps, MOST_STEPS))
+            self.is_on = True
+
+    def look_for_request(self) -> None:
+        """Do what a new request from outside asks for, such as one of `flopwatch trace`."""
+        steps = self._requests.new_steps()
+        if steps is not None:
+            self.ask(steps)
+
+    def step_ended(self, step: int) -> None:
+        """Start the profiler before the next step, or stop it after the last requested step.
+
+        An error ends the trace and is reported; it does not reach the training.
+        """
+        try:
+            if self._profiler is None:
+                self._start(step)
+                return
+            self._done += 1
+            if self._done >= self._left:
+                self.stop(step)
+            else:
+                self._end_mark()
+                self._begin_mark(step + 1)
+        except Exception as error:
+            self._failed(step, error)
+
+    def stop(self, step: int = 0) -> None:
+        """End the trace and write it, if one is recorded."""
+        self.is_on = False
+        if self._profiler is None:
+            return
+        if not self._done:
+            self._give_up(step, "the run ended before the first traced step")
+            return
+        try:
+            _wait_for_device()
+            self._end_mark()
+            path = self._write(step)
+        except Exception as error:
+            self._failed(step, error)
+            return
+        self.last_path = path
+        self._notify(
+            "info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev"
+        )
+
+    def _write(self, step: int) -> Path:
+        profiler, self._profiler = self._profiler, None
+        # After them there is the mark of a step that has not ended, if the run has ended early.
+        own = {"steps": self._done, "device": self._device_type()}
+        profiler.add_metadata_json(OWN_ENTRY, json.dumps(own))
+        profiler.stop()
+        path = self._folder / trace_name(step, self._rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{os.getpid()}.{path.name}")  # a reader never sees half a file
+        try:
+            profiler.export_chrome_trace(str(beside))
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return path
+
+    def _start(self, step: int) -> None:
+        if _is_profiling():
+            self._give_up(step, "another profiler of this process is active; ask again when it has ended")
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        _wait_for_device()
+        # Stacks and memory are not recorded, because with them a trace of five steps took 4 GB.
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+        if not torch.distributed.is_initialized():  # with a process group, torch adds this metadata itself
+            ranks = {"rank": self._rank, "world_size": self._world_size}
+            self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))
+        self._done = 0
+        self._begin_mark(step + 1)
+
+    def _begin_mark(self, step: int) -> None:
+        # The name is the one that torch's own schedules write, so that other tools find the steps too.
+        self._mark = torch.profiler.record_function(f"ProfilerStep#{step}")
+        self._mark.__enter__()
+
+    def _end_mark(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
+        if self._strict:
+            raise error
+
+    def _give_up(self, step: int, why: str) -> None:
+        profiler, self._profiler, self._mark = self._profiler, None, None
+        self.is_on = False
+        if profiler is not None:
+            try:
+                profiler.stop()
+            except Exception as error:
+                why = f"{why} (and the profiler cannot be stopped: {first_line(error)})"
+        self._notify("warning", f"trace_not_taken:{step}", f"no trace was taken, the training goes on: {why}")
+
+
+def _wait_for_device() -> None:
+    """Let the device finish, so that its work of the traced steps, and no other, lies between their marks."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _is_profiling() -> bool:
+    """Whether a profiler of torch is active. Torch's own answer is private, so its profilers are looked for."""
+    profiler = torch.autograd.profiler.profile
+    found = [each for each in gc.get_objects() if type(each) is profiler]
+    return any(getattr(each, "entered", False) and getattr(each, "kineto_results", None) is None for each in found)

@@ -1,0 +1,240 @@
+"""Reads profiler traces: the time of the traced steps by use, per rank.
+
+A trace has an interval for each kernel on an accelerator, or for each op on the CPU. Of each use only the union of its
+intervals is kept, so that a trace of gigabytes needs little memory.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.records.reading import read_object, read_record
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.records.trial_files import write_json
+from flopwatch.runs.log_file import NoLogError, find_log
+from flopwatch.runs.trace_file import read_events
+from flopwatch.runs.trace_uses import USES, Intervals, split_time, use_of_kernel, use_of_op
+
+TRACES = "traces"
+"""Name of the folder with the traces of a run."""
+OWN_ENTRY = "flopwatch"
+"""Entry of a trace by flopwatch: its `device`, and the number of `steps`; a later mark is of one that has not ended."""
+_OPTIMIZER = "Optimizer.step#"
+_STEP = re.compile(r"ProfilerStep#\d+$")
+_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
+_ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_NANOSECONDS_PER_SECOND = 1e9
+_OTHER_USES = ("idle", "hidden_communication")
+_MOST_MICROSECONDS = 2**63 / 1e4
+"""Beyond this, nanoseconds do not fit in 8 bytes; a trace with such a time is damaged."""
+_TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
+_RANK = re.compile(r"rank(\d+)")
+_CACHE_FORMAT = 1
+
+
+def trace_name(step: int, rank: int) -> str:
+    """Name of the file with the trace of a rank that ends with a step.
+
+    >>> trace_name(120, 0)
+    'step120_rank0.pt.trace.json.gz'
+    """
+    return f"step{step}_rank{rank}.pt.trace.json.gz"
+
+
+def traces_of(run_dir: str | Path) -> Path:
+    """The folder with the traces of a run, which may not exist yet, given the folder of the run or its log file.
+
+    Raises:
+        NoLogError: The folder has no log.
+    """
+    return find_log(run_dir).parent / TRACES
+
+
+def newest_files(folder: Path) -> dict[int, Path]:
+    """The newest trace of each rank in a folder with traces; empty if there is none."""
+    found: dict[int, tuple[int, Path]] = {}
+    for path in folder.glob("step*.pt.trace.json.gz"):
+        name = _TRACE_NAME.fullmatch(path.name)
+        written = _written(path)
+        if name is not None and written is not None:
+            rank = int(name[2])
+            found[rank] = max(found.get(rank, (-1, path)), (written[1], path))
+    return {rank: found[rank][1] for rank in sorted(found)}
+
+
+def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
+    """The split of the newest trace of each rank of a run, in the order of the ranks; empty without traces.
+
+    What was read is kept beside each trace, as `<trace>.split.json`, so that a trace is read once.
+
+    Raises:
+        InputError: A trace cannot be read, or is damaged.
+    """
+    try:
+        folder = traces_of(run_dir)
+    except NoLogError:
+        folder = Path(run_dir).expanduser() / TRACES
+    return splits_of(newest_files(folder).values())
+
+
+def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
+    """The split of each trace: kept from an earlier reading, or read now."""
+    return tuple(_kept_split(path) or _read_and_keep(path) for path in paths)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Bytes and time of a file; None if it does not exist (any more)."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.split.json")
+
+
+def _kept_split(path: Path) -> TraceSplit | None:
+    content = read_object(_beside(path))
+    written = _written(path)
+    if content.get("format") != _CACHE_FORMAT or written is None or content.get("trace") != list(written):
+        return None
+    try:
+        return read_record(TraceSplit, content.get("split"))
+    except FlopwatchError:
+        return None
+
+
+def _read_and_keep(path: Path) -> TraceSplit:
+    written = _written(path)
+    split = read_trace(path)
+    # If the folder belongs to somebody else or the disk is full, the trace is read again next time.
+    with suppress(OSError):
+        write_json(_beside(path), {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})
+    return split
+
+
+def read_trace(path: str | Path) -> TraceSplit:
+    """Read a trace of torch's profiler, a `.json` or `.json.gz` file, without loading it into memory.
+
+    The steps are those that `ProfilerStep#N` marks in the trace, as flopwatch and `torch.profiler.profile` with a
+    schedule write them.
+
+    Raises:
+        InputError: The file is no trace, is damaged or incomplete, or has no steps or no ops.
+    """
+    path = Path(path).expanduser()
+    found = _Collected()
+    about = read_events(path, found.add)
+    own = about.get(OWN_ENTRY)
+    own = own if isinstance(own, dict) else {}
+    on_cpu = not any(found.on_device[use] for use in USES if use != "optimizer")
+    intervals = found.on_host if on_cpu else found.on_device
+    problem = _problem(found, intervals, str(own.get("device", "cpu")) if on_cpu else "cpu")
+    if problem:
+        raise InputError(f"the trace {str(path)!r} {problem}")
+    steps = found.ordered_steps(own.get("steps"))
+    begin, end = steps[0][0], max(last for _, last in steps)
+    spent = split_time(intervals, begin, end, on_cpu=on_cpu)
+    seconds = {f"{use}_seconds": spent.get(use, 0) / _NANOSECONDS_PER_SECOND for use in (*USES, *_OTHER_USES)}
+    seconds["exposed_communication_seconds"] = seconds.pop("communication_seconds")
+    device = "cpu" if on_cpu else found.kind
+    whole = (end - begin) / _NANOSECONDS_PER_SECOND
+    return TraceSplit(path.name, _rank(about, path), device, len(steps), whole, **seconds)
+
+
+def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_without_kernels: str) -> str | None:
+    """Why a trace cannot be split, as the rest of a sentence; None if it can."""
+    if not found.has_events:
+        return "has no events; take another one with: flopwatch trace RUN_DIR"
+    if not found.steps:
+        return (
+            "does not mark its steps with ProfilerStep#N, so the time of a step is unknown; take one with "
+            "`flopwatch trace RUN_DIR`, or pass schedule= to torch.profiler.profile and call its step()"
+        )
+    if device_without_kernels != "cpu":
+        return (
+            f"is of a training on {device_without_kernels}, but the profiler recorded no kernels of the device; "
+            "allow the training's user to profile the device (on NVIDIA: NVreg_RestrictProfilingToAdminUsers=0)"
+        )
+    if not any(intervals.values()):
+        return (
+            "has steps, but neither kernels nor ops; "
+            "record ProfilerActivity.CPU, and on an accelerator its activity too"
+        )
+    return None
+
+
+def _rank(about: Mapping[str, Any], path: Path) -> int:
+    """The rank that the trace names, or else its file name; 0 if neither does."""
+    of_job = about.get("distributedInfo")
+    rank = of_job.get("rank") if isinstance(of_job, dict) else None
+    if isinstance(rank, int):
+        return rank
+    named = _RANK.search(path.name)
+    return int(named[1]) if named else 0
+
+
+class _Collected:
+    """The intervals of a trace, collected event by event."""
+
+    def __init__(self) -> None:
+        self.on_device = {use: Intervals() for use in USES}
+        self.on_host = {use: Intervals() for use in USES}
+        self.steps: dict[str, tuple[int, int]] = {}
+        self.has_events = False
+        self.kind = "cuda"
+        self._device_ends: dict[str, int] = {}
+        self._use_of_kernel, self._use_of_op = lru_cache(4096)(use_of_kernel), lru_cache(4096)(use_of_op)
+
+    def ordered_steps(self, complete: Any) -> list[tuple[int, int]]:
+        """Start and end of the complete steps. The device may end a step after the host has ended it."""
+        steps = sorted((start, max(end, self._device_ends.get(name, end))) for name, (start, end) in self.steps.items())
+        return steps[:complete] if isinstance(complete, int) and complete > 0 else steps
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        self.has_events = True
+        category = event.get("cat")
+        if category == "cpu_op" or category in _ON_DEVICE or category in _ANNOTATIONS:
+            interval = _interval_of(event)
+            if interval is not None:
+                self._add(str(category), str(event.get("name", "")), *interval)
+        elif category == "xpu_runtime":
+            self.kind = "xpu"
+
+    def _add(self, category: str, name: str, start: int, end: int) -> None:
+        if category in _ON_DEVICE:
+            self.on_device[self._use_of_kernel(name, category)].add(start, end)
+        elif name.startswith(_OPTIMIZER):
+            (self.on_device if category == "gpu_user_annotation" else self.on_host)["optimizer"].add(start, end)
+        elif category == "cpu_op":
+            use = self._use_of_op(name)
+            if use is not None:
+                self.on_host[use].add(start, end)
+        elif category == "user_annotation" and _COLLECTIVE.match(name):
+            self.on_host["communication"].add(start, end)
+        elif category == "user_annotation" and _STEP.match(name):
+            self.steps[name] = start, end
+        elif _STEP.match(name):
+            self._device_ends[name] = max(self._device_ends.get(name, 0), end)
+
+
+def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Start and end of an event in nanoseconds; None if it has no duration."""
+    start, length = _microseconds(event.get("ts")), _microseconds(event.get("dur"))
+    if event.get("ph") != "X" or start is None or length is None or length < 0:
+        return None
+    begin = round(start * 1000)
+    return begin, begin + round(length * 1000)
+
+
+def _microseconds(value: Any) -> float | None:
+    is_time = isinstance(value, int | float) and isfinite(value) and abs(value) < _MOST_MICROSECONDS
+    return value if is_time else None

@@ -1,0 +1,197 @@
+"""A trace that another process asks for is taken once, after the next logging window, and disturbs no training."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import flopwatch
+from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch, write_request
+from flopwatch.runs.traces import newest_traces, read_trace
+from support.small_models import TinyText, text_batch
+from support.torchrun import torchrun
+
+LOG_EVERY = 4
+RANKS = Path(__file__).parent / "scripts" / "traced_ranks.py"
+
+
+def train(folder, before_step=None, steps=30, *, strict=True, monitored=True):
+    """Train; `before_step` maps a step to what happens before it. Returns the trained parameters."""
+    torch.manual_seed(0)
+    model = TinyText()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = None
+    if monitored:
+        settings = {"peak_flops_per_s": 1e12, "log_every": LOG_EVERY, "strict": strict, "config": {"log_seconds": 1e9}}
+        monitor = flopwatch.TrainingMonitor(folder, model=model, **settings)
+    torch.manual_seed(1)
+    for step in range(steps):
+        if before_step and step in before_step:
+            before_step[step]()
+        batch = text_batch(2, 8)
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if monitor is not None:
+            monitor.log_step(step, batch=batch)
+    if monitor is not None:
+        monitor.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def ask(folder, steps=2):
+    return lambda: write_request(folder / "traces", steps)
+
+
+def traces_in(folder):
+    return sorted(path.name for path in (folder / "traces").glob("step*.gz"))
+
+
+def notices(folder, code):
+    records = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return [record["message"] for record in records if record.get("code") == code]
+
+
+def test_a_request_is_answered_once_after_the_next_window(tmp_path):
+    train(tmp_path, {9: ask(tmp_path)})
+    # The window ends with step 11, the profiler starts after step 12, and steps 13 and 14 are traced.
+    assert traces_in(tmp_path) == ["step14_rank0.pt.trace.json.gz"]
+    split = read_trace(tmp_path / "traces" / "step14_rank0.pt.trace.json.gz")
+    assert (split.steps, split.device) == (2, "cpu")
+    assert split.matmul_seconds > 0
+    assert split.optimizer_seconds > 0
+
+
+def test_a_second_request_is_answered_too(tmp_path):
+    train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
+    assert [read_trace(tmp_path / "traces" / name).steps for name in traces_in(tmp_path)] == [2, 3]
+    (newest,) = newest_traces(tmp_path)
+    assert newest.steps == 3
+
+
+def test_parameters_are_bitwise_equal_with_two_traces_and_without_the_monitor(tmp_path):
+    traced = train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
+    bare = train(tmp_path, monitored=False)
+    assert len(traces_in(tmp_path)) == 2
+    assert all(torch.equal(a, b) for a, b in zip(traced, bare, strict=True))
+
+
+def test_a_request_of_an_earlier_run_is_not_answered(tmp_path):
+    ask(tmp_path)()
+    train(tmp_path)
+    assert traces_in(tmp_path) == []
+
+
+def test_asking_for_more_while_a_trace_is_recorded_does_not_make_it_longer(tmp_path):
+    monitor = flopwatch.TrainingMonitor(tmp_path, strict=True, peak_flops_per_s=1e12)
+    for step in range(20):
+        monitor.capture_trace(3)
+        torch.ones(4, 4) @ torch.ones(4, 4)
+        monitor.log_step(step)
+    monitor.close()
+    assert {read_trace(tmp_path / "traces" / name).steps for name in traces_in(tmp_path)} == {3}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": "many"}', '{"steps": 0}', '{"steps": 1000000}'])
+def test_a_file_that_is_no_request_is_ignored(tmp_path, content):
+    def write():
+        (tmp_path / "traces").mkdir()
+        (tmp_path / "traces" / "request.json").write_text(content)
+
+    train(tmp_path, {5: write})
+    assert traces_in(tmp_path) == []
+
+
+def test_a_request_is_seen_by_every_watch_and_only_once(tmp_path):
+    watches = [RequestWatch(tmp_path), RequestWatch(tmp_path)]
+    write_request(tmp_path, 2)
+    assert [watch.new_steps() for watch in watches] == [2, 2]
+    assert [watch.new_steps() for watch in watches] == [None, None]
+    write_request(tmp_path, MOST_STEPS)
+    assert [watch.new_steps() for watch in watches] == [MOST_STEPS, MOST_STEPS]
+
+
+def test_a_run_that_ends_first_says_so(tmp_path):
+    train(tmp_path, {9: ask(tmp_path)}, steps=13)
+    assert traces_in(tmp_path) == []
+    assert "the run ended before the first traced step" in notices(tmp_path, "trace_not_taken")[0]
+
+
+def test_a_run_that_ends_while_it_traces_writes_its_complete_steps(tmp_path):
+    train(tmp_path, {9: ask(tmp_path, 5)}, steps=15)
+    (split,) = newest_traces(tmp_path)
+    assert split.steps == 2
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_the_training(tmp_path):
+    """Something else is in the place of the folder, and no temporary file is left behind."""
+    folder = tmp_path / "run"
+
+    def block():
+        shutil.rmtree(folder / "traces")
+        (folder / "traces").write_text("a file")
+
+    trained = train(folder, {9: ask(folder), 13: block}, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(trained, train(folder, monitored=False), strict=True))
+    (message,) = notices(folder, "trace_not_taken")
+    assert message.startswith("no trace was taken, the training goes on: FileExistsError")
+    assert not torch.autograd._profiler_enabled(), "the profiler is not left on"
+
+
+def test_the_time_to_write_a_trace_is_a_pause_and_not_that_of_a_step(tmp_path, monkeypatch):
+    export = torch.profiler.profile.export_chrome_trace
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *given: time.sleep(1) or export(*given))
+    train(tmp_path, {9: ask(tmp_path)})
+    records = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
+    seconds = [record for record in records if record["type"] == "row"][-1]["ledger"]["seconds"]
+    assert seconds["pause"] >= 1
+    assert seconds.get("stall", 0.0) < 1
+
+
+def test_while_a_profiler_of_the_user_is_active_no_trace_is_taken(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as mine:
+        train(tmp_path, {5: ask(tmp_path)})
+    assert traces_in(tmp_path) == []
+    assert "another profiler of this process is active" in notices(tmp_path, "trace_not_taken")[0]
+    assert sum(event.count for event in mine.key_averages() if event.key == "Optimizer.step#SGD.step") == 30
+
+
+def test_matmuls_of_a_users_own_trace_agree_with_torchs_own_table(tmp_path):
+    """Torch adds up the time of each op itself; ours comes from the intervals in the file."""
+    model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=3)
+    path = tmp_path / "mine.json"
+    tables = []
+
+    def keep(profiler):
+        profiler.export_chrome_trace(str(path))
+        tables.append({event.key: event.cpu_time_total for event in profiler.key_averages()})
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep) as profiler:
+        for _ in range(4):
+            model(torch.randn(8, 64, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    split = read_trace(path)
+    multiplied = sum(tables[0].get(f"aten::{op}", 0.0) for op in ("mm", "addmm", "bmm", "baddbmm"))
+    assert split.steps == 3
+    assert split.matmul_seconds == pytest.approx(1e-6 * multiplied, rel=0.01)
+    assert split.optimizer_seconds == pytest.approx(1e-6 * tables[0]["Optimizer.step#AdamW.step"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_every_rank_writes_its_own_trace(tmp_path):
+    torchrun(RANKS, str(tmp_path), ranks=2)
+    found = newest_traces(tmp_path)
+    assert [split.rank for split in found] == [0, 1]
+    for split in found:
+        assert split.steps == 2
+        assert split.matmul_seconds > 0
+        assert split.exposed_communication_seconds > 0
+    assert len(traces_in(tmp_path)) == 2, "each request is answered once"
