@@ -69,7 +69,8 @@ class Layers(nn.Module):
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
-        return hidden.square().mean()
+        loss: torch.Tensor = hidden.square().mean()
+        return loss
 
 
 class SlowAdam(torch.optim.AdamW):

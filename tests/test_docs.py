@@ -161,8 +161,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package").mkdir()
     for script in ("train.py", "my_package/train.py"):
         (folder / script).write_text(TRAINING)
-    for time_of_start in ("211500", "213543"):
-        shutil.copytree(STORED / "run", folder / "flopwatch-runs" / f"train-20261116-{time_of_start}")
+    first, second = (folder / "flopwatch-runs" / f"train-20261116-{time}" for time in ("211500", "213543"))
+    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", str(first), "train.py"]
+    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    shutil.copytree(first, second)
     for name in ("flopwatch-sweep", "flopwatch-quick", "before", "after"):
         shutil.copytree(STORED / "sweep", folder / name)
     return folder

@@ -142,7 +142,7 @@ def train(folder, steps=12, *, closure=False, compiled=False):
             with monitor.step(batch) as step:
                 loss = model(batch).square().mean()
                 loss.backward()
-                update(lambda: loss) if closure else update()
+                update(lambda loss=loss: loss) if closure else update()
                 optimizer.zero_grad()
                 step.log(loss=loss)
     assert monitor.summary is not None

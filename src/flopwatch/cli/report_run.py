@@ -38,9 +38,14 @@ def report_run(
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
+    from flopwatch.cli.why import traces_of_run
     from flopwatch.report.run_page.collecting import read_report
+    from flopwatch.runs.waterfall import waterfall_of
 
-    report = read_report(log)
+    traces, problems = traces_of_run(str(log.parent))
+    for problem in problems:
+        typer.echo(problem, err=True)
+    report = read_report(log, lambda newest: waterfall_of(newest, traces))
     written += _write_files(report, html=html, md=md, output=output)
     if as_json:
         from flopwatch.report.run_page.exports import run_json

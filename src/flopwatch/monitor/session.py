@@ -291,11 +291,10 @@ def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
 def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     columns = dict(row["steps"]) if row is not None else {}
     columns["is_warm_up"] = columns.pop("warm_up", [False] * len(columns.get("step", ())))
-    peak = (row or {}).get("peak")
-    for name in ("model", "hardware") if peak else ():
-        flops = columns.get(f"{name}_flops", ())
-        if flops:
-            columns[f"{name}_peak_seconds"] = [None if n is None else n / peak["flops_per_s"] for n in flops]
+    peak = ((row or {}).get("peak") or {}).get("flops_per_s")
+    for name in ("model", "hardware"):
+        if peak and f"{name}_flops" in columns:
+            columns[f"{name}_peak_seconds"] = [None if n is None else n / peak for n in columns[f"{name}_flops"]]
     names = [name for name in columns if name in MeasuredStep._fields]
     return [
         MeasuredStep(**dict(zip(names, cells, strict=True)))

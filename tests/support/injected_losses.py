@@ -1,6 +1,6 @@
 """Inject known losses into real trainings on this CPU, and compare the waterfall with the training's own clock.
 
-Prints the table of docs/why.md: `PYTHONPATH=.:tests:benchmarks python benchmarks/waterfall/injected.py`
+Prints the table of docs/why.md: `PYTHONPATH=.:tests python -m support.injected_losses`
 """
 
 import argparse

