@@ -5,6 +5,7 @@ Prints the table of docs/why.md: `PYTHONPATH=.:tests python -m support.injected_
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -157,16 +158,12 @@ def table(outcomes: list[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--all", action="store_true", help="print every loss of every case")
     arguments = parser.parse_args()
     outcomes = []
     for case in arguments.cases or CASES:
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(run_case(case, Path(folder)))
-        if arguments.all:
-            for key, value in outcomes[-1].true.items():
-                print(f"  {case:11} {key:13} {value:7.2f} {outcomes[-1].found[key]:7.2f}")
-    print(table(outcomes))
+    sys.stdout.write(f"{table(outcomes)}\n")
 
 
 if __name__ == "__main__":

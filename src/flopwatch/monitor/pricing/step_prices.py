@@ -169,12 +169,12 @@ class StepPricer:
         )
 
     def _achievable_flops_per_s(self) -> float | None:
-        """The rate of the fastest matrix product on this device, if it was measured; None if ranks share the device."""
+        """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""
         peak = self.peak
-        if peak is None or peak.kind == "measured" or self.peaks.ranks > 1:
+        if peak is None or peak.kind in ("measured", "override") or self.peaks.ranks > 1:
             return None
         measured = measured_peak(self.peaks.device, peak.dtype)
-        return None if measured is None else measured.flops_per_s
+        return None if measured is None or measured.confidence == "low" else measured.flops_per_s
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
