@@ -129,6 +129,7 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
         monitor.load_state_dict(torch.load(folder / "state.pt"))
     first_step_unix_time = 0.0
     step_times: dict[int, float] = {}
+    kept: dict[str, float] = {}
     for number in range(first, last):
         with timeline.time("input"), monitor.input_wait():
             if case == "input":
@@ -159,6 +160,7 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
                 time.sleep(10 * SLEEP_SECONDS)
         if case == "restart" and number == CHECKPOINT_AFTER:
             torch.save(monitor.state_dict(), folder / "state.pt")
+            kept = dict(timeline.seconds)
     end_unix_time = time.time()
     if case == "restart" and not first:
         monitor.log_now(wait=True)
@@ -166,6 +168,7 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
         monitor.close()
     return {
         "seconds": timeline.seconds,
+        "kept": kept,
         "wall": time.time() - process_start_unix_time(),
         "process_start": process_start_unix_time(),
         "start_up": first_step_unix_time - process_start_unix_time(),

@@ -119,7 +119,7 @@ def test_an_optimizer_in_another_thread_or_in_an_evaluation_is_not_timed(loop):
 
 def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_wrong(loop):
     found = []
-    for _ in range(64 + 21):
+    for _ in range(256 + 21):
         loop.optimizer(0.25)  # after the context of the step before, so that it could be taken for input wait
         loop.takes(0.5)
         loop.steps.start_step()
@@ -127,8 +127,8 @@ def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_w
         found.append(loop.end())
 
     assert all(step["wait"] == 0.5 for step in found)
-    assert [step["optimizer"] for step in found[:60]] == [0.25] * 60
-    assert sum(step["optimizer"] is not None for step in found[64:]) == 3
+    assert [step["optimizer"] for step in found[:250]] == [0.25] * 250
+    assert sum(step["optimizer"] is not None for step in found[256:]) == 3
 
 
 def train(folder, steps=12, *, closure=False, compiled=False):

@@ -16,7 +16,7 @@ from typing import Any
 from flopwatch.runs import read_log
 from flopwatch.runs.waterfall import Waterfall, waterfall_of
 from support.torchrun import outputs_of_ranks, torchrun
-from testbeds.injected_losses import CHECKPOINT_AFTER, LAST_BEFORE_RESTART, LAYER_FLOPS, LAYERS, STEPS
+from testbeds.injected_losses import LAYER_FLOPS, LAYERS, STEPS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "testbeds" / "injected_losses.py"
@@ -121,11 +121,7 @@ def _with_restart(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str
         "wall": wall,
         "peak": last["peak"],
         "start_up": first["start_up"] + last["start_up"],
-        "seconds": {
-            "input": last["seconds"]["input"] + first["seconds"]["input"] * CHECKPOINT_AFTER / LAST_BEFORE_RESTART,
-            "optimizer": last["seconds"]["optimizer"]
-            + first["seconds"]["optimizer"] * CHECKPOINT_AFTER / LAST_BEFORE_RESTART,
-        },
+        "seconds": {use: last["seconds"][use] + first["kept"][use] for use in ("input", "optimizer")},
     }
     lost = last["process_start"] - first["end"] + first["again"]
     return _true_points("restart", result) | {"restart": 100 * lost / wall}

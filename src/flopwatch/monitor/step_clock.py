@@ -82,7 +82,7 @@ _FEWEST = 4
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
 """A shorter gap between steps is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
-_DIVIDED_STEPS, _DIVIDED_EVERY = 64, 7
+_DIVIDED_STEPS, _DIVIDED_EVERY = 256, 7
 """The optimizer is timed in this many steps at first, and then in every seventh, because its two marks cost time."""
 _IDLE_SHARE = 0.2
 """A thread that uses less than this share of a core counts as idle."""
