@@ -24,7 +24,7 @@ SCREENS = {
     "peak": 'peak --name "NVIDIA H100 80GB HBM3"',
     "watch": "watch runs/example --once",
     "explain": "explain runs/example --step 90",
-    "why": "why runs/example",
+    "why": "why runs/longer",
     "ranks": "watch runs/ranks --once",
 }
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -42,7 +42,10 @@ def main() -> None:
 
 def train_example(folder: Path) -> None:
     """A real run for the commands that look at one."""
-    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "400", "--model", "small"], cwd=folder, check=True)
+    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "120", "--model", "small"], cwd=folder, check=True)
+    # A verdict needs a minute of steps.
+    longer = ["--steps", "3000", "--folder", "runs/longer", "--sinks", ""]
+    subprocess.run([sys.executable, str(EXAMPLE), *longer], cwd=folder, check=True)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     slow = [str(EXAMPLE.with_name("train_ranks.py")), "--slow-rank", "2"]
     subprocess.run([*ranks, *slow], cwd=folder, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

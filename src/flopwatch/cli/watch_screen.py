@@ -92,8 +92,9 @@ def _words(run: WatchedRun, state: State, unix_time: float) -> str:
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
-    """One line with device, peak and how FLOPs are counted, the most important first, as far as they fit."""
-    facts: list[str] = [*_device(run), *_counting(run)]
+    """One line with how FLOPs are counted, device and peak, the most important first, as far as they fit."""
+    how_counted = _counting(run)
+    facts: list[str] = [*how_counted[:1], *_device(run), *how_counted[1:]]
     if run.sessions > 1:
         facts.append(f"{run.sessions} sessions")
     if run.start is not None and run.start.environment.get("host"):
