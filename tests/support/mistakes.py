@@ -170,7 +170,7 @@ MISTAKES = (
     Mistake("flopwatch flops --model tinny", "did you mean 'tiny'?"),
     Mistake("flopwatch flops --model nothing.json", "correct the path"),
     Mistake("flopwatch flops --model mine:nothing", "correct the name"),
-    Mistake("flopwatch report empty", "pass a folder that `flopwatch sweep` wrote"),
+    Mistake("flopwatch report empty", "name the folder that `flopwatch sweep` wrote"),
     Mistake("flopwatch sweep --trainers ghst", "did you mean 'ghost'?"),
     Mistake("flopwatch sweep --trainers nowhere:Mine", "correct the name"),
     Mistake("flopwatch sweep --trainers mine:NoMethods", "a trainer needs"),
