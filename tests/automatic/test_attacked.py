@@ -70,12 +70,15 @@ def test_the_last_steps_are_exact_although_stopping_removes_hooks(watched: Watch
     assert summary(watched).values["total/model_flops"] == 7 * STEP_FLOPS
 
 
-def test_stopping_leaves_no_hook_and_the_log_as_it_was(watched: WatchedProcess) -> None:
+def test_stopping_leaves_no_hook_and_the_log_as_it_was(tmp_path: Path) -> None:
+    hooks_before = list(_global_optimizer_post_hooks)
+    watched = flopwatch.watch(tmp_path / "run", log_every=5)
     model = nn.Linear(8, 8)
     train(model, sgd(model))
+    assert list(_global_optimizer_post_hooks) != hooks_before
     watched.stop()
 
-    assert not _global_optimizer_post_hooks
+    assert list(_global_optimizer_post_hooks) == hooks_before
     assert not model._forward_pre_hooks
     assert logging.getLogger("flopwatch").propagate
 

@@ -1,5 +1,6 @@
 """The time of a step is divided into input wait, optimizer, what follows it, and the rest."""
 
+import gc
 import threading
 
 import pytest
@@ -166,11 +167,17 @@ def test_the_hooks_are_gone_when_the_monitor_is_closed_or_forgotten(tmp_path):
     tables = [
         table for name, table in vars(module).items() if name.startswith("_global_optimizer") and name.endswith("hooks")
     ]
-    before = [len(table) for table in tables]
+    before = [list(table) for table in tables]
     train(tmp_path / "closed", steps=2)
 
     assert len(tables) == 2
-    assert [len(table) for table in tables] == before
+    assert [list(table) for table in tables] == before
+
+    forgotten = TrainingMonitor(tmp_path / "forgotten")
+    assert [list(table) for table in tables] != before
+    del forgotten
+    gc.collect()
+    assert [list(table) for table in tables] == before
 
 
 def graphs_of(body):

@@ -24,6 +24,7 @@ class OptimizerHooks:
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._ends),
         ]
+        weakref.finalize(run, self.remove).atexit = False  # a run can be forgotten without being closed
 
     def remove(self) -> None:
         while self._handles:

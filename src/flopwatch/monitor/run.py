@@ -530,7 +530,7 @@ class MonitoredRun:
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
         try:
-            self.trace.stop(self.last_step or 0)
+            self.trace.close(self.last_step or 0)
             self._look_at_ranks(seconds)
             if self.ranks.waits_for_plan:
                 self._leave_ranks()

@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class TraceCapture:
         self._device_type = device_type
         self._notify, self._strict = notify, strict
         self._requests = RequestWatch(folder)
+        self._look: threading.Event | None = None
         self._profiler: Any = None
         self._mark: Any = None
         self._left = self._done = 0
@@ -50,10 +53,25 @@ class TraceCapture:
             self.is_on = True
 
     def look_for_request(self) -> None:
-        """Do what a new request from outside asks for, such as one of `flopwatch trace`."""
-        steps = self._requests.new_steps()
-        if steps is not None:
-            self.ask(steps)
+        """Do soon what a new request from outside asks for, such as one of `flopwatch trace`.
+
+        Another thread looks, because a file server that does not answer must not stop the training.
+        """
+        if self._requests.is_closed:
+            return
+        if self._look is None:
+            look = self._look = threading.Event()
+            ask = weakref.WeakMethod(self.ask, lambda _: look.set())  # the thread does not keep the run alive
+            args = (self._requests, look, ask)
+            threading.Thread(target=_answer_requests, args=args, name="flopwatch-trace", daemon=True).start()
+        self._look.set()
+
+    def close(self, step: int) -> None:
+        """End the trace, if one is recorded, and look for requests no more."""
+        self._requests.is_closed = True
+        if self._look is not None:
+            self._look.set()
+        self.stop(step)
 
     def step_ended(self, step: int) -> None:
         """Start the profiler before the next step, or stop it after the last requested step.
@@ -150,6 +168,21 @@ class TraceCapture:
             except Exception as error:
                 why = f"{why} (and the profiler cannot be stopped: {first_line(error)})"
         self._notify("warning", f"trace_not_taken:{step}", f"no trace was taken, the training goes on: {why}")
+
+
+def _answer_requests(
+    requests: RequestWatch, look: threading.Event, answer: "weakref.WeakMethod[Callable[[int], None]]"
+) -> None:
+    while True:
+        look.wait()
+        look.clear()
+        if requests.is_closed or answer() is None:
+            return
+        steps = requests.new_steps()
+        ask = answer()
+        if steps is not None and ask is not None:
+            ask(steps)
+        del ask
 
 
 def _wait_for_device() -> None:

@@ -37,9 +37,14 @@ def write_request(folder: Path, steps: int) -> Path:
 
 
 class RequestWatch:
-    """Looks for new requests in a folder of traces. A request that is there already is of an earlier run."""
+    """Looks for new requests in a folder of traces. A request that is there already is of an earlier run.
+
+    Attributes:
+        is_closed: True when requests are no longer answered.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.is_closed = False
         self._file = folder / _REQUEST
         self._seen = self._look()
 

@@ -12,7 +12,7 @@ from torch import nn
 import flopwatch
 from flopwatch.runs.trace_request import write_request
 
-STEPS, ASK_AT, LOG_EVERY = 60, 22, 5
+MOST_STEPS, MORE_STEPS, ASK_AT, LOG_EVERY = 100_000, 20, 22, 5
 
 
 def main(folder: str) -> None:
@@ -23,10 +23,16 @@ def main(folder: str) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = flopwatch.TrainingMonitor(folder, model=model, peak_flops_per_s=1e12, log_every=LOG_EVERY, strict=True)
-    for step in range(STEPS):
+    last = MOST_STEPS
+    for step in range(MOST_STEPS):
+        if step > last:
+            break
         if step == ASK_AT and rank == 0:
             write_request(Path(folder) / "traces", 2)
-        dist.barrier()
+        is_traced = torch.tensor(float(bool(list(Path(folder, "traces").glob(f"step*_rank{rank}.*")))))
+        dist.all_reduce(is_traced, dist.ReduceOp.MIN)
+        if is_traced and last == MOST_STEPS:
+            last = step + MORE_STEPS  # in which no second trace may be taken
         x = torch.randn(64, 256)
         model(x).square().mean().backward()
         optimizer.step()
