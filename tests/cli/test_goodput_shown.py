@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.runs.state import WatchedRun
 from support.make_run_log import Accounts, Story, session, write_log
 

@@ -5,7 +5,7 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.cli import main
-from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.records.run import Row, RunStart, Summary
 from flopwatch.runs.state import WatchedRun
 from flopwatch.sinks.console import summary_lines

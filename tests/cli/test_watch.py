@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.cli.watch_panels import draw_curve
-from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.run_logs.watch_panels import draw_curve
+from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.records.run import Notice, Row, RunStart
 from flopwatch.runs import read_log
 from flopwatch.runs.state import ThinnedCurve, WatchedRun, WatchFeed

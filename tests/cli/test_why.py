@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.cli.watch_screen import draw_frame
-from flopwatch.cli.waterfall_bars import floating_bars
+from flopwatch.cli.run_logs.watch_screen import draw_frame
+from flopwatch.cli.run_logs.waterfall_bars import floating_bars
 from flopwatch.errors import InputError
 from flopwatch.records.run import Notice, Summary
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.waterfall import waterfall_of
+from flopwatch.runs.waterfall.losses import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run
 
@@ -192,10 +192,10 @@ TRACE = TraceSplit(
 @pytest.fixture
 def traces(monkeypatch):
     """Stands in for the reading of traces: what `newest_traces` and `read_trace` return or raise."""
-    module = types.ModuleType("flopwatch.runs.traces")
+    module = types.ModuleType("flopwatch.runs.traces.splits")
     module.newest_traces = lambda run_dir: (TRACE,)
     module.read_trace = lambda file: TRACE
-    monkeypatch.setitem(sys.modules, "flopwatch.runs.traces", module)
+    monkeypatch.setitem(sys.modules, "flopwatch.runs.traces.splits", module)
     return module
 
 

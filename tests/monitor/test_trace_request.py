@@ -11,8 +11,8 @@ import torch
 
 import flopwatch
 from flopwatch.monitor.trace_capture import TraceCapture
-from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch, write_request
-from flopwatch.runs.traces import newest_traces, read_trace
+from flopwatch.runs.traces.request import MOST_STEPS, RequestWatch, write_request
+from flopwatch.runs.traces.splits import newest_traces, read_trace
 from support.sinks.servers import wait_until
 from support.small_models import TinyText, text_batch
 from support.torchrun import torchrun

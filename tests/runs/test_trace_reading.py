@@ -11,8 +11,8 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.runs import traces
-from flopwatch.runs.traces import newest_traces, read_trace, trace_name
+from flopwatch.runs.traces import splits
+from flopwatch.runs.traces.splits import newest_traces, read_trace, trace_name
 from support.make_trace import PART_TRUTH, event, steps_on_device, write_large_trace, write_trace
 
 USES = [field.name for field in fields(TraceSplit) if field.name.endswith("_seconds")]
@@ -49,7 +49,7 @@ def test_events_are_read_however_the_file_is_cut_into_chunks(tmp_path, monkeypat
     path = write_trace(tmp_path / "t.json", steps_on_device(3))
     whole = read_trace(path)
     for chunk_bytes in (1, 7, 100, 1001):
-        monkeypatch.setattr("flopwatch.runs.trace_file._CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("flopwatch.runs.traces.file._CHUNK_BYTES", chunk_bytes)
         assert read_trace(path) == whole
 
 
@@ -223,7 +223,7 @@ class TestNewest:
     def test_a_trace_is_read_once_and_again_if_it_was_written_again(self, tmp_path, monkeypatch):
         path = self.write(tmp_path, 9, 0)
         reads = []
-        monkeypatch.setattr(traces, "read_trace", lambda path: reads.append(path) or read_trace(path))
+        monkeypatch.setattr(splits, "read_trace", lambda path: reads.append(path) or read_trace(path))
         first = newest_traces(tmp_path)
         assert newest_traces(tmp_path) == first
         assert len(reads) == 1
@@ -251,7 +251,7 @@ class TestNewest:
         def refuse(*_):
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(traces, "write_json", refuse)
+        monkeypatch.setattr(splits, "write_json", refuse)
         assert len(newest_traces(tmp_path)) == 1
 
     def test_a_damaged_trace_is_refused(self, tmp_path):
@@ -262,7 +262,7 @@ class TestNewest:
 
 MEASURE = """
 import json, resource, sys
-from flopwatch.runs.traces import read_trace
+from flopwatch.runs.traces.splits import read_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 split = read_trace(sys.argv[1])
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -7,8 +7,8 @@ import pytest
 
 from flopwatch.records.metrics import AT_PEAK, LOST, OF_STEPS
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.runs.loss_texts import LOSSES
-from flopwatch.runs.waterfall import waterfall_of
+from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.runs.waterfall.texts import LOSSES
 from support.ledgers import CPU, log_of
 from support.make_run_log import PEAK
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwatch.cli.compare import compare
-from flopwatch.cli.explain import explain
 from flopwatch.cli.flops import flops, peak
 from flopwatch.cli.init import init
 from flopwatch.cli.report import report
 from flopwatch.cli.run import run
-from flopwatch.cli.traces import trace
+from flopwatch.cli.run_logs.compare import compare
+from flopwatch.cli.run_logs.explain import explain
+from flopwatch.cli.run_logs.traces import trace
+from flopwatch.cli.run_logs.watch import watch
+from flopwatch.cli.run_logs.why import why
 from flopwatch.cli.trials.sweep import sweep
 from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
-from flopwatch.cli.watch import watch
-from flopwatch.cli.why import why
 from flopwatch.clock import monotonic_seconds
 from flopwatch.version import __version__
 

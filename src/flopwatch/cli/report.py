@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag
-from flopwatch.cli.report_run import STANDARD_OUTPUT, refuse_options_of_sweeps, report_run, say_written, write_bytes
+from flopwatch.cli.run_logs.report_run import (
+    STANDARD_OUTPUT,
+    refuse_options_of_sweeps,
+    report_run,
+    say_written,
+    write_bytes,
+)
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:

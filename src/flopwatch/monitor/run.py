@@ -46,7 +46,7 @@ from flopwatch.monitor.window import (
 )
 from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, RunStart, Summary
-from flopwatch.runs.traces import TRACES
+from flopwatch.runs.traces.splits import TRACES
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from flopwatch.records.reading import first_line
-from flopwatch.runs.trace_request import MOST_STEPS, RequestWatch
-from flopwatch.runs.traces import OWN_ENTRY, trace_name
+from flopwatch.runs.traces.request import MOST_STEPS, RequestWatch
+from flopwatch.runs.traces.splits import OWN_ENTRY, trace_name
 
 
 class TraceCapture:

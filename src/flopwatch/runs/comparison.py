@@ -8,8 +8,8 @@ from flopwatch.records.run import Number
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
-from flopwatch.runs.waterfall import waterfall_of
-from flopwatch.runs.waterfall_change import WaterfallChange, waterfall_change
+from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
+from flopwatch.runs.waterfall.losses import waterfall_of
 from flopwatch.spread import cut, interval, resampled
 
 _ALL = "every number"

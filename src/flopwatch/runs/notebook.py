@@ -6,7 +6,7 @@ from flopwatch.number_format import count, number, percent, step_time
 from flopwatch.records.html_table import html_table
 from flopwatch.records.reading import one_line
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.waterfall import waterfall_of
+from flopwatch.runs.waterfall.losses import waterfall_of
 
 _LONGEST = 200
 

@@ -10,7 +10,7 @@ from flopwatch.report.html_page.svg import linear_ticks
 from flopwatch.report.run_page.charts import waterfall_svg
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.page import run_page, waterfall_section
-from flopwatch.runs.waterfall import Loss, Waterfall
+from flopwatch.runs.waterfall.losses import Loss, Waterfall
 from support.hand_made_run import provenance, records, row, start, write_run
 
 LOADING = {"src", "srcset", "href", "data", "poster", "action", "formaction", "background", "xlink:href"}

@@ -11,7 +11,7 @@ from flopwatch.report.html_page import svg
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
 from flopwatch.report.run_page.words import WHOLE_MFU, metric_name, utc
-from flopwatch.runs.waterfall import Waterfall
+from flopwatch.runs.waterfall.losses import Waterfall
 
 WIDTH = 460.0
 _HEIGHT = 206.0

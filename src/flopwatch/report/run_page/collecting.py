@@ -14,7 +14,7 @@ from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Poi
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_log
 from flopwatch.runs.state import is_gone, is_running
-from flopwatch.runs.waterfall import Waterfall, seconds_of, waterfall_of
+from flopwatch.runs.waterfall.losses import Waterfall, seconds_of, waterfall_of
 
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200

@@ -7,7 +7,7 @@ from typing import Literal
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Number, Provenance, RunStart
 from flopwatch.report.run_page.curves import Curve
-from flopwatch.runs.waterfall import Waterfall
+from flopwatch.runs.waterfall.losses import Waterfall
 
 MAIN_KEYS = (
     "perf/mfu_percent",

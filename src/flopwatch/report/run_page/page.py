@@ -23,7 +23,7 @@ from flopwatch.report.run_page.charts import (
 from flopwatch.report.run_page.contents import Moment, RunReport
 from flopwatch.report.run_page.curves import Curve, in_groups
 from flopwatch.report.run_page.tables import behind, facts, paragraph, table
-from flopwatch.runs.waterfall import Waterfall
+from flopwatch.runs.waterfall.losses import Waterfall
 
 TABLE_ROWS = 100
 MOST_SESSIONS = 50

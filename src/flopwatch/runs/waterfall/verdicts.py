@@ -8,7 +8,7 @@ from typing import Any
 from flopwatch.number_format import duration, percent, plural
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
-from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, seconds_of
+from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, seconds_of
 
 LEAST_STEPS = 20
 """The first steps are warm-up, and the median that tells stalled steps from others needs some more."""

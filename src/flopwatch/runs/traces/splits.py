@@ -17,8 +17,8 @@ from flopwatch.records.reading import read_object, read_record
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.records.trial_files import write_json
 from flopwatch.runs.log_file import NoLogError, find_log
-from flopwatch.runs.trace_file import read_events
-from flopwatch.runs.trace_uses import USES, Intervals, split_time, use_of_kernel, use_of_op
+from flopwatch.runs.traces.file import read_events
+from flopwatch.runs.traces.uses import USES, Intervals, split_time, use_of_kernel, use_of_op
 
 TRACES = "traces"
 """Name of the folder with the traces of a run."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from flopwatch.records.trace_split import TraceSplit
     from flopwatch.runs.reading import RunLog
-    from flopwatch.runs.verdicts import RunFacts, Verdict
-    from flopwatch.runs.waterfall import Loss, Waterfall
+    from flopwatch.runs.waterfall.losses import Loss, Waterfall
+    from flopwatch.runs.waterfall.verdicts import RunFacts, Verdict
 
 
 def why(
@@ -30,8 +30,8 @@ def why(
 ) -> None:
     """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next."""
     from flopwatch.runs import find_log, read_around
-    from flopwatch.runs.verdicts import facts_of, verdict_of
-    from flopwatch.runs.waterfall import waterfall_of
+    from flopwatch.runs.waterfall.losses import waterfall_of
+    from flopwatch.runs.waterfall.verdicts import facts_of, verdict_of
 
     log = read_around(find_log(run_dir))
     traces, problems = traces_of_run(run_dir, trace or ())
@@ -52,7 +52,7 @@ def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[Trace
     Raises:
         InputError: One of the files is not a trace that can be read.
     """
-    from flopwatch.runs.traces import newest_traces, read_trace
+    from flopwatch.runs.traces.splits import newest_traces, read_trace
 
     if files:
         return tuple(read_trace(file) for file in files), []
@@ -65,8 +65,8 @@ def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[Trace
 def _what_is_missing(log: "RunLog") -> str:
     """Why a log gives no waterfall, and what to do."""
     from flopwatch.runs.comparison import total
-    from flopwatch.runs.loss_texts import in_shell
-    from flopwatch.runs.waterfall import seconds_of
+    from flopwatch.runs.waterfall.losses import seconds_of
+    from flopwatch.runs.waterfall.texts import in_shell
 
     path, place = repr(str(log.path)), in_shell(str(log.path.parent))
     if not log.rows:
@@ -90,7 +90,7 @@ def _what_is_missing(log: "RunLog") -> str:
 def _as_json(
     log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None", problems: list[str]
 ) -> dict[str, Any]:
-    from flopwatch.runs.verdicts import why_no_verdict
+    from flopwatch.runs.waterfall.verdicts import why_no_verdict
 
     content = waterfall.to_json()
     return {
@@ -110,9 +110,9 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from flopwatch.cli.watch_panels import line
-    from flopwatch.cli.waterfall_bars import LEAST_DRAWN_POINTS, floating_bars
-    from flopwatch.runs.waterfall import undivided_note
+    from flopwatch.cli.run_logs.watch_panels import line
+    from flopwatch.cli.run_logs.waterfall_bars import LEAST_DRAWN_POINTS, floating_bars
+    from flopwatch.runs.waterfall.losses import undivided_note
 
     console = Console(highlight=False)
     rows = [line(), *_header(log, waterfall, facts), line()]
@@ -161,8 +161,8 @@ def _on_what(log: "RunLog") -> str:
 
 def _difference(waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
-    from flopwatch.cli.waterfall_bars import LEAST_DRAWN_POINTS
-    from flopwatch.runs.loss_texts import IN_STEPS
+    from flopwatch.cli.run_logs.waterfall_bars import LEAST_DRAWN_POINTS
+    from flopwatch.runs.waterfall.texts import IN_STEPS
 
     outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
     lost = sum(loss.points for loss in outside)
@@ -177,7 +177,7 @@ def _difference(waterfall: "Waterfall") -> str:
 
 
 def _verdict_lines(waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None") -> "Iterator[Text]":
-    from flopwatch.runs.verdicts import why_no_verdict
+    from flopwatch.runs.waterfall.verdicts import why_no_verdict
 
     if verdict is None:
         yield from _paragraph(why_no_verdict(waterfall, facts) or "", style="italic")
@@ -195,7 +195,7 @@ def _loss_lines(number: int, loss: "Loss") -> "Iterator[Text]":
 
 
 def _paragraph(text: str, *, style: str = "", indent: str = "") -> "Iterator[Text]":
-    from flopwatch.cli.watch_panels import line
+    from flopwatch.cli.run_logs.watch_panels import line
     from flopwatch.records.reading import plain
 
     wrapped = textwrap.wrap(

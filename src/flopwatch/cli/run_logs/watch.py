@@ -121,7 +121,7 @@ def _ignore_signals() -> None:
 
 
 def _is_over(feed: "WatchFeed") -> bool:
-    from flopwatch.cli.watch_screen import LAST_STATES
+    from flopwatch.cli.run_logs.watch_screen import LAST_STATES
 
     return feed.run.state(feed.unix_time()) in LAST_STATES
 
@@ -129,7 +129,7 @@ def _is_over(feed: "WatchFeed") -> bool:
 def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":
     from rich.console import Group
 
-    from flopwatch.cli.watch_screen import draw_frame
+    from flopwatch.cli.run_logs.watch_screen import draw_frame
 
     width, height = console.size
     in_colour = console.color_system is not None and not console.no_color

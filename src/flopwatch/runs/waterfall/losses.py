@@ -15,8 +15,8 @@ from flopwatch.number_format import duration, percent
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.runs.loss_texts import LOSSES, LossText, in_shell, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.waterfall.texts import LOSSES, LossText, in_shell, text_of
 
 
 @dataclass(frozen=True, slots=True)

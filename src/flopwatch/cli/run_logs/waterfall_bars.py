@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.cli.watch_panels import bar, line
+from flopwatch.cli.run_logs.watch_panels import bar, line
 from flopwatch.number_format import percent
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.waterfall import Waterfall, waterfall_of
+from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
 
 LEAST_DRAWN_POINTS = 0.05
 """A smaller loss would be printed as 0.0 points; all of them share one line."""

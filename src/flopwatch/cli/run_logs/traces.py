@@ -48,7 +48,7 @@ def trace(
 
     If the training has ended, print its newest trace. Given a trace file, print that trace.
     """
-    from flopwatch.runs.traces import read_trace
+    from flopwatch.runs.traces.splits import read_trace
 
     if _is_trace(place):
         splits: Sequence[TraceSplit] = [read_trace(place)]
@@ -70,8 +70,8 @@ def _is_trace(place: str) -> bool:
 
 
 def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
-    from flopwatch.runs.trace_request import write_request
-    from flopwatch.runs.traces import traces_of
+    from flopwatch.runs.traces.request import write_request
+    from flopwatch.runs.traces.splits import traces_of
 
     if _is_over(_followed(place)):
         raise InputError(f"the run in {place!r} has ended, so it cannot be traced any more")
@@ -95,8 +95,8 @@ def _is_over(feed: "WatchFeed") -> bool:
 
 
 def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
-    from flopwatch.runs.trace_request import write_request
-    from flopwatch.runs.traces import newest_files, splits_of, traces_of
+    from flopwatch.runs.traces.request import write_request
+    from flopwatch.runs.traces.splits import newest_files, splits_of, traces_of
 
     feed, folder = _followed(place), traces_of(place)
     if _is_over(feed):
@@ -134,7 +134,7 @@ def _wait_for_traces(feed: "WatchFeed", folder: Path, before: dict[Path, int]) -
 
 
 def _new_files(folder: Path, before: dict[Path, int]) -> Iterator[tuple[int, Path]]:
-    from flopwatch.runs.traces import newest_files
+    from flopwatch.runs.traces.splits import newest_files
 
     for rank, path in newest_files(folder).items():
         if before.get(path) != path.stat().st_mtime_ns:

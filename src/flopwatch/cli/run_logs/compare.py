@@ -13,14 +13,14 @@ import typer
 
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.report import write_file
-from flopwatch.cli.why import traces_of_run
+from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
     from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
-    from flopwatch.runs.waterfall_change import WaterfallChange
+    from flopwatch.runs.waterfall.change import WaterfallChange
 
 
 def compare(

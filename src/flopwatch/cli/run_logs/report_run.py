@@ -38,9 +38,9 @@ def report_run(
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
-    from flopwatch.cli.why import traces_of_run
+    from flopwatch.cli.run_logs.why import traces_of_run
     from flopwatch.report.run_page.collecting import read_report
-    from flopwatch.runs.waterfall import waterfall_of
+    from flopwatch.runs.waterfall.losses import waterfall_of
 
     traces, problems = traces_of_run(str(log.parent))
     for problem in problems:
