@@ -17,11 +17,21 @@ from typing import Any
 WINDOW_STEPS = 50
 EVAL_EVERY_STEPS, EVAL_SECONDS = 5_000, 45.0
 CHECKPOINT_EVERY_STEPS, CHECKPOINT_SECONDS = 10_000, 20.0
-STEP_SECONDS, WAIT_SECONDS = 0.82, 0.02
+STEP_SECONDS, WAIT_SECONDS, OPTIMIZER_SECONDS, HOST_SECONDS = 0.82, 0.02, 0.03, 0.01
 START_UNIX_TIME = 1_790_000_000.0
 TOKENS = 16_384
 MODEL_FLOPS, HARDWARE_FLOPS, RECOMPUTE_FLOPS = 330 * 10**12, 420 * 10**12, 80 * 10**12
 PEAK_FLOPS_PER_S = 989.4e12
+_PARTS_OF_STEPS = {
+    "input_wait": WAIT_SECONDS,
+    "divided": STEP_SECONDS,
+    "optimizer": OPTIMIZER_SECONDS,
+    "host": HOST_SECONDS,
+    "model_at_peak": MODEL_FLOPS / PEAK_FLOPS_PER_S,
+    "hardware_at_peak": HARDWARE_FLOPS / PEAK_FLOPS_PER_S,
+    "recompute_at_peak": RECOMPUTE_FLOPS / PEAK_FLOPS_PER_S,
+}
+"""Seconds of a step by part: times that lie inside of `train`, and what its FLOPs take at the peak."""
 
 
 def main() -> None:
@@ -41,7 +51,7 @@ def write_long_run(folder: Path, steps: int = 1_000_000, sessions: int = 4) -> P
 
 def _records(steps: int, sessions: int) -> Iterator[dict[str, Any]]:
     clock = {"unix_time": START_UNIX_TIME}
-    seconds = dict.fromkeys(("start_up", "train", "input_wait", "eval", "checkpoint", "restart"), 0.0)
+    seconds = dict.fromkeys(("start_up", "train", "eval", "checkpoint", "restart", *_PARTS_OF_STEPS), 0.0)
     share = steps // sessions // WINDOW_STEPS * WINDOW_STEPS
     for session in range(sessions):
         first, last = session * share + 1, (session + 1) * share if session < sessions - 1 else steps
@@ -127,7 +137,8 @@ def _row(numbers: list[int], clock: dict[str, float], seconds: dict[str, float])
 
 def _book(numbers: list[int], spent: float, clock: dict[str, float], seconds: dict[str, float]) -> None:
     seconds["train"] += spent
-    seconds["input_wait"] += WAIT_SECONDS * len(numbers)
+    for name, each in _PARTS_OF_STEPS.items():
+        seconds[name] += each * len(numbers)
     clock["unix_time"] += spent
     for name, every, length in (
         ("eval", EVAL_EVERY_STEPS, EVAL_SECONDS),
@@ -139,7 +150,7 @@ def _book(numbers: list[int], spent: float, clock: dict[str, float], seconds: di
 
 
 def _ledger(step: int, seconds: dict[str, float]) -> dict[str, Any]:
-    wall = sum(value for name, value in seconds.items() if name != "input_wait")
+    wall = sum(value for name, value in seconds.items() if name not in _PARTS_OF_STEPS)
     names = {"samples": 8, "tokens": TOKENS, "model_flops": MODEL_FLOPS, "hardware_flops": HARDWARE_FLOPS}
     totals = {name: step * each for name, each in names.items()}
     return {"steps": step, "totals": totals, "seconds": {**seconds, "wall": wall}}

@@ -2,7 +2,8 @@
 
     python benchmarks/overhead/instructions.py
 
-prints a JSON object.
+prints a JSON object. `with_optimizer` contains an optimizer's step without gradients, which takes nearly no time
+itself, but calls the monitor's hooks. With another checkout's `src` in PYTHONPATH, its instructions are counted.
 """
 
 import json
@@ -18,10 +19,11 @@ CALLS = 900
 STATEMENTS = {
     "attention_mask": "monitor.log_step(1, 0, loss, grad_norm, 1e-4, mask)",
     "batch": "monitor.log_step(1, 0, loss, grad_norm, 1e-4, batch=batch)",
+    "with_optimizer": "optimizer.step(); monitor.log_step(1, 0, loss, grad_norm, 1e-4, batch=batch)",
 }
 SETUP = """
 from overhead.instructions import ready
-monitor, loss, grad_norm, mask, batch = ready()
+monitor, loss, grad_norm, mask, batch, optimizer = ready()
 """
 
 
@@ -53,7 +55,8 @@ def ready() -> tuple[object, ...]:
     for _ in range(3):
         monitor.log_step(0, 0, loss, grad_norm, 1e-4, training.attention_mask)
         monitor.log_step(0, 0, loss, grad_norm, 1e-4, batch=batch)
-    return monitor, loss, grad_norm, training.attention_mask, batch
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    return monitor, loss, grad_norm, training.attention_mask, batch, optimizer
 
 
 if __name__ == "__main__":

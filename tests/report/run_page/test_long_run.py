@@ -20,6 +20,7 @@ def check(report, steps):
     assert len(report.moments) <= 4 * MOST_MOMENTS
     assert all(len(curve.points) <= MOST_POINTS for curve in report.curves.values())
     assert report.curves["perf/step_time"].points[-1].last_step == steps
+    assert report.waterfall is not None
     page = run_page(report)
     assert len(page.encode()) < MOST_BYTES
     return page
