@@ -21,9 +21,12 @@ def main() -> None:
         begun = time.perf_counter()
         subprocess.run([sys.executable, "-m", "flopwatch", "report", folder, "--html", str(page)], check=True)
         seconds = time.perf_counter() - begun
-        most_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(f"{steps:,} steps, log of {log.stat().st_size / 1e6:.0f} MB")
-        print(f"{seconds:.1f} s, page of {page.stat().st_size / 1e6:.2f} MB, {most_mib:.0f} MiB of memory")
+        print(
+            f"{seconds:.1f} s, of which {used.ru_utime + used.ru_stime:.1f} s on a processor; "
+            f"page of {page.stat().st_size / 1e6:.2f} MB, {used.ru_maxrss / 1024:.0f} MiB of memory"
+        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from flopwatch.cli.run_logs.report_run import (
     refuse_options_of_sweeps,
     report_run,
     say_written,
+    write_asked,
     write_bytes,
 )
 from flopwatch.errors import InputError
@@ -129,17 +130,13 @@ def _metrics(names: str | None) -> tuple[str, ...]:
 
 def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
     from flopwatch.report.exports import report_json, report_markdown
+    from flopwatch.report.html_page.page import report_page
 
-    written = []
-    if html is not None:
-        from flopwatch.report.html_page.page import report_page
-
-        written.append(write_bytes(html, report_page(summary).encode("utf-8")))
-    if md is not None:
-        written.append(write_bytes(md, report_markdown(summary).encode("utf-8")))
-    if output is not None:
-        written.append(write_bytes(output, f"{report_json(summary)}\n".encode()))
-    return written
+    return write_asked(
+        (html, lambda: report_page(summary)),
+        (md, lambda: report_markdown(summary)),
+        (output, lambda: f"{report_json(summary)}\n"),
+    )
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:

@@ -1,5 +1,6 @@
 """`flopwatch report` for the folder of a run: its page, Markdown, JSON, the rows as CSV, or a short form as text."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,17 +67,13 @@ def _print_short_form(report: "RunReport") -> None:
 
 def _write_files(report: "RunReport", *, html: str | None, md: str | None, output: str | None) -> list[str]:
     from flopwatch.report.run_page.exports import run_json, run_markdown
+    from flopwatch.report.run_page.page import run_page
 
-    written = []
-    if html is not None:
-        from flopwatch.report.run_page.page import run_page
-
-        written.append(write_bytes(html, run_page(report).encode("utf-8")))
-    if md is not None:
-        written.append(write_bytes(md, run_markdown(report).encode("utf-8")))
-    if output is not None:
-        written.append(write_bytes(output, f"{run_json(report)}\n".encode()))
-    return written
+    return write_asked(
+        (html, lambda: run_page(report)),
+        (md, lambda: run_markdown(report)),
+        (output, lambda: f"{run_json(report)}\n"),
+    )
 
 
 def rows_as_csv(log: Path) -> str:
@@ -99,6 +96,11 @@ def rows_as_csv(log: Path) -> str:
 def say_written(paths: list[str], *, err: bool) -> None:
     for path in paths:
         typer.echo(f"Written: {path}", err=err)
+
+
+def write_asked(*files: tuple[str | None, Callable[[], str]]) -> list[str]:
+    """Make and write the texts whose path is not None. Returns the paths."""
+    return [write_bytes(path, make().encode("utf-8")) for path, make in files if path is not None]
 
 
 def write_bytes(path: str, content: bytes) -> str:
