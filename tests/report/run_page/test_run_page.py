@@ -179,6 +179,13 @@ def test_ranks_have_a_section_if_there_are_several(tmp_path, page):
     assert "straggler: rank" in shown
 
 
+def test_a_measured_rate_stands_beside_the_peak(tmp_path, page):
+    assert "quickest matmul" not in page
+    lines = [start("one", 0.0), provenance(achievable_flops_per_s=1.5e14), *records()[2:]]
+    shown = " ".join(Page(page_of(tmp_path / "measured", lines)).text)
+    assert "150.0 TFLOP/s, the quickest matmul that was measured on this device" in shown
+
+
 def test_memory_of_a_device_is_drawn(tmp_path):
     values = {"perf/memory_allocated_gib": 1.5, "perf/memory_reserved_gib": 2.0}
     lines = [start("one", 0.0), row([1], [1.0], [1.0], 1.0, {"wall": 1.0, "train": 1.0}, values=values)]

@@ -212,6 +212,7 @@ def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
         ("coverage", f"{percent(record.coverage)} of the matmul-like calls have a formula" if record.coverage else ""),
         ("law", "; ".join(law)),
         ("peak", peak_text(record)),
+        ("achievable", _achievable_text(record.achievable_flops_per_s)),
         ("notes", "; ".join(record.notes)),
     ]
     return [(name, one_line(text, 4 * _LONGEST)) for name, text in facts if text]
@@ -219,6 +220,10 @@ def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
 
 def _coefficient(text: Any) -> str:
     return f"{int(text):,}" if str(text).isdecimal() else str(text)
+
+
+def _achievable_text(flops_per_s: float | None) -> str:
+    return f"{flop_rate(flops_per_s)}, the quickest matmul that was measured on this device" if flops_per_s else ""
 
 
 def peak_text(record: Provenance | None) -> str:
