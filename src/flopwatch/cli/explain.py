@@ -11,6 +11,7 @@ import typer
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.errors import InputError
 from flopwatch.number_format import percent
+from flopwatch.records.metrics import UNKNOWN_WAIT
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput
@@ -232,6 +233,8 @@ def _goodput(goodput: "Goodput") -> Iterator[str]:
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Largest losses: {', '.join(losses)}."
+    if not goodput.knows_input_wait:
+        yield UNKNOWN_WAIT
 
 
 def _coverage(coverage: float | None) -> str:
