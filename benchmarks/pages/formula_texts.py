@@ -25,8 +25,8 @@ METRIC_FORMULAS = {
     "perf/peak_flops_per_second_per_device": "Σ model FLOPs / Σ (FLOPs of each type / peak of the type)",
     "perf/padding_percent": "100 × (tokens − real tokens) / tokens, all steps of the window",
     "perf/recompute_percent": "100 × recomputed FLOPs / hardware FLOPs, all steps of the window",
-    "perf/input_wait_percent": "100 × Σ input wait / Σ seconds, over the steps whose wait is known, if these are at least "
-    "half of the time",
+    "perf/input_wait_percent": "100 × Σ input wait / Σ seconds, over the steps whose wait is known, if these are "
+    "at least half of the time",
     "perf/counted_steps_percent": "100 × steps with known FLOPs / steps",
     "perf/exact": "[four conditions](exactness.md#when-a-row-is-exact)",
     "perf/goodput": "`time/productive_seconds` / `time/wall_seconds`",
