@@ -1,6 +1,7 @@
 """Cost against standard, out-of-memory frontier, matrices and groups."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from flopwatch.report.contents import (
     matrix_rows,
     narrowed,
 )
+from flopwatch.report.html_page.charts import frontier_maps
 from flopwatch.report.terminal import draw_report
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
@@ -188,3 +190,12 @@ def test_a_command_beside_a_trainer_is_in_the_group_of_the_trainer():
     result = ran("command", 8, 64)
     result = replace(result, spec=replace(result.spec, command="python train.py"))
     assert [group.title for group in summary_of(ran("standard", 8, 64), result).groups] == ["tiny, fp32"]
+
+
+@pytest.mark.parametrize(("peaks", "most_apart"), [((0.32, 0.39), 1), ((1.0, 64.0), 6)])
+def test_the_map_of_sizes_has_like_shades_for_like_peaks(peaks, most_apart):
+    (drawn,) = frontier_maps(group_of(*(ran("standard", 4 * (i + 1), 64, gib=gib) for i, gib in enumerate(peaks))))
+    shades = [int(shade) for shade in re.findall(r'class="s(\d)"', drawn)]
+    assert len(shades) == 2
+    assert abs(shades[0] - shades[1]) <= most_apart
+    assert (abs(shades[0] - shades[1]) > 1) == (most_apart > 1)
