@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.records.metrics import APART
 from flopwatch.runs.state import WatchedRun
 from support.make_run_log import Accounts, Story, session, write_log
 
@@ -46,6 +47,16 @@ def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
     assert "Largest losses: restart 900.0 s, start-up 500.0 s, eval 400.0 s." in " ".join(out.split())
     _, text, _ = flopwatch("explain", str(tmp_path), "--json")
     assert json.loads(text)["goodput"]["lost_seconds"]["other"] == 100.0
+
+
+def test_explain_names_each_use_of_time_outside_of_steps(flopwatch, tmp_path):
+    *before, newest = records_with_goodput()
+    spent = {**SPENT, **{name: 7.0 for name in APART}}
+    ledger = {"steps": 700, "totals": {}, "seconds": spent}
+    write_log(tmp_path / "training_log.jsonl", [*before, replace(newest, ledger=ledger)])
+    status, out, err = flopwatch("explain", str(tmp_path))
+    assert (status, err) == (0, "")
+    assert "work between steps 7.0 s" in " ".join(out.split())
 
 
 def test_an_input_wait_that_is_unknown_is_told_beside_the_goodput(flopwatch, tmp_path):

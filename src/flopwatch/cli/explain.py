@@ -46,7 +46,13 @@ _METHODS = {
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
 }
-_PHASES = {"eval": "evaluation", "checkpoint": "checkpoints", "pause": "pauses", "count": "counting FLOPs"}
+_PHASES = {
+    "eval": "evaluation",
+    "checkpoint": "checkpoints",
+    "pause": "pauses",
+    "count": "counting FLOPs",
+    "outside": "work between steps",
+}
 _ROUNDING_SECONDS = 1e-9
 """The log rounds seconds to this precision."""
 

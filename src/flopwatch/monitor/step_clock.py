@@ -470,6 +470,8 @@ class StepClock:
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
+        if self._has_seen_other_work:
+            self._is_unclear, self._has_seen_other_work = True, False
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:
