@@ -51,7 +51,7 @@ def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
 
 def test_explain_names_each_use_of_time_outside_of_steps(flopwatch, tmp_path):
     *before, newest = records_with_goodput()
-    spent = {**SPENT, **{name: 7.0 for name in APART}}
+    spent = {**SPENT, **dict.fromkeys(APART, 7.0)}
     ledger = {"steps": 700, "totals": {}, "seconds": spent}
     write_log(tmp_path / "training_log.jsonl", [*before, replace(newest, ledger=ledger)])
     status, out, err = flopwatch("explain", str(tmp_path))
