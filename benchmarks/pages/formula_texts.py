@@ -25,7 +25,8 @@ METRIC_FORMULAS = {
     "perf/peak_flops_per_second_per_device": "Σ model FLOPs / Σ (FLOPs of each type / peak of the type)",
     "perf/padding_percent": "100 × (tokens − real tokens) / tokens, all steps of the window",
     "perf/recompute_percent": "100 × recomputed FLOPs / hardware FLOPs, all steps of the window",
-    "perf/input_wait_percent": "100 × Σ input wait / Σ seconds, over the steps whose wait is known",
+    "perf/input_wait_percent": "100 × Σ input wait / Σ seconds, over the steps whose wait is known, if these are "
+    "at least half of the time",
     "perf/counted_steps_percent": "100 × steps with known FLOPs / steps",
     "perf/exact": "[four conditions](exactness.md#when-a-row-is-exact)",
     "perf/goodput": "`time/productive_seconds` / `time/wall_seconds`",
@@ -55,6 +56,7 @@ METRIC_FORMULAS = {
     "total/hardware_flops": "sum, in whole numbers",
     "time/train_seconds": "sum of the step times",
     "time/input_wait_seconds": "sum",
+    "time/wait_unknown_seconds": "sum of the times of those steps",
     "time/warm_up_seconds": "sum of the times of warm-up steps",
     "time/eval_seconds": '`monitor.phase("eval")`',
     "time/checkpoint_seconds": '`monitor.phase("checkpoint")`',

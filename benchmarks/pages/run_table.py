@@ -28,12 +28,16 @@ flopwatch written into the script.
   in.
 - **steps not measured**: `flopwatch run` finds the model when its first optimizer step ends, so that step is missing.
   The callbacks of the frameworks measure all steps.
-- **exact**: whether the log calls the FLOPs exact, the same in both ways of measuring unless noted.
+- **exact**: whether the log calls the FLOPs of all steps exact, the same in both ways of measuring unless noted.
+- **what the log says**: the notice or the reason with which the log names what it could not see.
+
+`flopwatch run` never knows the loss of a plain loop, nor the input wait between micro-batches; these values are absent.
+[Quick starts](quickstart.md) shows how to use it, and how to write a monitor into the script instead.
 
 The page is written by `python benchmarks/pages/run_table.py`; the same comparison is a test
 (`tests/automatic/test_unchanged_scripts.py`).
 
-| training | output | FLOPs | tokens, samples | steps not measured | exact | notice |
+| training | output | FLOPs | tokens, samples | steps not measured | exact | what the log says |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 
@@ -65,7 +69,7 @@ def _cells(script: Script, bare: Outcome, seen: Outcome, written: Outcome | None
     exact = {True: "yes", False: "no", None: "unknown"}[seen.is_exact]
     if seen.is_exact != written.is_exact:
         exact += f" (written in: {'yes' if written.is_exact else 'no'})"
-    notice = seen.notices.get(script.notice or "not_exact", "")
+    notice = seen.notices.get(script.notice or "not_exact") or (seen.why_not_exact if script.notice is None else "")
     return [output, flops, amounts, missing or "none", exact, notice.replace("|", "\\|")]
 
 

@@ -25,12 +25,14 @@ class Outcome:
         steps: Values of each logged step by the step's number; None if there is no log.
         notices: Messages by their code.
         is_exact: Whether all logged rows are exact; None if that is not known.
+        why_not_exact: The reasons in the last row that is not exact.
     """
 
     printed: str
     steps: dict[int, dict[str, Any]] | None = None
     notices: dict[str, str] = field(default_factory=dict)
     is_exact: bool | None = None
+    why_not_exact: str = ""
 
 
 def run(script: Script, way: Way, folder: Path, start: Start) -> Outcome:
@@ -60,7 +62,8 @@ def read_log(printed: str, log: Path) -> Outcome:
             steps[number] = {name: values[position] for name, values in columns.items()}
     notices = {record["code"]: record["message"] for record in records if record["type"] == "notice"}
     known = [row.get("exact") for row in rows]
-    return Outcome(printed, steps, notices, None if None in known else all(known))
+    reasons = [", ".join(row.get("notes", ())) for row in rows if row.get("exact") is False]
+    return Outcome(printed, steps, notices, None if None in known else all(known), reasons[-1] if reasons else "")
 
 
 def _is_the_same_every_time(name: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flopwatch as package
-from flopwatch.records.run import Provenance, Row, RunStart
+from flopwatch.records.run import Provenance, Row, RunStart, Summary
 from flopwatch.runs.measures import MEASURES
 from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
 
@@ -332,3 +332,12 @@ def test_two_real_runs_of_which_one_waits_during_most_of_each_step(compared, tmp
         assert lines["mfu_percent"][side] == pytest.approx(values["perf/mfu_percent"], rel=1e-6)
         assert lines["input_wait_percent"][side] == pytest.approx(values["perf/input_wait_percent"], rel=1e-3)
         assert lines["total/model_flops"][side] == values["total/model_flops"]
+
+
+def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, write):
+    summary = Summary(19, 3.0, {"perf/goodput_percent": 80.0})
+    unknown = write("unknown", [0.1] * 20, summary=summary)
+    known = write("known", [0.1] * 20, summary=summary, input_wait_seconds=0.0)
+    sentence = "goodput counts it as productive time"
+    assert sentence in flopwatch("compare", unknown, known)[1]
+    assert sentence not in flopwatch("compare", known, known)[1]

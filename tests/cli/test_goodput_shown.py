@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.cli.run_logs.watch_screen import draw_frame
+from flopwatch.records.metrics import APART
 from flopwatch.runs.state import WatchedRun
 from support.make_run_log import Accounts, Story, session, write_log
 
 SPENT = {"wall": 10_000.0, "train": 8_100.0, "compile": 100.0, "eval": 400.0, "restart": 900.0, "start_up": 500.0}
+SPENT["input_wait"] = 0.0
 
 
 def records_with_goodput():
@@ -45,6 +47,30 @@ def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
     assert "Largest losses: restart 900.0 s, start-up 500.0 s, eval 400.0 s." in " ".join(out.split())
     _, text, _ = flopwatch("explain", str(tmp_path), "--json")
     assert json.loads(text)["goodput"]["lost_seconds"]["other"] == 100.0
+
+
+def test_explain_names_each_use_of_time_outside_of_steps(flopwatch, tmp_path):
+    *before, newest = records_with_goodput()
+    spent = {**SPENT, **dict.fromkeys(APART, 7.0)}
+    ledger = {"steps": 700, "totals": {}, "seconds": spent}
+    write_log(tmp_path / "training_log.jsonl", [*before, replace(newest, ledger=ledger)])
+    status, out, err = flopwatch("explain", str(tmp_path))
+    assert (status, err) == (0, "")
+    assert "work between steps 7.0 s" in " ".join(out.split())
+
+
+def test_an_input_wait_that_is_unknown_is_told_beside_the_goodput(flopwatch, tmp_path):
+    *before, newest = records_with_goodput()
+    unknown = [*before, replace(newest, ledger={"steps": 700, "totals": {}, "seconds": {**SPENT, "wait_unknown": 8e3}})]
+    write_log(tmp_path / "training_log.jsonl", unknown)
+    sentence = "The input wait is unknown and counts as productive."
+    assert sentence in " ".join(flopwatch("explain", str(tmp_path))[1].split())
+    assert sentence in " ".join(flopwatch("report", str(tmp_path))[1].split())
+    assert any("goodput 80.0 % with input wait, which is unknown, lost to" in line for line in frame(unknown, 120, 40))
+    known = [*before, replace(newest, ledger={"steps": 700, "totals": {}, "seconds": {**SPENT, "input_wait": 0.0}})]
+    write_log(tmp_path / "training_log.jsonl", known)
+    assert sentence not in " ".join(flopwatch("explain", str(tmp_path))[1].split())
+    assert not any("unknown" in line for line in frame(known, 120, 40) if "goodput" in line)
 
 
 def test_explain_is_silent_about_goodput_where_the_log_is(flopwatch, tmp_path):

@@ -172,6 +172,30 @@ def test_goodput_falls_when_data_gets_slower(world, tmp_path):
     assert [spent.stall for spent in shares] == [0.0] * 3
 
 
+def test_a_wait_that_nobody_could_measure_is_told_beside_the_goodput(world):
+    world.new_process()
+    for number in range(10):
+        world.wait(6.0)  # for a batch, but the loop opens no steps
+        world.monitor.log_step(number)
+    spent = world.end()
+
+    assert (spent.input_wait, spent.wait_unknown) == (0.0, 54.0)
+    assert not goodput_of({"wall": spent.wall, "train": spent.train, "wait_unknown": 54.0}).knows_input_wait
+
+
+@pytest.mark.parametrize(
+    ("seconds", "knows"),
+    [
+        ({"input_wait": 1.0, "wait_unknown": 4.0}, True),
+        ({"input_wait": 1.0, "wait_unknown": 60.0}, False),
+        ({"input_wait": 1.0}, True),  # as in a log of an earlier version
+        ({}, False),
+    ],
+)
+def test_the_input_wait_of_a_run_is_known_if_that_of_nearly_all_of_its_time_is(seconds, knows):
+    assert goodput_of({"wall": 100.0, "train": 90.0, **seconds}).knows_input_wait is knows
+
+
 def test_a_batch_that_comes_late_is_waited_for_and_no_stall(world):
     world.new_process()
     batches = iter(world.monitor.batches(world.late_batches([0.0] * 10 + [30.0] + [0.0] * 4)))

@@ -310,6 +310,32 @@ def test_a_gap_in_which_the_model_was_called_is_not_taken_for_a_wait(run):
     assert run.column("seconds") == [3.0, 4.0, 4.0, 4.0, 4.0, 5.0, 4.0, 4.0, 4.0, 4.0]
 
 
+def test_a_loop_that_evaluates_after_every_step_is_told_that_this_is_in_the_step_time(run):
+    for batch in run.batches(10):
+        with run.monitor.step(batch):
+            run.work()
+        run.monitor._run.step_clock.other_work()
+        run.clock.advance(2.0)
+    run.monitor.close()
+
+    assert run.monitor.summary.values["perf/step_time"] == pytest.approx(5.7)
+    assert "perf/input_wait_percent" not in run.monitor.summary.values, "only the first step's is known"
+    assert run.notices() == ["work_between_steps"]
+
+
+def test_an_evaluation_between_steps_that_was_booked_as_such_is_not_told_about(run):
+    for batch in run.batches(10):
+        with run.monitor.step(batch):
+            run.work()
+        run.monitor._run.step_clock.other_work()
+        run.clock.advance(2.0)
+        run.monitor.spent_on("eval")
+
+    assert run.column("seconds") == [3.0] + [4.0] * 9
+    assert run.monitor.summary.values["time/eval_seconds"] == 20.0
+    assert run.notices() == []
+
+
 class Device:
     """Does what is queued after all that was queued before; a mark passes when the device gets there."""
 

@@ -1,17 +1,25 @@
 """Cost against standard, out-of-memory frontier, matrices and groups."""
 
+import io
+import re
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from flopwatch.records.trial import Measured, MemoryUse
 from flopwatch.report.contents import (
     METRICS,
     best_trials,
     cell_text,
+    factor_texts,
     frontier_words,
     known_metrics,
     matrix_rows,
     narrowed,
 )
+from flopwatch.report.html_page.charts import frontier_maps
+from flopwatch.report.terminal import draw_report
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
@@ -25,6 +33,21 @@ def test_factors_are_ratios_at_the_same_batch_and_sequence():
     assert (factor.time, factor.memory, factor.flops) == (3.0, 1.5, 2.5)
     assert factor.low_time == pytest.approx(2.7 / 1.1)
     assert factor.high_time == pytest.approx(3.3 / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("spread_of_standard", "spread", "mark"), [(0.1, 0.01, "~"), (0.01, 0.1, "~"), (0.01, 0.01, "")]
+)
+def test_a_factor_of_unstable_times_is_marked_as_they_are(spread_of_standard, spread, mark):
+    summary = summary_of(
+        ran("standard", 8, 64, 1.0, spread=spread_of_standard, gib=2, flops=100),
+        ran("ghost", 8, 64, 3.0, spread=spread, gib=3, flops=250),
+    )
+    assert factor_texts(summary.groups[0].cost_factors[0]) == (f"{mark}3.00×", "1.50×", "2.50×")
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(draw_report(summary, width=120))
+    (costs,) = [line for line in stream.getvalue().splitlines() if "1.50×" in line]
+    assert costs.split()[-3:] == [f"{mark}3.00×", "1.50×", "2.50×"]
 
 
 def test_on_a_cpu_the_memory_above_the_start_is_told_apart():
@@ -144,3 +167,35 @@ def test_hundreds_of_seeds_are_not_laid_side_by_side():
     )
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32
+
+
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        ("python train.py --batch {batch_size}", "shell command"),
+        ("python train.py --model {model}", "tiny"),
+        ("python train.py --model {model} --dtype {dtype}", "tiny, fp32"),
+    ],
+)
+def test_trials_of_commands_are_only_named_after_settings_that_the_commands_take(command, title):
+    result = ran("command", 8, 64)
+    result = replace(result, spec=replace(result.spec, command=command))
+    summary = summary_of(result)
+    assert [group.title for group in summary.groups] == [title]
+    (row,) = summary.rows
+    assert {row.model, row.dtype} - {""} == set(title.split(", ")) - {"shell command"}
+
+
+def test_a_command_beside_a_trainer_is_in_the_group_of_the_trainer():
+    result = ran("command", 8, 64)
+    result = replace(result, spec=replace(result.spec, command="python train.py"))
+    assert [group.title for group in summary_of(ran("standard", 8, 64), result).groups] == ["tiny, fp32"]
+
+
+@pytest.mark.parametrize(("peaks", "most_apart"), [((0.32, 0.39), 1), ((1.0, 64.0), 6)])
+def test_the_map_of_sizes_has_like_shades_for_like_peaks(peaks, most_apart):
+    (drawn,) = frontier_maps(group_of(*(ran("standard", 4 * (i + 1), 64, gib=gib) for i, gib in enumerate(peaks))))
+    shades = [int(shade) for shade in re.findall(r'class="s(\d)"', drawn)]
+    assert len(shades) == 2
+    assert abs(shades[0] - shades[1]) <= most_apart
+    assert (abs(shades[0] - shades[1]) > 1) == (most_apart > 1)

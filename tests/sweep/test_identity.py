@@ -1,15 +1,20 @@
 """What makes a trial the same trial: its configuration, the user's own code, and the machine it runs on."""
 
 import json
+from statistics import median
 
 import pytest
 
+from flopwatch.records.run import Summary
 from flopwatch.records.trial import TrialSpec
+from flopwatch.runs import read_log
+from flopwatch.runs.measures import steady_steps
 from flopwatch.sweep.host.environment import _source_digest, fingerprint
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.parsing import parse_overrides
 from flopwatch.sweep.supervisor.build_result import collect_measurements
+from support.make_run_log import Accounts, Story, session, write_log
 
 
 @pytest.fixture
@@ -73,3 +78,13 @@ def test_a_command_that_tells_its_step_times_has_a_throughput_and_its_first_step
     measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert measured.steps.first == 5.0
     assert measured.samples_per_s == 2.0
+
+
+def test_a_command_whose_monitor_logs_its_steps_has_their_times(tmp_path):
+    records = list(session(Story(), 1, 40, Accounts()))
+    write_log(tmp_path / "training_log.jsonl", [*records, Summary(40, 5.0, {"perf/samples_per_second": 7.0})])
+    measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
+    steady = [step.seconds for step in steady_steps(read_log(tmp_path / "training_log.jsonl"))]
+    assert measured.steps.count == len(steady) > 10
+    assert measured.steps.median == pytest.approx(median(steady))
+    assert measured.samples_per_s == 7.0

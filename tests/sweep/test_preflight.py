@@ -54,6 +54,16 @@ def specs(*models, trainers=ALL, **settings):
 
 
 @pytest.mark.slow
+def test_a_resumed_sweep_keeps_what_the_preflight_found_before(tmp_path):
+    misspelt = PreflightResult("gohst", "tiny", False, "fp32", supported=False, is_mistake=True)
+    earlier = PreflightResult("ghost", "gpt2", False, "fp32", supported=False, reason="tied weights")
+    (tmp_path / "preflight.json").write_text(json.dumps([one.to_json() for one in (misspelt, earlier)]))
+    found = run_preflight_warm(tmp_path, specs("tiny", trainers=["standard"]))
+    assert list(found) == [earlier.pair, Pair("standard", "tiny", checkpointing=False, dtype="fp32")]
+    assert found[earlier.pair].reason == "tied weights"
+
+
+@pytest.mark.slow
 @pytest.mark.requirement("R24")
 def test_the_1b_preset_is_looked_at_in_a_few_hundred_megabytes(tmp_path):
     # In a process of its own: the most that any child held is remembered for good.

@@ -188,14 +188,19 @@ def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
-    """Share of step time spent waiting for batches, over steps whose wait is known; None if there are no such steps.
+    """Share of step time spent waiting for batches, over steps whose wait is known.
 
-    >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
+    None if such steps are less than half of the step time, because they do not stand for the others then.
+
+    >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=1.0)])
     0.25
+    >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     """
     known = [step for step in steps if step.input_wait_seconds is not None and step.seconds]
     seconds = sum(step.seconds or 0.0 for step in known)
-    return sum(step.input_wait_seconds or 0.0 for step in known) / seconds if known else None
+    if not known or seconds < 0.5 * sum(step.seconds or 0.0 for step in steps):
+        return None
+    return sum(step.input_wait_seconds or 0.0 for step in known) / seconds
 
 
 def find_warm_up(seconds: Sequence[float | None]) -> int:
@@ -302,6 +307,8 @@ class Ledger:
                 self._add_time(step.seconds, step.work_seconds, typical_seconds, step)
             if step.input_wait_seconds is not None:
                 self.spend("input_wait", step.input_wait_seconds)
+            elif step.seconds is not None:
+                self.spend("wait_unknown", step.seconds)
         for name, seconds in (at_peak or {}).items():
             self.spend(name, seconds)
 

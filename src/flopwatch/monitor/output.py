@@ -115,6 +115,14 @@ def time_outside_steps(seconds: float) -> NoticeText:
     )
 
 
+def work_between_steps(seconds: float) -> NoticeText:
+    return _info(
+        "work_between_steps",
+        f"the model was called without gradients between two steps. The {seconds:.3g} s between them are part of the "
+        'step time, and their input wait is unknown. If this is evaluation, put it into `with monitor.phase("eval")`',
+    )
+
+
 def stalled(seconds: float) -> NoticeText:
     return _info(
         "stalled",

@@ -180,6 +180,7 @@ class MonitoredRun:
             self.ranks.busy_time,
             on_time_outside=self._note_outside,
             on_wait_unknown=lambda: self._notify(*notices.input_wait_unknown()),
+            on_work_between=lambda seconds: self._notify(*notices.work_between_steps(seconds)),
             seconds_before_first_step=seconds_before_first_step,
         )
 

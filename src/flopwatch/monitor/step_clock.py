@@ -225,6 +225,7 @@ class StepClock:
         *,
         on_time_outside: Callable[[float], None] = lambda seconds: None,
         on_wait_unknown: Callable[[], None] = lambda: None,
+        on_work_between: Callable[[float], None] = lambda seconds: None,
         seconds_before_first_step: float = 0.0,
     ) -> None:
         """Create a clock that is outside any step.
@@ -235,6 +236,8 @@ class StepClock:
             busy_time: Adds up the processor time of steps; None if that is not measured.
             on_time_outside: Called with the seconds of each gap between steps that was not spent waiting for a batch.
             on_wait_unknown: Called once, if steps fetch micro-batches in a way that cannot be timed.
+            on_work_between: Called with the seconds of each gap that counts in the step although the model was called
+                in it without gradients.
             seconds_before_first_step: Initial value of the attribute of this name, if this clock replaces another one.
         """
         self._busy_time = busy_time
@@ -276,6 +279,7 @@ class StepClock:
         self.seconds_before_first_step = seconds_before_first_step
         self._on_time_outside = on_time_outside
         self._on_wait_unknown = on_wait_unknown
+        self._on_work_between = on_work_between
 
     def start_step(self, has_batch: bool = True) -> None:
         """Begin a step, or the next micro-batch of a step.
@@ -466,6 +470,8 @@ class StepClock:
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
+        if self._has_seen_other_work:
+            self._is_unclear, self._has_seen_other_work = True, False
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:
@@ -508,11 +514,13 @@ class StepClock:
         """Whether the gap that has just ended is part of the step. If not, remove it from the step and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
-        if is_outside or self._has_seen_other_work:
-            self._is_unclear = True
-            self._has_seen_other_work = False
         if is_outside:
+            self._is_unclear = True
             self._on_time_outside(self._take_gap_out())
+        elif self._has_seen_other_work:
+            self._is_unclear = True
+            self._on_work_between(seconds[_GAP])
+        self._has_seen_other_work = False
         seconds[_GAP] = seconds[_WORK] = 0.0
         return not is_outside
 

@@ -95,6 +95,9 @@ _ALL = (
     Metric("total/hardware_flops", "FLOP", "Executed FLOPs since the first start."),
     Metric("time/train_seconds", "s", "Time in steps since the first start, warm-up and input wait included."),
     Metric("time/input_wait_seconds", "s", "Time waiting for batches, mean over ranks; part of train_seconds."),
+    Metric(
+        "time/wait_unknown_seconds", "s", "Time of steps whose input wait is unknown; all of it counts as productive."
+    ),
     Metric("time/warm_up_seconds", "s", "Time in steps recognised as warm-up; part of train_seconds."),
     Metric("time/eval_seconds", "s", "Time in evaluation since the first start."),
     Metric("time/checkpoint_seconds", "s", "Time in checkpointing since the first start."),
@@ -179,13 +182,19 @@ LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun"
 AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
 """How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
 OF_STEPS = (
-    *("train", "input_wait", "warm_up", "compile", "stall", "divided", "optimizer", "host"),
+    *("train", "input_wait", "wait_unknown", "warm_up", "compile", "stall", "divided", "optimizer", "host"),
     *("straggler", "straggler_input", "ranks_wait"),
     *AT_PEAK,
 )
 """Uses of the time in steps. A resumed run takes their seconds from the checkpoint; all other seconds keep growing."""
+_UNKNOWN_WAIT_SHARE = 0.1
+"""Of the time in steps. The wait of single steps is unknown after an evaluation in no phase, which does no harm."""
 _STALL_FACTOR = 5.0
 """A step that takes more than this many times the median counts as stalled, for example by a hung file system."""
+
+
+UNKNOWN_WAIT = "The input wait is unknown and counts as productive."
+"""Belongs beside a goodput without `knows_input_wait`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +206,14 @@ class Goodput:
         wall_seconds: Since the start of the run's first process.
         productive_seconds: Time in useful steps, without input wait, compilation and stalls.
         lost_seconds: Unproductive time by cause, such as `eval`; `other` is the remainder.
+        knows_input_wait: Whether the input wait of nearly all steps is known. If not, it counts as productive.
     """
 
     share: float
     wall_seconds: float
     productive_seconds: float
     lost_seconds: Mapping[str, float]
+    knows_input_wait: bool = True
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
         """The `count` causes of lost time (such as waiting for input) that cost the most, each with its seconds."""
@@ -226,7 +237,13 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
-    return Goodput(productive / wall, wall, productive, lost)
+    return Goodput(productive / wall, wall, productive, lost, _knows_input_wait(seconds))
+
+
+def _knows_input_wait(seconds: Mapping[str, float]) -> bool:
+    # Logs of earlier versions have no `wait_unknown`, and no `input_wait` either if no step's wait was known.
+    is_known = seconds.get("wait_unknown", 0.0) <= _UNKNOWN_WAIT_SHARE * seconds.get("train", 0.0)
+    return is_known and "input_wait" in seconds
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:

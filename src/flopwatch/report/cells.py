@@ -77,8 +77,19 @@ def trainer_order(names: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda column: found[column]))
 
 
+def takes_setting(spec: TrialSpec, name: str) -> bool:
+    """Whether the trial depends on a setting such as `model`. A shell command does only if its text contains it.
+
+    >>> takes_setting(TrialSpec("command", "tiny", 4, 512, command="train.sh {batch_size}"), "model")
+    False
+    """
+    return spec.command is None or f"{{{name}}}" in spec.command
+
+
 def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Return the heading of a group. Resources such as `gpus` are named only if they vary between groups.
+
+    A setting that is an empty text does not matter for the group and is left out.
 
     >>> group_title({"model": "small", "dtype": "bf16", "checkpointing": True, "device": "cuda"}, ["dtype"])
     'small, bf16, cuda, checkpointing'
@@ -90,7 +101,7 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
         parts.append("no checkpointing")
     resources = ("gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
     parts += [f"{name} {settings[name]}" for name in resources if name in varying]
-    return ", ".join(parts)
+    return ", ".join(parts) or "shell command"
 
 
 def _variant_settings(spec: TrialSpec) -> dict[str, str]:
@@ -154,10 +165,13 @@ def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:
 
 def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
     of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
-    of_spec = ("model", "dtype", "checkpointing", "batch_size", "seq_len")
+    of_spec = ("checkpointing", "batch_size", "seq_len")
+    model, dtype = (getattr(spec, name) if takes_setting(spec, name) else "" for name in ("model", "dtype"))
     return TrialRow(
         **{name: getattr(cell, name) for name in of_cell},
         **{name: getattr(spec, name) for name in of_spec},
+        model=model,
+        dtype=dtype,
         name=cell.trial,
         group=group,
         reason=result.reason if result else "planned, but has no result yet",

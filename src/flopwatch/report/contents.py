@@ -6,7 +6,7 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, number, percent, plural, step_time
+from flopwatch.number_format import UNKNOWN, byte_size, count, factor, number, percent, plural, step_time
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import (
     Cell,
@@ -377,6 +377,12 @@ def factors_by_place(group: Group) -> tuple[dict[tuple[int, int], dict[str, Cost
     for one in group.cost_factors:
         by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
     return by_place, [name for name in group.trainers if any(name in found for found in by_place.values())]
+
+
+def factor_texts(one: CostFactor) -> tuple[str, str, str]:
+    """Return the factors of time, memory and FLOPs; `~` marks the factor of an unstable step time."""
+    mark = "~" if one.is_unstable and one.time is not None else ""
+    return mark + factor(one.time), factor(one.memory), factor(one.flops)
 
 
 def matrix_rows(group: Group) -> list[MatrixRow]:

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration
 from flopwatch.optional import require_package
 from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import FAILED, TrialResult
@@ -316,7 +316,7 @@ def _factors(group: Group) -> Iterator[str]:
         return
     yield "**Cost relative to standard**\n"
     rows = (
-        (str(one.seq_len), str(one.batch_size), escaped(one.trainer), *map(factor, (one.time, one.memory, one.flops)))
+        (str(one.seq_len), str(one.batch_size), escaped(one.trainer), *contents.factor_texts(one))
         for one in contents.evenly(group.cost_factors, MOST_ROWS)
     )
     yield from markdown_table(("seq", "batch", "trainer", "time", "memory", "FLOPs"), rows)

@@ -70,8 +70,13 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     trainers = cells.trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
     results = [member.result for member in members if member.result is not None]
     counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
+    used = {
+        name: value if any(cells.takes_setting(member.spec, name) for member in members) else ""
+        for name, value in settings.items()
+        if name in ("model", "dtype")
+    }
     return Group(
-        title=cells.group_title(settings, varying),
+        title=cells.group_title(settings | used, varying),
         settings=settings,
         parameters=counts.most_common(1)[0][0] if counts else None,
         trainers=trainers,

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent, plural
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent, plural
 from flopwatch.records.reading import one_line, plain
 from flopwatch.report import contents
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
@@ -149,7 +149,9 @@ def _matrix_cell(cell: Cell | None, metric: contents.Metric, *, is_best: bool) -
 def _factor_text(one: CostFactor | None) -> Text:
     if one is None:
         return Text(UNKNOWN, style="dim")
-    return Text("  ".join(f"{factor(value):>5}" for value in (one.time, one.memory, one.flops)))
+    return Text(
+        "  ".join(f"{text:>{width}}" for text, width in zip(contents.factor_texts(one), (6, 5, 5), strict=True))
+    )
 
 
 def _short(cell: Cell) -> str:

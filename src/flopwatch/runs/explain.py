@@ -180,7 +180,7 @@ class Explanation:
         seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
-        other_seconds: Time outside of steps since the first start; keys are `eval`, `checkpoint`, `pause`, `count`.
+        other_seconds: Time outside of steps since the first start; the keys are those of `APART`.
         goodput: Goodput from the first start of the run to this window.
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.

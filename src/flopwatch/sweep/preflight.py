@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
+from flopwatch.records.reading import BrokenRecordError, read_json, read_lines, read_record
 from flopwatch.records.trial import COMMAND, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, log_file, write_json
 from flopwatch.sweep.folder import Trial
@@ -164,9 +164,21 @@ def run_preflight(
         found = _progress(sweep, ending) | found  # results of an earlier process take precedence
         if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
             found = {_pair(content): _not_known(content, ending) for content in requests.values()} | found
-    write_json(sweep / PREFLIGHT, [result.to_json() for result in found.values()])
+    write_json(sweep / PREFLIGHT, [result.to_json() for result in (_found_before(sweep) | found).values()])
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
+    return found
+
+
+def _found_before(sweep: Path) -> dict[Pair, PreflightResult]:
+    """The results in `preflight.json`. A resumed sweep tries only the pairs of trials that it still has to run."""
+    content = read_json(sweep / PREFLIGHT)
+    found = {}
+    for row in content if isinstance(content, list) else ():
+        with contextlib.suppress(BrokenRecordError):
+            result = read_record(PreflightResult, row)
+            if not result.is_mistake:
+                found[result.pair] = result
     return found
 
 

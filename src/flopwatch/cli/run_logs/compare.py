@@ -282,6 +282,9 @@ def _print_remarks(comparison: "Comparison") -> None:
         remarks.insert(0, "The steps of the two runs differ in size: compare rates and MFU, not step times.")
     if comparison.waterfall is not None and any(entry.what == "peak FLOP/s" for entry in comparison.differences):
         remarks.insert(0, "The runs have different peaks: below a higher peak, the same steps lose more points.")
+    wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")
+    if None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
+        remarks.insert(0, "Where the input wait is unknown (–), goodput counts it as productive time.")
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         remarks.insert(0, "With several ranks, rates and shares are those of the rank that writes the log.")
     typer.echo()

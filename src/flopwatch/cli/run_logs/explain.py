@@ -11,6 +11,7 @@ import typer
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.errors import InputError
 from flopwatch.number_format import percent
+from flopwatch.records.metrics import UNKNOWN_WAIT
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput
@@ -45,7 +46,13 @@ _METHODS = {
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
 }
-_PHASES = {"eval": "evaluation", "checkpoint": "checkpoints", "pause": "pauses", "count": "counting FLOPs"}
+_PHASES = {
+    "eval": "evaluation",
+    "checkpoint": "checkpoints",
+    "pause": "pauses",
+    "count": "counting FLOPs",
+    "outside": "work between steps",
+}
 _ROUNDING_SECONDS = 1e-9
 """The log rounds seconds to this precision."""
 
@@ -232,6 +239,8 @@ def _goodput(goodput: "Goodput") -> Iterator[str]:
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Largest losses: {', '.join(losses)}."
+    if not goodput.knows_input_wait:
+        yield UNKNOWN_WAIT
 
 
 def _coverage(coverage: float | None) -> str:

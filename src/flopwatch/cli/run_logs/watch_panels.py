@@ -174,6 +174,8 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
     if goodput is None:
         return []
     text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
+    if not goodput.knows_input_wait:
+        text.append(" with input wait, which is unknown", "dim")
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(seconds / goodput.wall_seconds)
         loss = f"{', lost to' if index == 0 else ','} {_part_name(name)} {share}"

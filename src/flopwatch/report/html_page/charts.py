@@ -54,10 +54,14 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
     return [_bars(cell.trainer, list(_phases(cell, colours)), longest, where) for cell in cells]
 
 
+_LEAST_SPAN = 8
+
+
 def frontier_maps(group: Group) -> list[str]:
     """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
     peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
-    span = (min(peaks), max(peaks)) if peaks else (1, 1)
+    # The shades span at least a factor of 8, because peaks that differ little must not look like white and navy.
+    span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
     seqs, batches = contents.evenly(group.seq_lens, MOST_CELLS), contents.evenly(group.batch_sizes, MOST_CELLS)
     if len(seqs) * len(batches) < 2:
         return []

@@ -79,6 +79,7 @@ def _times(report: RunReport) -> Iterator[str]:
     wall = report.goodput.wall_seconds
     rows = ((escaped(name), duration(seconds), percent(seconds / wall)) for name, seconds in words.time_uses(report))
     yield from markdown_table(("use", "time", "share"), rows, "l")
+    yield from (f"{note}\n" for note in words.goodput_notes(report))
 
 
 def _curves(report: RunReport) -> Iterator[str]:

@@ -160,7 +160,9 @@ def _time_section(report: RunReport) -> Iterator[str]:
     ]
     drawn = bar_chart(f"Goodput {percent(report.goodput.share)}", f"of {duration(wall)} wall time", bars)
     uses = table(("use", "time", "share of the wall time"), [*rows, ("wall time", duration(wall), "100 %")], "tnn")
-    yield f'<div class="chart one">{drawn}{behind(uses)}</div></section>'
+    yield f'<div class="chart one">{drawn}{behind(uses)}</div>'
+    yield from map(paragraph, words.goodput_notes(report))
+    yield "</section>"
 
 
 def _event_section(report: RunReport) -> Iterator[str]:

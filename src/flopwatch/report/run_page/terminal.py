@@ -37,6 +37,7 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
         wall = report.goodput.wall_seconds
         yield Text(f"\nWhere {duration(wall)} of wall time went", style="bold")
         yield _pairs((name, f"{duration(seconds)}  {percent(seconds / wall)}") for name, seconds in uses)
+        yield from (Padding(Text(note), (0, 2)) for note in words.goodput_notes(report))
     yield Text()
     if report.moment_counts:
         yield Text(", ".join(plural(number, kind) for kind, number in report.moment_counts.items()))

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, number, percent, plural, step_time
-from flopwatch.records.metrics import find_metric
+from flopwatch.records.metrics import UNKNOWN_WAIT, find_metric
 from flopwatch.records.reading import one_line
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
@@ -158,6 +158,11 @@ def time_uses(report: RunReport) -> list[tuple[str, float]]:
         return []
     lost = [(USES.get(name, name), seconds) for name, seconds in report.goodput.largest_losses(99)]
     return [(USES["productive"], report.goodput.productive_seconds), *lost]
+
+
+def goodput_notes(report: RunReport) -> list[str]:
+    """What a reader must know beside the goodput."""
+    return [UNKNOWN_WAIT] if report.goodput is not None and not report.goodput.knows_input_wait else []
 
 
 def places(report: RunReport) -> list[tuple[str, str]]:

@@ -159,6 +159,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
     """What the log says about the run besides times, for the names of losses and for their texts."""
     row = log.rows[-1] if log.rows else None
     totals = _newest_ledger(log).get("totals", {})
+    goodput = goodput_of(seconds_of(log))
     provenance = None if row is None else provenance_at(log, row.step)
     peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
     return {
@@ -171,7 +172,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
         "exact": exactness_of(log),
-        "knows_input_wait": "input_wait" in seconds_of(log),
+        "knows_input_wait": goodput is not None and goodput.knows_input_wait,
         "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
     }

@@ -337,10 +337,9 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
 
 def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
     """Add the numbers that a command wrote to `metrics.json` or to a `TrainingMonitor` log in the trial's folder."""
-    numbers = {
-        name: float(value) for name, value in {**_monitor_values(trial_dir), **reported}.items() if _is_number(value)
-    }
-    seconds: Any = reported.get("step_seconds")
+    known = {**_monitor_values(trial_dir), **reported}
+    numbers = {name: float(value) for name, value in known.items() if _is_number(value)}
+    seconds: Any = known.get("step_seconds")
     is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
     times = step_times([float(value) for value in seconds]) if is_list else None
     shares, notes = _reported_shares(numbers)
@@ -369,9 +368,11 @@ def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tupl
 
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
     from flopwatch.runs import find_log, read_log  # imported here because few trials have a monitor's log
+    from flopwatch.runs.measures import steady_steps
 
     try:
-        summary = read_log(find_log(trial_dir)).summary
+        log = read_log(find_log(trial_dir))
+        summary, seconds = log.summary, [step.seconds for step in steady_steps(log)]
     except Exception:  # an unreadable log must not prevent the trial's result
         return {}
     if summary is None:
@@ -383,7 +384,7 @@ def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
         "tokens_per_s": "perf/tokens_per_second",
         "samples_per_s": "perf/samples_per_second",
     }
-    return {**values, **{name: values[key] for name, key in short.items() if key in values}}
+    return {**values, **{name: values[key] for name, key in short.items() if key in values}, "step_seconds": seconds}
 
 
 def _is_number(value: Any) -> bool:
