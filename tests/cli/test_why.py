@@ -118,7 +118,7 @@ def test_an_mfu_of_the_log_that_differs_from_that_of_the_steps_is_named(why, tmp
     values = {f"time/{name}_seconds": amount for name, amount in seconds.items()}
     end = Summary(1000, 3.0, {**values, "perf/mfu_percent": 30.1})
     write_log(tmp_path / "training_log.jsonl", [*records_of(seconds), end])
-    told = " ".join(why(tmp_path).split())
+    told = " ".join(why(str(tmp_path)).split())
     assert "Its training steps reach 34.0 % without stalls and warm-up (30.1 % in the log, which counts stalls" in told
 
 

@@ -131,7 +131,7 @@ _TEXTS = (
     ),
     LossText(
         "slow_matmuls",
-        "matmuls below the achievable peak",
+        "slow matmuls",
         "by which matrix products and attention took longer than at the peak",
         "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
     ),
