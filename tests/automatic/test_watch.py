@@ -4,6 +4,7 @@ import copy
 import importlib
 import pickle
 import sys
+import time
 
 import pytest
 import torch
@@ -86,3 +87,24 @@ def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, mo
         importlib.import_module("imported_in_vain")
     cancel()
     assert seen == [3]
+
+
+def test_what_follows_an_evaluation_is_not_counted_as_evaluation(watched):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, steps=40, optimizer=optimizer)
+    began = time.perf_counter()
+    model.eval()
+    time.sleep(0.2)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.train()
+    evaluated = time.perf_counter()
+    time.sleep(1.0)  # in place of saving a checkpoint
+    saved = time.perf_counter()
+    train(model, steps=10, optimizer=optimizer)
+    watched.stop()
+
+    values = watched.monitor.summary.values
+    assert values["time/eval_seconds"] == pytest.approx(evaluated - began, abs=0.5)
+    assert values["time/outside_seconds"] == pytest.approx(saved - evaluated, abs=0.5)

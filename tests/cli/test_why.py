@@ -107,8 +107,19 @@ def test_the_difference_between_the_run_and_its_steps_is_explained(why, tmp_path
     told = " ".join(why(write_ledger(tmp_path / "a", SECONDS)).split())
     assert f"Why the MFU of {tmp_path / 'a'} is 30.7 %" in told
     assert "1,000 steps in 27 min 10 s on H100 SXM5 80GB, bf16 peak 989.4 TFLOP/s (datasheet)" in told
-    assert "Its training steps reach 31.8 %. The run as a whole is lower, because 3.7 % of its time" in told
+    assert (
+        "Its training steps reach 31.8 % without stalls and warm-up. The run as a whole is lower, because 3.7 %" in told
+    )
     assert "most of it on restarts" in told
+
+
+def test_an_mfu_of_the_log_that_differs_from_that_of_the_steps_is_named(why, tmp_path):
+    seconds = {**SECONDS, "stall": 100.0}
+    values = {f"time/{name}_seconds": amount for name, amount in seconds.items()}
+    end = Summary(1000, 3.0, {**values, "perf/mfu_percent": 30.1})
+    write_log(tmp_path / "training_log.jsonl", [*records_of(seconds), end])
+    told = " ".join(why(str(tmp_path)).split())
+    assert "Its training steps reach 34.0 % without stalls and warm-up (30.1 % in the log, which counts stalls" in told
 
 
 def test_a_short_run_gets_the_waterfall_and_no_verdict(why, tmp_path):
@@ -346,6 +357,14 @@ def test_compare_names_the_loss_that_shrank(flopwatch, tmp_path):
     assert sizes == sorted(sizes, reverse=True)
     told = " ".join(out.split())
     assert "MFU of the whole run rose from 30.7 to 44.2 %: input wait shrank most (from 37.3 to 9.6 points)" in told
+
+
+def test_compare_names_the_reason_for_a_higher_mfu_before_a_share_that_grew(flopwatch, tmp_path):
+    a = write_ledger(tmp_path / "a", {**SECONDS, "wall": 4000.0, "eval": 2385.0})
+    b = write_ledger(tmp_path / "b", {**SECONDS, "optimizer": 500.0})
+    told = " ".join(flopwatch("compare", a, b)[1].split())
+    assert re.search(r"rose from \S+ to \S+ %: evaluation shrank most \(.*?\), and .* grew most", told)
+    assert "Points are shares of the wall time" in told
 
 
 def test_compare_has_the_change_in_json_and_it_adds_up(flopwatch, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
+from flopwatch.monitor.pricing.call_costs import settings_of
 from flopwatch.testing import FakeClock
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import hf_trainer, logged_rows, quick_callback
@@ -201,3 +202,13 @@ def test_a_weight_frozen_on_the_way_is_not_charged_any_more(tmp_path):
     callback = FlopwatchCallback()
     hf_trainer(tmp_path, callback, Freeze()).train()
     assert 0 < callback.monitor.summary.values["total/model_flops"] < tiny_run.truth()["total/model_flops"]
+
+
+def test_a_saved_checkpoint_does_not_change_the_settings_that_flops_depend_on(tmp_path):
+    model = hf_trainer(tmp_path, FlopwatchCallback()).model
+    before = settings_of(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert settings_of(model) == before
+
+    model.config.num_hidden_layers += 1
+    assert settings_of(model) != before

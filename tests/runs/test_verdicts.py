@@ -82,7 +82,7 @@ SITUATIONS = {
         "padding",
         "tokens that do not count",
     ),
-    "layers are recomputed": (executes(again=400.0), {}, "recompute", "runs these FLOPs twice"),
+    "layers are recomputed": (executes(again=400.0), {}, "recompute", "computes again what was not kept"),
     "private training": (executes(besides=800.0), {}, "extra_passes", "extra passes of private training"),
     "many steps have no FLOPs": ({**slow(300.0), "unpriced": 400.0}, {}, "unpriced", "cannot be counted"),
     "a good run": (GOOD, {}, "healthy", "Nothing large is left to gain"),

@@ -88,7 +88,7 @@ class Watcher:
         """Models with a hook that begins a step."""
         self._model: weakref.ref[nn.Module] | None = None
         self._has_begun = self._has_trained_mode = self._is_open = self._drops_step = False
-        self._has_evaluated = self._has_called_model = False
+        self._has_evaluated = self._is_evaluation_timed = self._has_called_model = False
         self._evaluations_in_a_row = 0
         self._operations: int | None = None
         """How many operations autograd had recorded when the last step ended."""
@@ -270,11 +270,18 @@ class Watcher:
 
         def returned(*_: Any) -> None:
             handle.remove()
-            self.guarded(self._wait_for_first_call)
+            self.guarded(self._evaluation_ended)
 
         if not may_compile():
             self._stop_waiting()
             handle = model.register_forward_hook(returned, always_call=True)
+
+    def _evaluation_ended(self) -> None:
+        """Add the time up to here to the evaluation. What follows, such as saving a checkpoint, is not a part of it."""
+        assert self.monitor is not None
+        self.monitor.spent_on("eval")
+        self._is_evaluation_timed = True
+        self._wait_for_first_call()
 
     def _is_evaluation(self, module: nn.Module) -> bool:
         """Whether this call of a model is an evaluation. It is not if the model is in training mode."""
@@ -294,7 +301,9 @@ class Watcher:
         if self._has_evaluated:
             self._has_evaluated = False
             self._evaluations_in_a_row += 1
-            self.monitor.spent_on("eval")
+            if not self._is_evaluation_timed:  # where code may be compiled, no hook shows when an evaluation ends
+                self.monitor.spent_on("eval")
+            self._is_evaluation_timed = False
             if self._evaluations_in_a_row > 1:
                 self._doubt(EVALUATED.format(model=self._model_name()))
         else:

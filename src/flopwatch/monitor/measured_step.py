@@ -41,7 +41,7 @@ class MeasuredStep(NamedTuple):
         trainable_tokens: Positions whose label is not -100.
         model_flops: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware_flops: FLOPs that are executed.
-        recompute_flops: The part of `hardware_flops` that activation checkpointing runs a second time.
+        recompute_flops: The part of `hardware_flops` that the backward pass computes again.
         is_warm_up: Whether the step is warm-up and therefore left out of all rates.
         model_peak_seconds: Time one device would need for `model_flops` at its peak for the data types in use.
         hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.

@@ -110,8 +110,8 @@ def time_outside_steps(seconds: float) -> NoticeText:
     return _warning(
         "time_outside_steps",
         f"{seconds:.3g} s passed between two steps, far longer than usual. This is counted as time outside steps "
-        '(time/outside_seconds), not as input wait. Put evaluation and saving into `with monitor.phase("eval")`; if '
-        "the loader was slow, write `for batch in monitor.batches(loader)`",
+        "(time/outside_seconds), not as input wait. A TrainingMonitor in the loop can tell which it was: put "
+        'evaluation and saving into `with monitor.phase("eval")`, and write `for batch in monitor.batches(loader)`',
     )
 
 
@@ -127,7 +127,8 @@ def stalled(seconds: float) -> NoticeText:
     return _info(
         "stalled",
         f"some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
-        '(time/stall_seconds). If evaluation or saving caused it, put that into `with monitor.phase("eval")`',
+        "(time/stall_seconds). If the loop has a TrainingMonitor and evaluates or saves inside of steps, put that into "
+        '`with monitor.phase("eval")`; otherwise other work on the machine is a frequent cause',
     )
 
 

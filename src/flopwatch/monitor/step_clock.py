@@ -140,6 +140,11 @@ class UsualGaps:
         if self._has_workers:
             self._cpu_at_gap = self._cpu_seconds()
 
+    def gap_begins_again(self) -> None:
+        """Forget the processor time of the gap so far, because that part of it belongs to a phase."""
+        if self._has_workers:
+            self._cpu_at_gap = self._cpu_seconds()
+
     def leave_gap(self) -> None:
         """Begin a phase, such as an evaluation, between two steps. Its processor time does not count for the gap."""
         if self._has_workers:
@@ -472,6 +477,7 @@ class StepClock:
         self._turn(_GAP)
         if self._has_seen_other_work:
             self._is_unclear, self._has_seen_other_work = True, False
+        self._usual.gap_begins_again()
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:

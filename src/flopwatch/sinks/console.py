@@ -1,6 +1,7 @@
 """Prints one line per logging window, with a progress bar below it. Unknown values are left out, not shown as 0."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import TextIO
@@ -168,6 +169,9 @@ class ConsoleSink:
         else:
             self._last_row = None
             self._show(_end(record))
+            if self._start is not None and "perf/mfu_percent" in record.values:
+                where = shlex.quote(str(self._start.output_dir))
+                self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
 
     def flush(self) -> None:
         """Does nothing, because `write` prints every record immediately."""

@@ -143,7 +143,7 @@ def _header(log: "RunLog", waterfall: "Waterfall", facts: "RunFacts") -> "Iterat
     yield from _paragraph(
         f"{plural(facts.steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}{ended}", style="dim"
     )
-    yield from _paragraph(_difference(waterfall))
+    yield from _paragraph(_difference(log, waterfall))
 
 
 def _on_what(log: "RunLog") -> str:
@@ -159,7 +159,7 @@ def _on_what(log: "RunLog") -> str:
     return " on " + one_line(f"{ranks}{peak.get('device')}, {rate}")
 
 
-def _difference(waterfall: "Waterfall") -> str:
+def _difference(log: "RunLog", waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
     from flopwatch.cli.run_logs.waterfall_bars import LEAST_DRAWN_POINTS
     from flopwatch.runs.waterfall.texts import IN_STEPS
@@ -171,9 +171,19 @@ def _difference(waterfall: "Waterfall") -> str:
         return "Nearly all of its time is in training steps, so they reach about the same MFU."
     most = max(outside, key=lambda loss: loss.points)
     return (
-        f"Its training steps reach {percent(waterfall.step_mfu_percent / 100)}. The run as a whole is lower, because "
+        f"Its training steps reach {percent(waterfall.step_mfu_percent / 100)} without stalls and warm-up"
+        f"{_logged_mfu(log, waterfall.step_mfu_percent)}. The run as a whole is lower, because "
         f"{percent(lost / 100)} of its time is spent otherwise, most of it on {most.name}."
     )
+
+
+def _logged_mfu(log: "RunLog", step_mfu_percent: float) -> str:
+    """The MFU that the log ends with, if it looks different: it has stalls, but not the steps that were counted."""
+    summary = log.summary
+    logged = None if summary is None or len(log.starts) > 1 else summary.values.get("perf/mfu_percent")
+    if logged is None or percent(logged / 100) == percent(step_mfu_percent / 100):
+        return ""
+    return f" ({percent(logged / 100)} in the log, which counts stalls, but leaves out the steps that flopwatch slowed)"
 
 
 def _verdict_lines(waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None") -> "Iterator[Text]":

@@ -286,6 +286,8 @@ class CallCosts:
 
 _PLAIN = (bool, int, float, str)
 _MOST_ITEMS = 64
+_SET_BY_SAVING = frozenset({"architectures", "dtype", "_dtype", "torch_dtype", "transformers_version", "_commit_hash"})
+"""What `save_pretrained` of a Hugging Face model writes into its configuration. No FLOPs depend on it."""
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -340,6 +342,8 @@ def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
     elif isinstance(value, list | tuple):
         described = len(value), tuple(_described(item, seen, depth - 1) for item in value[:_MOST_ITEMS])
     elif isinstance(held := getattr(value, "__dict__", None), dict):
+        if hasattr(value, "save_pretrained"):
+            held = {name: item for name, item in held.items() if name not in _SET_BY_SAVING}
         described = _described(held, seen, depth)
     seen[id(value)] = described
     return described

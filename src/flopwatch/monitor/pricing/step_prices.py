@@ -31,7 +31,7 @@ class StepFlops:
     Attributes:
         model: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware: FLOPs that are executed.
-        recompute: The part of `hardware` that activation checkpointing runs a second time.
+        recompute: The part of `hardware` that the backward pass computes again.
         model_by_dtype: Model FLOPs by compute type; empty if unknown.
         hardware_by_dtype: Executed FLOPs by compute type; empty if unknown.
         reason: Why the FLOPs are not exact; None if they are.

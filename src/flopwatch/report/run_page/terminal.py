@@ -26,7 +26,8 @@ def draw_run(report: RunReport) -> RenderableType:
 def _parts(report: RunReport) -> Iterator[RenderableType]:
     yield Text(f"\nRun {words.title_of(report)}", style="bold")
     yield Text(words.state_sentence(report))
-    where = [text for name, text in words.places(report) if name in ("host", "device", "torch")]
+    places = [(name, text) for name, text in words.places(report) if name in ("host", "device", "torch")]
+    where = [f"torch {text}" if name == "torch" else text for name, text in places]
     yield Text(", ".join(where), style="dim")
     yield Text()
     yield _pairs((text, value) for value, text in words.tiles(report))

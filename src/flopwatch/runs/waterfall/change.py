@@ -65,14 +65,26 @@ def _sentence(a: Waterfall, b: Waterfall, changes: list[LossChange]) -> str:
     if abs(gained) >= _LEAST_POINTS:
         direction = "rose" if gained > 0 else "fell"
         of_run = f"MFU of the whole run {direction} from {a.mfu_percent:.1f} to {b.mfu_percent:.1f} %"
-    told = [f"{_moved(loss)}" for loss in _extremes(changes) if abs(loss.change) >= _LEAST_POINTS]
-    return f"{of_run}: {', and '.join(told) or f'no loss changed by {_LEAST_POINTS:g} point or more'}."
+    extremes = [loss for loss in _extremes(changes, has_risen=gained >= _LEAST_POINTS) if _is_told(loss)]
+    told = ", and ".join(map(_moved, extremes)) or f"no loss changed by {_LEAST_POINTS:g} point or more"
+    return f"{of_run}: {told}.{_SHARES if len(extremes) > 1 else ''}"
 
 
-def _extremes(changes: list[LossChange]) -> list[LossChange]:
-    """The loss that shrank most and the one that grew most, the larger change first."""
+_SHARES = (
+    " Points are shares of the wall time, so a loss that takes as long as before has more of them once another one "
+    "has shrunk."
+)
+
+
+def _is_told(loss: LossChange) -> bool:
+    return abs(loss.change) >= _LEAST_POINTS
+
+
+def _extremes(changes: list[LossChange], *, has_risen: bool) -> list[LossChange]:
+    """The loss that shrank most and the one that grew most. If MFU has risen, the reason for that comes first."""
     first = [next((loss for loss in changes if (loss.change > 0) == grew), None) for grew in (False, True)]
-    return sorted((loss for loss in first if loss is not None), key=lambda loss: -abs(loss.change))
+    found = [loss for loss in first if loss is not None]
+    return found if has_risen else sorted(found, key=lambda loss: -abs(loss.change))
 
 
 def _moved(loss: LossChange) -> str:

@@ -46,12 +46,12 @@ _TEXTS = (
         "in saving checkpoints",
         "Save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
     ),
-    LossText("pause", "pauses", "in pause() and in phases of other names"),
+    LossText("pause", "pauses", "in pause(), in phases of other names, and in writing traces"),
     LossText(
         "outside",
         "work between steps",
         "between steps, in no phase and not waiting for a batch",
-        'Wrap this work in monitor.phase("eval") or another phase, so that it gets a name.',
+        'Save and log less often. With a TrainingMonitor in the loop, monitor.phase("checkpoint") names this work.',
     ),
     LossText(
         "count", "counting FLOPs", "in flopwatch itself, which counted FLOPs; it does this once per kind of batch"
@@ -131,7 +131,7 @@ _TEXTS = (
     ),
     LossText(
         "slow_matmuls",
-        "matmuls below the achievable peak",
+        "slow matmuls",
         "by which matrix products and attention took longer than at the peak",
         "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
     ),
@@ -150,8 +150,8 @@ _TEXTS = (
     LossText(
         "recompute",
         "recomputation",
-        "for FLOPs that activation checkpointing runs a second time",
-        "Checkpoint fewer layers if memory allows.",
+        "for FLOPs that the backward pass computes again, because of activation checkpointing or fused attention",
+        "Checkpoint fewer layers if memory allows. What fused attention computes again is small and saves memory.",
     ),
     LossText(
         "padding",

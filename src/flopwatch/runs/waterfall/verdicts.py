@@ -54,7 +54,7 @@ _CONCLUSIONS: Mapping[str, tuple[str, str]] = {
     "slow_matmuls": ("Slow matmuls", "their shapes or their compute type do not suit the device"),
     "achievable": ("The gap between datasheet and device", "no matrix product reaches the datasheet's peak"),
     "below_peak": ("Slow forward and backward passes", "only a trace can tell why"),
-    "recompute": ("Recomputation", "activation checkpointing runs these FLOPs twice"),
+    "recompute": ("Recomputation", "the backward pass computes again what was not kept in memory"),
     "padding": ("Padding", "the devices compute on tokens that do not count"),
     "extra_passes": ("FLOPs that the model does not need", "such as the extra passes of private training"),
 }
