@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import duration, percent
+from flopwatch.number_format import duration, percent, plural
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
@@ -85,7 +85,8 @@ class Waterfall:
 def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
     """The waterfall of a run; None if its log has no peak, no FLOPs or no wall time.
 
-    Only the last row, the last summary and the provenance of the log are used, so `read_around` is enough.
+    Only the last row, one that is not exact, the last summary and the provenance of the log are used, so `read_around`
+    is enough.
     """
     seconds, notes = _consistent(seconds_of(log))
     goodput = goodput_of(seconds)
@@ -99,7 +100,16 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
-    return replace(found, notes=(*notes, *more, *_limits(found, facts, seconds)))
+    return replace(found, notes=(*_unread(log), *notes, *more, *_limits(found, facts, seconds)))
+
+
+def _unread(log: RunLog) -> list[str]:
+    if not log.torn_lines:
+        return []
+    return [
+        f"{plural(log.torn_lines, 'line')} of the log cannot be read and {'is' if log.torn_lines == 1 else 'are'} left "
+        "out; a process that is killed or is still writing leaves one such line."
+    ]
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
@@ -178,9 +188,12 @@ def _facts(log: RunLog) -> dict[str, Any]:
 
 
 def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether the FLOPs of the run are exact, as far as the end of its log tells, and why they are not."""
+    """Whether the FLOPs of all rows are exact, and why they are not. The summary is that of the last session only."""
     ends = [end for end in (log.summary, *reversed(log.rows)) if end is not None and end.exact is not None]
-    return (ends[0].exact, ends[0].notes) if ends else (None, ())
+    inexact = next((end for end in ends if not end.exact), None)
+    if inexact is not None:
+        return False, inexact.notes
+    return (True, ()) if ends else (None, ())
 
 
 def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
