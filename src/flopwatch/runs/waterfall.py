@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import duration, percent, plural
+from flopwatch.number_format import duration, flop_rate, percent, plural
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.loss_texts import LOSSES, LossText, in_shell, text_of
 from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.traces import traces_of_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     if goodput is None or not seconds.get("model_at_peak"):
         return None
     facts = _facts(log)
+    traces, older = traces_of_log(log, traces)
     parts, more = _divide(seconds, goodput, traces, facts)
     useful, wall = seconds["model_at_peak"], goodput.wall_seconds
     known = [key for key in LOSSES if abs(parts.get(key, 0.0)) > _NOTHING * wall]
@@ -100,7 +102,7 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
-    return replace(found, notes=(*_unread(log), *notes, *more, *_limits(found, facts, seconds)))
+    return replace(found, notes=(*_unread(log), *older, *notes, *more, *_limits(found, facts, seconds)))
 
 
 def _unread(log: RunLog) -> list[str]:
@@ -171,6 +173,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
     totals = _newest_ledger(log).get("totals", {})
     provenance = None if row is None else provenance_at(log, row.step)
     peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
+    peaks = [each.peak["flops_per_s"] for each in log.provenances if each.peak and row and each.step <= row.step]
     return {
         "steps": _newest_ledger(log).get("steps"),
         "tokens": totals.get("tokens"),
@@ -178,6 +181,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "peak_kind": peak.get("kind"),
         "peak_source": peak.get("source"),
         "peak_flops_per_s": peak.get("flops_per_s"),
+        "peaks": tuple(dict.fromkeys(peaks)),
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
         "exact": exactness_of(log),
@@ -231,6 +235,9 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
     if is_exact is False:
         why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
         notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
+    if len(facts["peaks"]) > 1:
+        rates = ", ".join(flop_rate(rate) for rate in facts["peaks"])
+        notes.append(f"The peak has changed during this run ({rates}). Each step counts at the peak of its own time.")
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
         notes.append(undivided_note(facts["path"]))
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
@@ -310,7 +317,7 @@ def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float],
 def _achievable(below: float, executed: float, facts: Mapping[str, Any]) -> dict[str, float]:
     """Divide the time by which steps are slower than the peak by the fastest matrix product measured on the device."""
     peak, achievable = facts["peak_flops_per_s"], facts["achievable_flops_per_s"]
-    if not peak or not achievable or achievable >= peak or below <= 0:
+    if not peak or not achievable or achievable >= peak or below <= 0 or len(facts["peaks"]) > 1:
         return {}
     lost = min(executed * (peak / achievable - 1), below)
     return {"achievable": lost, "below_peak": below - lost}
