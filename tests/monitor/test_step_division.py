@@ -16,15 +16,16 @@ class Loop:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.steps = StepClock(HostTimer(self.clock), self.clock)
+        self.outside: list[float] = []
+        self.steps = StepClock(HostTimer(self.clock), self.clock, on_time_outside=self.outside.append)
 
     def takes(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    def optimizer(self, seconds: float) -> None:
-        self.steps.optimizer_begins()
+    def optimizer(self, seconds: float, *, is_own: bool = True) -> None:
+        self.steps.optimizer_begins("it", is_own=is_own)
         self.takes(seconds)
-        self.steps.optimizer_ends()
+        self.steps.optimizer_ends("it", is_own=is_own)
 
     def end(self) -> dict[str, float | None]:
         """Seconds of the step that ends: whole, input wait, optimizer, and after the optimizer."""
@@ -118,6 +119,94 @@ def test_an_optimizer_in_another_thread_or_in_an_evaluation_is_not_timed(loop):
     assert loop.end() == {"step": 0.25, "wait": 0.0, "optimizer": None, "host": None}
 
 
+def test_a_step_without_an_optimizer_between_steps_with_one_has_0_s_of_it(loop):
+    found = []
+    for number in range(8):
+        loop.steps.start_step()
+        loop.takes(1.0)
+        if number % 4 == 3:
+            loop.optimizer(2.0)
+        found.append(loop.end()["optimizer"])
+
+    assert found == [None, None, None, 2.0, 0.0, 0.0, 0.0, 2.0]
+
+
+def test_an_optimizer_that_steps_every_seventh_time_is_timed_in_proportion(loop):
+    found = []
+    for number in range(256 + 49 * 7):
+        loop.steps.start_step()
+        loop.takes(1.0)
+        if number % 7 == 0:
+            loop.optimizer(2.0)
+        found.append(loop.end()["optimizer"])
+    timed = [seconds for seconds in found[256:] if seconds is not None]
+
+    assert len(timed) == 49
+    assert 6 <= sum(seconds == 2.0 for seconds in timed) <= 8
+
+
+def test_an_optimizer_that_another_one_calls_is_part_of_that_one(loop):
+    loop.steps.start_step()
+    loop.steps.optimizer_begins("outer")
+    loop.takes(0.25)
+    loop.optimizer(0.5)
+    loop.takes(1.0)
+    loop.steps.optimizer_ends("outer")
+    loop.takes(0.125)
+
+    assert loop.end() == {"step": 1.875, "wait": 0.0, "optimizer": 1.75, "host": 0.125}
+
+
+def test_a_step_with_an_optimizer_that_cannot_be_timed_is_not_divided_at_all(loop):
+    loop.steps.start_step()
+    loop.optimizer(0.5)
+    loop.steps.optimizer_is_untimed("other")
+    loop.takes(2.0)
+    unknown = loop.end()
+    loop.steps.start_step()
+    loop.optimizer(0.5)
+
+    assert unknown == {"step": 2.5, "wait": 0.0, "optimizer": None, "host": None}
+    assert loop.end()["optimizer"] == 0.5
+
+
+def test_an_optimizer_that_raised_an_exception_does_not_run_on_in_the_next_step(loop):
+    loop.steps.start_step()
+    loop.steps.optimizer_begins("it")  # it raises, the loop catches that and goes on with the next batch
+    loop.steps.start_step()
+    loop.takes(3.0)
+    loop.optimizer(0.5)
+
+    assert loop.end()["optimizer"] == 0.5
+
+
+def test_between_steps_the_optimizer_of_another_training_is_other_work(loop):
+    for _ in range(8):
+        loop.steps.start_step()
+        loop.takes(1.0)
+        loop.optimizer(0.25)
+        loop.end()
+        loop.takes(0.25)
+    for _ in range(20):  # a probe is trained, without a phase
+        loop.takes(1.0)
+        loop.optimizer(0.25, is_own=False)
+    loop.steps.start_step()
+    loop.takes(1.0)
+    loop.optimizer(0.25)
+
+    assert loop.end() == {"step": 1.25, "wait": None, "optimizer": 0.25, "host": 0.0}
+    assert loop.outside == [25.25]
+
+
+def test_a_forward_pass_after_the_optimizer_is_not_time_after_the_optimizer(loop):
+    loop.steps.start_step()
+    loop.optimizer(0.25)
+    loop.steps.model_is_called(True)
+    loop.takes(3.0)
+
+    assert loop.end() == {"step": 3.25, "wait": 0.0, "optimizer": 0.25, "host": None}
+
+
 def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_wrong(loop):
     found = []
     for _ in range(256 + 21):
@@ -130,6 +219,53 @@ def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_w
     assert all(step["wait"] == 0.5 for step in found)
     assert [step["optimizer"] for step in found[:250]] == [0.25] * 250
     assert sum(step["optimizer"] is not None for step in found[256:]) == 3
+
+
+def test_a_batch_that_is_fetched_after_the_optimizer_is_input_wait_only(tmp_path):
+    clock = FakeClock()
+    model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def loader():
+        for _ in range(13):
+            clock.advance(2.0)
+            yield batch
+
+    with TrainingMonitor(tmp_path, model=model, log_every=4, clock=clock) as monitor:
+        batches = iter(monitor.batches(loader()))
+        next(batches)
+        for number in range(1, 13):
+            clock.advance(1.0)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            clock.advance(0.25)
+            next(batches)
+            monitor.log_step(number, batch=batch)
+    values = monitor.summary.values
+
+    assert values["time/host_seconds"] == pytest.approx(values["time/divided_seconds"] * 0.2)
+    assert values["time/input_wait_seconds"] == pytest.approx(24.0, abs=2.1)
+
+
+def test_another_model_that_trains_between_the_steps_is_not_an_optimizer_of_the_run(tmp_path):
+    clock = FakeClock()
+    model, probe, batch = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer, other = (torch.optim.SGD(each.parameters()) for each in (model, probe))
+    with TrainingMonitor(tmp_path, model=model, log_every=4, clock=clock) as monitor:
+        for number in range(24):
+            with monitor.step(batch):
+                model(batch).square().mean().backward()
+                clock.advance(1.0)
+                optimizer.step()
+            clock.advance(0.0625)
+            for _ in range(10 if number in (12, 18) else 0):
+                clock.advance(5.0)
+                probe(batch).square().mean().backward()
+                other.step()
+    values = monitor.summary.values
+
+    assert values["time/outside_seconds"] == pytest.approx(100.0, abs=0.2)
+    assert values.get("time/stall_seconds", 0.0) == 0
 
 
 def train(folder, steps=12, *, closure=False, compiled=False):

@@ -303,7 +303,7 @@ def test_a_gap_in_which_the_model_was_called_is_not_taken_for_a_wait(run):
         with run.monitor.step(batch):
             run.work()
         if index == 4:
-            run.monitor._run.step_clock.other_work()
+            run.monitor._run.step_clock.model_is_called(False)
             run.clock.advance(1.0)
 
     assert run.column("input_wait_seconds") == [0.0, 1.0, 1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0]

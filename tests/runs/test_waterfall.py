@@ -167,3 +167,28 @@ def test_a_straggler_is_named_as_far_as_the_newest_row_does():
     row = replace(log.rows[-1], values={"ranks/straggler": 3})
     losses = {loss.key: loss for loss in waterfall_of(replace(log, rows=(row,))).losses}
     assert losses["straggler"].evidence.endswith("; in the newest row it is rank 3.")
+
+
+TRACE = TraceSplit("step9_rank0.pt.trace.json.gz", 0, "cuda", 3, 10.0, matmul_seconds=6.0, idle_seconds=4.0)
+
+
+def test_a_trace_that_an_earlier_run_left_in_the_folder_is_not_used():
+    log = log_of(SECONDS)  # it began at 1.0
+    waterfall = waterfall_of(log, [replace(TRACE, written_unix_time=0.5)])
+
+    assert waterfall.traced == ()
+    assert waterfall.points("idle") == 0
+    assert any("older than this run" in note for note in waterfall.notes)
+    assert waterfall_of(log, [replace(TRACE, written_unix_time=2.0)]).points("idle") > 0
+    assert waterfall_of(log, [TRACE]).points("idle") > 0, "the user has named the file"
+
+
+def test_if_the_peak_has_changed_a_note_says_so_and_no_loss_relies_on_the_newest_one():
+    log = log_of(SECONDS, achievable=0.7 * PEAK["flops_per_s"])
+    (newest,) = log.provenances
+    before = replace(newest, peak={**PEAK, "flops_per_s": 1e12}, achievable_flops_per_s=None)
+    waterfall = waterfall_of(replace(log, provenances=(before, replace(newest, step=500))))
+
+    assert waterfall_of(log).points("achievable") > 0
+    assert waterfall.points("achievable") == 0
+    assert any("The peak has changed during this run (1.0 TFLOP/s, 989.4 TFLOP/s)" in note for note in waterfall.notes)

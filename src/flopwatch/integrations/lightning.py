@@ -114,7 +114,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._learning_rate = optimizer.param_groups[0]["lr"]
         if self.monitor is not None:  # Lightning runs forward and backward pass inside of the optimizer's step
-            act_on_run(self.monitor, "optimizer", lambda run: run.step_clock.optimizer_begins())
+            act_on_run(self.monitor, "optimizer", lambda run: run.step_clock.optimizer_begins(id(optimizer)))
 
     @harmless
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

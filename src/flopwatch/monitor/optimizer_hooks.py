@@ -10,9 +10,42 @@ from flopwatch.monitor.step_clock import StepClock
 
 
 class HasClock(Protocol):
-    """A run; its clock may be replaced by another one."""
+    """A run; its clock and its model may be replaced by others."""
 
     step_clock: StepClock
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+
+
+class _Owned:
+    """Tells the optimizers of a model from those of other models in the same process.
+
+    Some libraries optimize copies of the parameters. An optimizer without any parameter of the model therefore counts
+    as the model's until one with such parameters has been seen.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._has_seen_own = False
+
+    def has(self, model: torch.nn.Module | None, optimizer: Any) -> bool:
+        if model is None:
+            return True
+        known = self._known.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = weakref.ref(optimizer), _shares_parameters(model, optimizer)
+            self._known[id(optimizer)] = known
+            self._has_seen_own |= known[1]
+        return known[1] or not self._has_seen_own
+
+
+def _shares_parameters(model: torch.nn.Module, optimizer: Any) -> bool:
+    try:
+        own = set(map(id, model.parameters()))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    except Exception:  # an optimizer of the user may have groups of another form
+        return True
 
 
 class OptimizerHooks:
@@ -20,6 +53,7 @@ class OptimizerHooks:
 
     def __init__(self, run: HasClock) -> None:
         self._run = weakref.ref(run)
+        self._owned = _Owned()
         self._handles = [
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._ends),
@@ -35,15 +69,17 @@ class OptimizerHooks:
         # are over; for other loops with a closure the optimizer's time is unknown.
         if torch.compiler.is_compiling():
             return
-        if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
-            return
         run = self._run()
-        if run is not None:
-            run.step_clock.optimizer_begins()
+        if run is None:
+            return
+        if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
+            run.step_clock.optimizer_is_untimed(id(optimizer))
+        else:
+            run.step_clock.optimizer_begins(id(optimizer), is_own=self._owned.has(run.model, optimizer))
 
     def _ends(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         run = self._run()
         if run is not None:
-            run.step_clock.optimizer_ends()
+            run.step_clock.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))

@@ -122,7 +122,13 @@ class MonitoredRun:
         self._timer: StepTimer = HostTimer(clock)
         self.step_clock = self._new_step_clock()
         self.costs = self._new_costs(choose_mode(config, clock, loss_fn, flops_fn, self._notify))
-        self.noter = StepNoter(config, self.costs, world_size == 1, lambda: self.step_clock.other_work(), self._notify)
+        self.noter = StepNoter(
+            config,
+            self.costs,
+            world_size == 1,
+            lambda has_grad: self.step_clock.model_is_called(has_grad),
+            self._notify,
+        )
         self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._notify)
         self._optimizer_hooks = OptimizerHooks(self)
         self._session = Session(log_path, clock, self._notify)
@@ -160,6 +166,10 @@ class MonitoredRun:
             off_the_clock=lambda: self.phase("count"),
             notify=self._notify,
         )
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self.costs.model
 
     def set_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):

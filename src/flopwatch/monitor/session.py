@@ -302,7 +302,7 @@ def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     ]
 
 
-_UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError)
+_UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError, TypeError, AttributeError)
 """Exceptions that may be raised when a damaged log, or another file, is read as a log."""
 _TYPICAL_STEPS = 64
 """A step is stalled if it takes much longer than the median of the last 64 steps."""

@@ -83,9 +83,17 @@ _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
 """A shorter gap between steps is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
 _DIVIDED_STEPS, _DIVIDED_EVERY = 256, 7
-"""The optimizer is timed in this many steps at first, and then in every seventh, because its two marks cost time."""
+"""The optimizer is timed in this many steps at first, and then in one of seven, because its two marks cost time."""
 _IDLE_SHARE = 0.2
 """A thread that uses less than this share of a core counts as idle."""
+
+
+def _is_divided(number: int) -> bool:
+    """Whether the optimizer is timed in a step. Each place among seven steps has its turn.
+
+    Otherwise an optimizer that steps every seventh time would be timed each time or never.
+    """
+    return number < _DIVIDED_STEPS or number % _DIVIDED_EVERY == number // _DIVIDED_EVERY % _DIVIDED_EVERY
 
 
 def _has_worker_processes() -> bool:
@@ -196,12 +204,14 @@ class OptimizerPlace(NamedTuple):
     """Which segments of a step belong to the optimizer.
 
     Attributes:
-        spans: Pairs (first, last + 1) of indices, one for each step of an optimizer.
-        rest_at: Index of the first segment after the last of them; None if another batch followed.
+        spans: Pairs (first, last + 1) of indices, one for each step of an optimizer; empty if none stepped.
+        rest_at: Index of the first segment after the last of them; None if another batch or forward pass followed.
+        waits_at: Index of the step's first input wait after the last of them.
     """
 
     spans: tuple[tuple[int, int], ...]
     rest_at: int | None
+    waits_at: int = 0
 
 
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
@@ -217,7 +227,7 @@ class StepClock:
     calling it, because right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
-        optimizer_place: Where the optimizer's part of the newest ended step is; None if no optimizer was seen in it.
+        optimizer_place: Where the optimizer's part of the newest ended step is; None if that is unknown.
         first_step_began: Host time when the first step was opened; None before that, or if the loop opens no steps.
         seconds_before_first_step: Time spent in phases before the first step.
     """
@@ -278,7 +288,12 @@ class StepClock:
         self._optimizer: list[tuple[int, int]] = []
         self._optimizer_at: int | None = None
         """Index of the first segment of the optimizer's step that is running; None if none is."""
+        self._running_optimizer: object = None
+        self._untimed_optimizer: object = None
+        """An optimizer whose step in this step of the training cannot be timed."""
+        self._has_seen_optimizer = False
         self._rest_at: int | None = None
+        self._waits_at = 0
         self.optimizer_place: OptimizerPlace | None = None
         self.first_step_began: float | None = None
         self.seconds_before_first_step = seconds_before_first_step
@@ -294,6 +309,7 @@ class StepClock:
         """
         if self._start is None:
             self._open_first()
+        self._optimizer_at = None  # an optimizer that has raised an exception did not end
         if self._state == _GAP:
             now = self._clock()
             seconds = self._seconds
@@ -346,10 +362,10 @@ class StepClock:
         start, self._start = self._start, end
         segments = None if start is None else (*self._segments, (start, end))
         self.optimizer_place = None
-        if self._optimizer or self._optimizer_at is not None:
+        if self._divides and self._has_seen_optimizer:
             self._take_optimizer()
         self._steps_ended += 1
-        self._divides = self._steps_ended < _DIVIDED_STEPS or self._steps_ended % _DIVIDED_EVERY == 0
+        self._divides = _is_divided(self._steps_ended)
         self._segments = []
         if self._depth or self._has_batch:
             self._end_work()
@@ -386,17 +402,32 @@ class StepClock:
         self._usual.gap_begins(self._short_gap)
         self._short_gap = None
 
-    def optimizer_begins(self) -> None:
-        """Begin the part of a step in which an optimizer changes the parameters."""
+    def optimizer_begins(self, optimizer: object = None, *, is_own: bool = True) -> None:
+        """Begin the part of a step in which an optimizer changes the parameters.
+
+        Args:
+            optimizer: Tells optimizers apart: one that another one calls is part of that one.
+            is_own: Whether it is an optimizer of this run. Between steps, one of another training is not timed.
+        """
         if not self._divides or self._start is None or self._depth or self._optimizer_at is not None:
             return
-        if self._is_elsewhere():
+        if self._is_elsewhere() or (self._state == _GAP and not is_own):
             return
         self._cut()
-        self._optimizer_at = len(self._segments)
+        self._optimizer_at, self._running_optimizer = len(self._segments), optimizer
+        self._has_seen_optimizer = True
+        if self._untimed_optimizer == optimizer:
+            self._untimed_optimizer = None
 
-    def optimizer_ends(self) -> None:
-        if self._optimizer_at is None and self._state != _GAP:
+    def optimizer_is_untimed(self, optimizer: object) -> None:
+        """Note that an optimizer steps in this step of the training, and that it is unknown when it begins."""
+        if not self._depth and not self._is_elsewhere():
+            self._untimed_optimizer = optimizer
+
+    def optimizer_ends(self, optimizer: object = None, *, is_own: bool = True) -> None:
+        if self._optimizer_at is None and (self._state != _GAP or not is_own):
+            return
+        if self._optimizer_at is not None and optimizer != self._running_optimizer:
             return
         if self._start is None or self._depth or self._is_elsewhere():
             return
@@ -404,7 +435,7 @@ class StepClock:
         if self._optimizer_at is not None:
             self._optimizer.append((self._optimizer_at, len(self._segments)))
             self._optimizer_at = None
-            self._rest_at = len(self._segments)
+            self._rest_at, self._waits_at = len(self._segments), len(self._waits)
         if self._state == _GAP:  # the loop steps the optimizer outside of `step()`; none of that was input wait
             self._turn(_GAP)
             self._gap_at = len(self._segments)
@@ -420,8 +451,10 @@ class StepClock:
         if self._optimizer_at is not None:
             self._optimizer.append((self._optimizer_at, len(self._segments) + 1))
             self._optimizer_at, self._rest_at = None, len(self._segments) + 1
-        self.optimizer_place = OptimizerPlace(tuple(self._optimizer), self._rest_at)
-        self._optimizer, self._rest_at = [], None
+            self._waits_at = len(self._waits)
+        if self._untimed_optimizer is None:
+            self.optimizer_place = OptimizerPlace(tuple(self._optimizer), self._rest_at, self._waits_at)
+        self._optimizer, self._rest_at, self._untimed_optimizer = [], None, None
 
     def begin_wait(self) -> bool:
         """Begin to time a fetch. Returns False if it is not timed: in a phase such as evaluation, or another thread."""
@@ -500,9 +533,14 @@ class StepClock:
         self._segments[self._gap_at : self._gap_at] = own
         self._gap_at += len(own)
 
-    def other_work(self) -> None:
-        """Note that the model was called without gradients between two steps: that time is not only input wait."""
-        if self._state == _GAP:
+    def model_is_called(self, has_grad: bool) -> None:
+        """Note a forward pass. If it has gradients, the optimizer before it was not the last work of the step.
+
+        Without gradients and between two steps, it shows that this time is not only input wait.
+        """
+        if has_grad and not self._depth:
+            self._rest_at = None
+        elif self._state == _GAP:
             self._has_seen_other_work = True
 
     def _open_first(self) -> None:

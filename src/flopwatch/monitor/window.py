@@ -401,7 +401,11 @@ class Window:
         if place is None or segments is None:
             return None, None
         own = tuple(segment for first, last in place.spans for segment in segments[first:last])
-        return self._seconds_of(own), None if place.rest_at is None else self._seconds_of(segments[place.rest_at :])
+        if place.rest_at is None:
+            return self._seconds_of(own), None
+        rest = self._seconds_of(segments[place.rest_at :]) or 0.0
+        waited = self._seconds_of((step.waits or ())[place.waits_at :]) or 0.0
+        return self._seconds_of(own), max(rest - waited, 0.0)
 
     def _values(self, step: NotedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -25,6 +25,7 @@ class TraceSplit:
         hidden_communication_seconds: Communication behind computation; it costs no time and is part of no sum.
         copy_seconds: Copies between host and device while the device computes nothing.
         idle_seconds: Time in which the device has no work: waiting for input, for the host, or for Python.
+        written_unix_time: When the file was written; None if it does not matter, because the user has named the file.
     """
 
     file: str
@@ -40,6 +41,7 @@ class TraceSplit:
     hidden_communication_seconds: float = 0.0
     copy_seconds: float = 0.0
     idle_seconds: float = 0.0
+    written_unix_time: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

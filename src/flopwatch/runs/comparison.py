@@ -8,6 +8,7 @@ from flopwatch.records.run import Number
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
+from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
 from flopwatch.runs.waterfall.losses import waterfall_of
 from flopwatch.spread import cut, interval, resampled
@@ -240,6 +241,7 @@ def compare(
     in_a, in_b = steady_steps(a), steady_steps(b)
     drawn = _Draws(in_a, in_b)
     judged = tuple(_measured(measure, in_a, in_b, drawn) for measure in MEASURES)
+    traces_a, traces_b = traces_of_log(a, traces_a)[0], traces_of_log(b, traces_b)[0]
     if not traces_a or not traces_b:  # a loss that one of them does not divide would look like one that shrank
         traces_a = traces_b = ()
     return Comparison(

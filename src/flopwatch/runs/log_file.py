@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from flopwatch.errors import InputError
 from flopwatch.records.reading import listed
 from flopwatch.records.run import FORMAT, Notice, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run_checks import broken_field
 
 BLOCK_BYTES = 1 << 18
 
@@ -22,7 +23,7 @@ _KINDS: Mapping[str, type[Any]] = {
     "summary": Summary,
 }
 _NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-_ROW_START = re.compile(rb'\{"type": ?"row", ?"step": ?(\d+)[,}]')
+_ROW_START = re.compile(rb'\{"type": ?"row", ?"step": ?(\d{1,18})[,}]')
 
 
 class TornLineError(ValueError):
@@ -45,7 +46,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     """Parse the JSON object on a line. NaN and infinity, which the log stores as strings, become floats."""
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TornLineError(str(error)) from error
     if not isinstance(content, dict):
         raise TornLineError(f"the line is not a JSON object but {type(content).__name__}")
@@ -68,7 +69,7 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
     """Build the record from a parsed line; None if this version of flopwatch does not know its type.
 
     Raises:
-        TornLineError: The line lacks fields of its type.
+        TornLineError: The line lacks fields of its type, or one of them has a value of the wrong type.
         InputError: A newer version of flopwatch wrote the log in a newer format.
     """
     kind = _KINDS.get(str(content.get("type")))
@@ -82,6 +83,9 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
     known = {field.name for field in fields(kind)}
     given = {name: value for name, value in content.items() if name in known}
     try:
+        broken = "step" if _lacks_step(kind, given) else broken_field(given)
+        if broken is not None:
+            raise TornLineError(f"the field {broken!r} has a value of the wrong type")
         for name in ("notes", "skip"):
             if name in given:
                 given[name] = tuple(given[name])
@@ -89,6 +93,10 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
     except TypeError as error:
         raise TornLineError(str(error)) from error
     return record
+
+
+def _lacks_step(kind: type[Any], given: Mapping[str, Any]) -> bool:
+    return kind in (Row, Provenance) and given.get("step") is None
 
 
 def _refuse_newer(content: Mapping[str, Any]) -> None:

@@ -32,7 +32,10 @@ def _lines(log: RunLog) -> Iterator[tuple[str, str]]:
     if waterfall is None:
         return
     yield "peak of the devices", "100 %"
-    yield from ((one_line(loss.name), f"−{_percent(loss.points)}") for loss in waterfall.losses)
+    yield from (
+        (one_line(loss.name), f"{'−' if loss.points >= 0 else '+'}{_percent(abs(loss.points))}")
+        for loss in waterfall.losses
+    )
     yield "MFU of the whole run", _percent(waterfall.mfu_percent)
 
 

@@ -5,6 +5,7 @@ training script. A session that resumes after step N replaces all later steps of
 not resume starts a new run, so everything before it belongs to another run.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,11 +60,29 @@ class _RowLine(NamedTuple):
     def parse(self) -> dict[str, Any] | None:
         """Parse the row; None if a later session ran all of its steps again."""
         row = {**parse_object(self.line), "type": "row"}
-        return row if self.is_whole else _cut(row, self.cut_after)
+        if self.is_whole:
+            return row
+        to_record(row)  # raises TornLineError if a value has the wrong type
+        return _cut(row, self.cut_after)
+
+    @property
+    def is_readable(self) -> bool:
+        try:
+            to_record({**parse_object(self.line), "type": "row"})
+        except TornLineError:
+            return False
+        return True
+
+    @property
+    def is_inexact(self) -> bool:
+        return _INEXACT.search(self.line) is not None
 
     @property
     def is_whole(self) -> bool:
         return self.step <= self.cut_after
+
+
+_INEXACT = re.compile(rb'"exact": ?false')
 
 
 class _Torn(NamedTuple):
@@ -88,7 +107,7 @@ def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = 
 
 
 def read_around(path: str | Path, step: int | None = None) -> RunLog:
-    """Read a log with only a few rows: the first, the last, the row that contains `step`, and the row before that.
+    """Read a log with only a few rows: the first, the last, the newest that is not exact, and those around `step`.
 
     Other rows are neither parsed nor kept in memory, so this works for logs of any length.
     """
@@ -106,7 +125,9 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
     for found in _current_run(Path(path)):
         if isinstance(found, _RowLine) and found.is_whole:
             with suppress(TornLineError):
-                yield found.parse() or {}
+                row = found.parse() or {}
+                to_record(row)
+                yield row
 
 
 def _current_run(path: Path) -> Iterator[_Found]:
@@ -153,9 +174,10 @@ def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
     try:
         content = parse_object(line)
         if content.get("type") == PARTIAL_ROW:
-            return _RowLine(line, int(content["step"]), is_partial=True)
+            to_record({**content, "type": "row"})
+            return _RowLine(line, content["step"], is_partial=True)
         record = to_record(content)
-    except (TornLineError, KeyError):
+    except TornLineError:
         return _Torn()
     return _RowLine(line, record.step) if isinstance(record, Row) else record
 
@@ -170,19 +192,24 @@ def _cut(row: dict[str, Any], last_step: float) -> dict[str, Any] | None:
 
 
 def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
-    newest = wanted = before = oldest = None
+    newest = wanted = before = oldest = inexact = None
     for item in found:
         if not isinstance(item, _RowLine):
             yield item
             continue
+        if newest is None and not item.is_readable:
+            yield _Torn()
+            continue
         newest = newest or item
+        if inexact is None and item.is_inexact:
+            inexact = item
         if step is not None and min(item.step, item.cut_after) >= step:
             wanted = item
         elif step is not None and before is None:
             before = item
         oldest = item
-    chosen = (item for item in (newest, wanted, before, oldest) if item is not None)
-    yield from dict.fromkeys(chosen)
+    chosen = {item for item in (newest, inexact, wanted, before, oldest) if item is not None}
+    yield from sorted(chosen, key=lambda item: -min(item.step, item.cut_after))
 
 
 def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:

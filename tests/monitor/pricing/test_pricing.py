@@ -30,7 +30,7 @@ class Rank:
         self.costs = CallCosts(
             config, monotonic_seconds, mode, waits_for_laws=waits_for_laws, off_the_clock=nullcontext, notify=notify
         )
-        self.noter = StepNoter(config, self.costs, True, lambda: None, notify)
+        self.noter = StepNoter(config, self.costs, True, lambda has_grad: None, notify)
         self.pricer = StepPricer(config, self.costs, None, notify)
         self.noter.set_model(model)
 

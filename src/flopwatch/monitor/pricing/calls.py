@@ -86,9 +86,9 @@ class CallListener:
         unseen: Number of calls that were not recorded, because their arguments cannot be described.
     """
 
-    def __init__(self, on_other_work: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_call: Callable[[bool], None] = lambda has_grad: None) -> None:
         self.is_listening = True
-        self._on_other_work = on_other_work
+        self._on_call = on_call
         self.compiled_autocast: AutocastState | None = None
         self.is_compiled = False
         self.unseen = 0
@@ -166,8 +166,7 @@ class CallListener:
             return
         self.has_been_called = True
         has_grad = is_grad_enabled()
-        if not has_grad:
-            self._on_other_work()
+        self._on_call(has_grad)
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))

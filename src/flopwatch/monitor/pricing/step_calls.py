@@ -65,16 +65,16 @@ class StepNoter:
         config: MonitorConfig,
         costs: CallCosts,
         is_alone: bool,
-        on_other_work: Callable[[], None],
+        on_call: Callable[[bool], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called if the model runs without gradients, because that time is not input wait."""
+        """`on_call` is called with each call of the model; its argument says whether gradients are enabled."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
         self._notify = notify
         self._reader = BatchReader()
-        self._listener = CallListener(on_other_work)
+        self._listener = CallListener(on_call)
         self._outside = OutsideCalls()
         self._plan = WatchPlan(is_alone=is_alone)
         self.doubt: NoticeText | None = None

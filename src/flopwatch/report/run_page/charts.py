@@ -221,7 +221,7 @@ def waterfall_svg(waterfall: Waterfall) -> str:
     left = 100.0
     for loss in waterfall.losses:
         tip = "\n".join(text for text in (loss.evidence, loss.advice) if text)
-        words = f"−{points_text(loss.points)}"
+        words = lost_text(loss.points)
         bars.append(Bar(loss.name, left - loss.points, left, words, "loss", tip))
         left -= loss.points
     bars.append(Bar(WHOLE_MFU, 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "rest"))
@@ -236,6 +236,15 @@ def points_text(points: float) -> str:
     ('12.3 points', '0.034 points')
     """
     return percent(points / 100).replace("%", "points")
+
+
+def lost_text(points: float) -> str:
+    """What a loss takes away; a loss below 0, which a peak that is too low causes, adds something.
+
+    >>> lost_text(12.34), lost_text(-3.2)
+    ('−12.3 points', '+3.2 points')
+    """
+    return f"{'−' if points >= 0 else '+'}{points_text(abs(points))}"
 
 
 def bar_chart(title: str, remark: str, bars: Sequence[Bar]) -> str:

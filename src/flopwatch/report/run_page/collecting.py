@@ -143,7 +143,7 @@ class _Collector:
         self._notes: Counter[str] = Counter()
 
     def take(self, row: Row) -> Row | None:
-        """Add a row; returns it if it is the newest, which the waterfall needs."""
+        """Add a row; returns it if it is the newest or the newest that is not exact, which the waterfall needs."""
         numbers = row.steps.get("step") or (row.step,)
         self.windows += 1
         self.steps = max(self.steps, row.steps_done)
@@ -153,7 +153,7 @@ class _Collector:
         self._add_points(row, numbers)
         self._compare_times(row)
         self._add_reasons(row)
-        return row if self.windows == 1 else None
+        return row if self.windows == 1 or (row.exact is False and self._exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         timed = _timed(row)

@@ -7,7 +7,7 @@ from flopwatch.number_format import duration, percent, plural
 from flopwatch.records.reading import one_line
 from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
 from flopwatch.report.run_page import words
-from flopwatch.report.run_page.charts import moment_words, points_text
+from flopwatch.report.run_page.charts import lost_text, moment_words
 from flopwatch.report.run_page.contents import RunReport
 
 MOST_MOMENTS = 40
@@ -60,7 +60,7 @@ def _waterfall(report: RunReport) -> Iterator[str]:
     rows += [
         (
             escaped(loss.name),
-            f"−{points_text(loss.points)}",
+            lost_text(loss.points),
             duration(loss.seconds),
             escaped(loss.evidence),
             escaped(loss.advice),

@@ -11,7 +11,7 @@ from rich.text import Text
 from flopwatch.number_format import duration, percent, plural
 from flopwatch.records.reading import one_line
 from flopwatch.report.run_page import words
-from flopwatch.report.run_page.charts import points_text
+from flopwatch.report.run_page.charts import lost_text
 from flopwatch.report.run_page.contents import RunReport
 
 _BAR_COLUMNS = 30
@@ -69,8 +69,9 @@ def _waterfall(report: RunReport) -> RenderableType:
         start, end = (round(_BAR_COLUMNS * share / 100) for share in (left - loss.points, left))
         start = min(start, _BAR_COLUMNS - 1)
         bar = " " * start + ("▒" * (end - start) if end > start else "▏")
-        table.add_row(f"−{points_text(loss.points)}", Text(bar, style="yellow"), Text(one_line(loss.name)))
+        table.add_row(lost_text(loss.points), Text(bar, style="yellow"), Text(one_line(loss.name)))
         left -= loss.points
     mfu = report.waterfall.mfu_percent
-    table.add_row(percent(mfu / 100), Text("█" * round(_BAR_COLUMNS * mfu / 100), style="green"), words.WHOLE_MFU)
+    full = "█" * round(_BAR_COLUMNS * min(mfu, 100.0) / 100)
+    table.add_row(percent(mfu / 100), Text(full, style="green"), words.WHOLE_MFU)
     return Padding(table, (0, 2))

@@ -5,18 +5,20 @@ intervals is kept, so that a trace of gigabytes needs little memory.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.records.reading import read_object, read_record
+from flopwatch.records.reading import one_line, read_object, read_record
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.records.trial_files import write_json
 from flopwatch.runs.log_file import NoLogError, find_log
+from flopwatch.runs.reading import RunLog
 from flopwatch.runs.traces.file import read_events
 from flopwatch.runs.traces.uses import USES, Intervals, split_time, use_of_kernel, use_of_op
 
@@ -80,12 +82,27 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
         folder = traces_of(run_dir)
     except NoLogError:
         folder = Path(run_dir).expanduser() / TRACES
-    return splits_of(newest_files(folder).values())
+    files = list(newest_files(folder).values())
+    written = [_written(path) for path in files]
+    return tuple(
+        replace(split, written_unix_time=None if when is None else when[1] / _NANOSECONDS_PER_SECOND)
+        for split, when in zip(splits_of(files), written, strict=True)
+    )
 
 
 def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
     """The split of each trace: kept from an earlier reading, or read now."""
     return tuple(_kept_split(path) or _read_and_keep(path) for path in paths)
+
+
+def traces_of_log(log: RunLog, traces: Sequence[TraceSplit]) -> tuple[Sequence[TraceSplit], list[str]]:
+    """The traces that were not written before the run began, by an earlier run in its folder, and a note on others."""
+    began = log.starts[0].unix_time if log.starts else 0.0
+    used = [trace for trace in traces if trace.written_unix_time is None or trace.written_unix_time >= began]
+    older = [one_line(trace.file) for trace in traces if trace not in used]
+    if not older:
+        return traces, []
+    return used, [f"The trace {older[0]} is older than this run and of an earlier one, so it is not used."]
 
 
 def _written(path: Path) -> tuple[int, int] | None:

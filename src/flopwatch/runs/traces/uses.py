@@ -16,7 +16,9 @@ _COMMUNICATION = re.compile(
     r"symm_mem|_c10d_functional::",
     re.IGNORECASE,
 )
-_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|mha_fwd|mha_bwd|fused_attn", re.IGNORECASE)
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|mha_fwd|mha_bwd|attn", re.IGNORECASE)
+_FUSED_KERNEL = re.compile(r"triton_(poi|red|per|for)_")
+"""Element-wise kernels and reductions of torch.compile. They are named after the ops around them, such as a matmul."""
 _MATMUL_KERNEL = re.compile(
     r"gemm|gemv|cutlass|cublas|xmma|nvjet|wgmma|splitkreduce|cijk_|conv(?!ert)|wgrad|dgrad|fprop|winograd|triton_tem_|"
     r"triton\w*_mm_|matmul",
@@ -43,8 +45,12 @@ def use_of_kernel(name: str, category: str) -> str:
     'attention'
     >>> use_of_kernel("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy")
     'copy'
+    >>> use_of_kernel("triton_poi_fused_convolution_relu_0", "kernel"), use_of_kernel("triton_tem_fused_mm_5", "kernel")
+    ('other_kernel', 'matmul')
     """
     if category == "gpu_memset" or "DtoD" in name:  # the device works for it, the host does not take part
+        return "other_kernel"
+    if _FUSED_KERNEL.match(name):
         return "other_kernel"
     if category == "gpu_memcpy":
         return "copy"

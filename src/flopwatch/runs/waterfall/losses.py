@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import duration, percent
+from flopwatch.number_format import duration, flop_rate, percent, plural
 from flopwatch.records.metrics import METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.texts import LOSSES, LossText, in_shell, text_of
 
 
@@ -85,13 +86,15 @@ class Waterfall:
 def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
     """The waterfall of a run; None if its log has no peak, no FLOPs or no wall time.
 
-    Only the last row, the last summary and the provenance of the log are used, so `read_around` is enough.
+    Only the last row, one that is not exact, the last summary and the provenance of the log are used, so `read_around`
+    is enough.
     """
     seconds, notes = _consistent(seconds_of(log))
     goodput = goodput_of(seconds)
     if goodput is None or not seconds.get("model_at_peak"):
         return None
     facts = _facts(log)
+    traces, older = traces_of_log(log, traces)
     parts, more = _divide(seconds, goodput, traces, facts)
     useful, wall = seconds["model_at_peak"], goodput.wall_seconds
     known = [key for key in LOSSES if abs(parts.get(key, 0.0)) > _NOTHING * wall]
@@ -99,7 +102,16 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
-    return replace(found, notes=(*notes, *more, *_limits(found, facts, seconds)))
+    return replace(found, notes=(*_unread(log), *older, *notes, *more, *_limits(found, facts, seconds)))
+
+
+def _unread(log: RunLog) -> list[str]:
+    if not log.torn_lines:
+        return []
+    return [
+        f"{plural(log.torn_lines, 'line')} of the log cannot be read and {'is' if log.torn_lines == 1 else 'are'} left "
+        "out; a process that is killed or is still writing leaves one such line."
+    ]
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
@@ -162,6 +174,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
     goodput = goodput_of(seconds_of(log))
     provenance = None if row is None else provenance_at(log, row.step)
     peak = dict(provenance.peak) if provenance is not None and provenance.peak is not None else {}
+    peaks = [each.peak["flops_per_s"] for each in log.provenances if each.peak and row and each.step <= row.step]
     return {
         "steps": _newest_ledger(log).get("steps"),
         "tokens": totals.get("tokens"),
@@ -169,6 +182,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "peak_kind": peak.get("kind"),
         "peak_source": peak.get("source"),
         "peak_flops_per_s": peak.get("flops_per_s"),
+        "peaks": tuple(dict.fromkeys(peaks)),
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
         "exact": exactness_of(log),
@@ -179,9 +193,12 @@ def _facts(log: RunLog) -> dict[str, Any]:
 
 
 def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether the FLOPs of the run are exact, as far as the end of its log tells, and why they are not."""
+    """Whether the FLOPs of all rows are exact, and why they are not. The summary is that of the last session only."""
     ends = [end for end in (log.summary, *reversed(log.rows)) if end is not None and end.exact is not None]
-    return (ends[0].exact, ends[0].notes) if ends else (None, ())
+    inexact = next((end for end in ends if not end.exact), None)
+    if inexact is not None:
+        return False, inexact.notes
+    return (True, ()) if ends else (None, ())
 
 
 def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
@@ -219,6 +236,9 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
     if is_exact is False:
         why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
         notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
+    if len(facts["peaks"]) > 1:
+        rates = ", ".join(flop_rate(rate) for rate in facts["peaks"])
+        notes.append(f"The peak has changed during this run ({rates}). Each step counts at the peak of its own time.")
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
         notes.append(undivided_note(facts["path"]))
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
@@ -298,7 +318,7 @@ def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float],
 def _achievable(below: float, executed: float, facts: Mapping[str, Any]) -> dict[str, float]:
     """Divide the time by which steps are slower than the peak by the fastest matrix product measured on the device."""
     peak, achievable = facts["peak_flops_per_s"], facts["achievable_flops_per_s"]
-    if not peak or not achievable or achievable >= peak or below <= 0:
+    if not peak or not achievable or achievable >= peak or below <= 0 or len(facts["peaks"]) > 1:
         return {}
     lost = min(executed * (peak / achievable - 1), below)
     return {"achievable": lost, "below_peak": below - lost}
