@@ -314,7 +314,7 @@ def test_a_loop_that_evaluates_after_every_step_is_told_that_this_is_in_the_step
     for batch in run.batches(10):
         with run.monitor.step(batch):
             run.work()
-        run.monitor._run.step_clock.other_work()
+        run.monitor._run.step_clock.model_is_called(has_grad=False)
         run.clock.advance(2.0)
     run.monitor.close()
 
@@ -327,7 +327,7 @@ def test_an_evaluation_between_steps_that_was_booked_as_such_is_not_told_about(r
     for batch in run.batches(10):
         with run.monitor.step(batch):
             run.work()
-        run.monitor._run.step_clock.other_work()
+        run.monitor._run.step_clock.model_is_called(has_grad=False)
         run.clock.advance(2.0)
         run.monitor.spent_on("eval")
 
