@@ -257,7 +257,7 @@ def _why_left_out(cells: Cells, *, needs_flops: bool) -> str | None:
     if cells.get("seconds") is None:
         return "not timed"
     if cells.get("warm_up"):
-        return "warm-up"
+        return "warm-up, or counted as they ran"
     return "FLOPs not known" if needs_flops and "model_flops" not in cells else None
 
 

@@ -16,7 +16,7 @@ from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import own_loss
 from flopwatch.sweep.trainers.parity import parity
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
-from flopwatch.sweep.trainers.unsupported import layer_paths
+from flopwatch.sweep.trainers.unsupported import explain_failure, layer_paths
 from flopwatch.sweep.worker.preflight_main import tiny_copies
 from flopwatch.sweep.worker.step_cost import count_plain, count_step
 
@@ -187,3 +187,31 @@ def test_the_tiny_copy_of_an_image_preset_has_its_classes_and_stages():
     assert tiny.config.num_labels == 1000
     assert sum(parameter.numel() for parameter in tiny.parameters()) < 200_000
     assert [type(layer) for layer in tiny.stem] == [type(layer) for layer in load_model("resnet18-gn").stem]
+
+
+class WithItsLoss(nn.Module):
+    """Takes labels and returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        return {"logits": logits} | ({} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)})
+
+
+class WithNeededLabels(WithItsLoss):
+    def forward(self, x, labels):
+        return super().forward(x, labels)
+
+
+def test_labels_with_a_default_are_what_the_private_trainers_ask_for():
+    batch = {"x": torch.randn(4, 2), "labels": torch.randint(3, (4,))}
+    assert max(parity(WithItsLoss().double(), {**batch, "x": batch["x"].double()}).values()) < 1e-9
+    trainer = load_trainer("dpsgd")(WithNeededLabels(), TrainerSettings(4, CPU))
+    with pytest.raises(TypeError) as raised:
+        trainer.forward(batch)
+    why = explain_failure("dpsgd", [], raised.value)
+    assert why.startswith("private trainers call the model's forward without labels")
+    assert "the default None" in why

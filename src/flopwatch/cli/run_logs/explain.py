@@ -175,7 +175,7 @@ def _seconds(explanation: "Explanation") -> Iterator[str]:
         if (sentence := advice({"perf/input_wait_percent": 100 * share})) is not None:
             yield f"{sentence}."
     if explanation.is_warm_up:
-        yield "This is a warm-up step, so no MFU in the log includes it."
+        yield "This is a warm-up step, or it was counted as it ran, so no MFU in the log includes it."
     for reason in sorted(set(explanation.left_out.values())):
         steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
         yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"

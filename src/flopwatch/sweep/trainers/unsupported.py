@@ -118,7 +118,7 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
         )
     for sign, meaning in _MEANINGS.items():
         if sign in message:
-            return meaning if sign == _MISLEADING else f"{meaning}; the message of Opacus: {message}"
+            return meaning if sign == _MISLEADING else f"{meaning}; the message was: {message}"
     return f"{trainer} raised {type(error).__name__}: {message}"
 
 
@@ -128,6 +128,10 @@ _MEANINGS = {
     _MISLEADING: (
         "a layer runs more than once in a step (a shared layer, or checkpointing in the model's own code), but ghost "
         "clipping computes the norm of each run separately; use the trainer `fast` or `dpsgd`"
+    ),
+    "required positional argument: 'labels'": (
+        "private trainers call the model's forward without labels, because they compute the loss of each sample from "
+        "its output; give the argument `labels` the default None, and return the logits without a loss then"
     ),
     "required positional argument": (
         "a layer with parameters takes more than one input (as in a mixture of experts), but Opacus passes only the "
