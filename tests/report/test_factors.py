@@ -11,6 +11,7 @@ from flopwatch.report.contents import (
     known_metrics,
     matrix_rows,
     narrowed,
+    time_factor,
 )
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
@@ -25,6 +26,14 @@ def test_factors_are_ratios_at_the_same_batch_and_sequence():
     assert (factor.time, factor.memory, factor.flops) == (3.0, 1.5, 2.5)
     assert factor.low_time == pytest.approx(2.7 / 1.1)
     assert factor.high_time == pytest.approx(3.3 / 0.9)
+
+
+def test_a_ratio_to_an_unstable_step_time_is_marked():
+    stable, unstable = ran("standard", 8, 64, 1.0, spread=0.001), ran("ghost", 8, 64, 3.0, spread=0.2)
+    (one,) = group_of(stable, unstable).cost_factors
+    assert time_factor(one) == "~3.00×"
+    (one,) = group_of(stable, ran("ghost", 8, 64, 3.0, spread=0.001)).cost_factors
+    assert time_factor(one) == "3.00×"
 
 
 def test_on_a_cpu_the_memory_above_the_start_is_told_apart():

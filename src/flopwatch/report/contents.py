@@ -6,7 +6,7 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, number, percent, plural, step_time
+from flopwatch.number_format import UNKNOWN, byte_size, count, factor, number, percent, plural, step_time
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import (
     Cell,
@@ -369,6 +369,11 @@ class MatrixRow(NamedTuple):
 
 def throughput_metric(group: Group) -> Metric:
     return METRICS["tokens" if any(cell.tokens_per_s is not None for cell in group.cells) else "samples"]
+
+
+def time_factor(one: CostFactor) -> str:
+    """Return the ratio of the step times, marked like an unstable step time if one of the two is."""
+    return f"{'~' if one.is_unstable and one.time is not None else ''}{factor(one.time)}"
 
 
 def factors_by_place(group: Group) -> tuple[dict[tuple[int, int], dict[str, CostFactor]], list[str]]:

@@ -316,7 +316,10 @@ def _factors(group: Group) -> Iterator[str]:
         return
     yield "**Cost relative to standard**\n"
     rows = (
-        (str(one.seq_len), str(one.batch_size), escaped(one.trainer), *map(factor, (one.time, one.memory, one.flops)))
+        (
+            *(str(one.seq_len), str(one.batch_size), escaped(one.trainer)),
+            *(escaped(contents.time_factor(one)), factor(one.memory), factor(one.flops)),
+        )
         for one in contents.evenly(group.cost_factors, MOST_ROWS)
     )
     yield from markdown_table(("seq", "batch", "trainer", "time", "memory", "FLOPs"), rows)

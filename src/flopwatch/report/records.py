@@ -144,6 +144,7 @@ class CostFactor:
         memory: Ratio of the memory peaks.
         memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
         flops: Ratio of the executed FLOPs.
+        is_unstable: Whether one of the two step times is unstable.
     """
 
     trainer: str
@@ -155,6 +156,7 @@ class CostFactor:
     memory: float | None
     memory_above_start: float | None
     flops: float | None
+    is_unstable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,8 @@ def _matrix_cell(cell: Cell | None, metric: contents.Metric, *, is_best: bool) -
 def _factor_text(one: CostFactor | None) -> Text:
     if one is None:
         return Text(UNKNOWN, style="dim")
-    return Text("  ".join(f"{factor(value):>5}" for value in (one.time, one.memory, one.flops)))
+    texts = contents.time_factor(one), factor(one.memory), factor(one.flops)
+    return Text("  ".join(f"{text:>5}" for text in texts))
 
 
 def _short(cell: Cell) -> str:

@@ -212,6 +212,7 @@ def _factor(cell: Cell, standard: Cell) -> CostFactor:
         memory=_ratio(cell.peak_bytes, standard.peak_bytes),
         memory_above_start=_ratio(cell.above_start_bytes, standard.above_start_bytes),
         flops=None if is_bound else _ratio(cell.hardware_flops, standard.hardware_flops),
+        is_unstable=cell.is_unstable or standard.is_unstable,
     )
 
 

@@ -129,7 +129,7 @@ def _factor_row(place: tuple[int, int], found: Mapping[str, CostFactor], trainer
             cells.append(f'<td class="n soft g">{UNKNOWN}</td>' + f'<td class="n soft">{UNKNOWN}</td>' * 2)
             continue
         between = f"95 % intervals: {factor(one.low_time)} to {factor(one.high_time)}"
-        cells.append(f'<td class="n g" data-t="{esc(between)}">{factor(one.time)}</td>')
+        cells.append(f'<td class="n g" data-t="{esc(between)}">{contents.time_factor(one)}</td>')
         cells.append(f'<td class="n">{factor(one.memory)}</td><td class="n">{factor(one.flops)}</td>')
     start = f'<tr class="new"><td class="n">{place[0]}</td>' if is_new else '<tr><td class="n"></td>'
     return f'{start}<td class="n">{place[1]}</td>{"".join(cells)}</tr>'
