@@ -127,7 +127,8 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
             yield count(report.mean(key)), words
             break
     yield metric_text("perf/step_time", report.mean("perf/step_time")), "mean step time"
-    yield metric_text("training/loss", report.last("training/loss")), "newest loss"
+    if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
+        yield metric_text("training/loss", report.last("training/loss")), "newest loss"
     if report.goodput is not None:
         yield percent(report.goodput.share), f"goodput: {duration(report.goodput.productive_seconds)} productive"
 
