@@ -198,6 +198,19 @@ def test_between_steps_the_optimizer_of_another_training_is_other_work(loop):
     assert loop.outside == [25.25]
 
 
+def test_two_trainings_that_take_turns_have_their_own_times(loop):
+    for _ in range(8):
+        loop.steps.start_step()
+        loop.takes(1.0)
+        loop.optimizer(0.25)
+        found = loop.end()
+        loop.takes(2.0)
+        loop.optimizer(0.5, is_own=False)
+
+    assert found == {"step": 1.25, "wait": None, "optimizer": 0.25, "host": 0.0}
+    assert loop.outside == [2.5] * 7
+
+
 def test_a_forward_pass_after_the_optimizer_is_not_time_after_the_optimizer(loop):
     loop.steps.start_step()
     loop.optimizer(0.25)
@@ -205,6 +218,23 @@ def test_a_forward_pass_after_the_optimizer_is_not_time_after_the_optimizer(loop
     loop.takes(3.0)
 
     assert loop.end() == {"step": 3.25, "wait": 0.0, "optimizer": 0.25, "host": None}
+
+
+def test_a_training_in_another_thread_than_the_one_that_made_the_monitor_is_divided():
+    loop, found = Loop(), []
+
+    def train():
+        for _ in range(2):
+            loop.steps.start_step()
+            loop.takes(1.0)
+            loop.optimizer(0.25)
+            found.append(loop.end())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+
+    assert [step["optimizer"] for step in found] == [0.25, 0.25]
 
 
 def test_of_a_long_training_every_seventh_step_is_divided_and_no_input_wait_is_wrong(loop):

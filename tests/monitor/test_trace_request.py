@@ -249,3 +249,33 @@ def test_every_rank_writes_its_own_trace(tmp_path):
         assert split.matmul_seconds > 0
         assert split.exposed_communication_seconds > 0
     assert len(traces_in(tmp_path)) == 2, "each request is answered once"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_profiler_that_the_user_starts_during_a_trace_gets_all_of_its_events(tmp_path):
+    mine = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    train(tmp_path, {5: ask(tmp_path, 5), 9: mine.start, 15: mine.stop}, strict=False)
+
+    assert sum(event.count for event in mine.key_averages() if event.key == "Optimizer.step#SGD.step") == 6
+    assert traces_in(tmp_path) == []
+    assert "another profiler of this process was started" in notices(tmp_path, "trace_not_taken")[0]
+
+
+def test_an_evaluation_between_traced_steps_is_no_part_of_them(tmp_path):
+    torch.manual_seed(0)
+    model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    with flopwatch.TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1e12, log_every=4) as monitor:
+        for number in range(12):
+            if number == 6:
+                monitor.capture_trace(3)
+            with monitor.step(batch):
+                model(batch).square().mean().backward()
+                optimizer.step()
+            with monitor.phase("eval"):
+                time.sleep(0.5)
+    (split,) = newest_traces(tmp_path)
+
+    assert split.steps == 3
+    assert split.seconds < 0.5
+    assert split.idle_seconds < 0.5

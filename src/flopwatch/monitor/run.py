@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +255,7 @@ class MonitoredRun:
         self._readings, self._user_flops = [], None
         previous, self.last_step = self.last_step, step
         if self.trace.is_on:
-            with self.phase("pause"):  # writing a trace takes seconds, which are not those of a step
+            with self.phase("pause", is_marked=False):  # writing a trace takes seconds, which are not those of a step
                 self.trace.step_ended(step)
         if len(self._noted) == 1 and not self._begun:
             self._window_began = self._clock()
@@ -293,11 +293,17 @@ class MonitoredRun:
             self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A context for work outside steps, such as evaluation: its time and its model calls belong to no step."""
+    def phase(self, name: str, *, is_marked: bool = True) -> Iterator[None]:
+        """A context for work outside steps, such as evaluation: its time and its model calls belong to no step.
+
+        Args:
+            name: Name of the phase.
+            is_marked: Whether a trace that is being recorded marks its time.
+        """
         seconds: list[float] = []
         try:
-            with self.step_clock.apart() as seconds, self.noter.not_listening():
+            mark = self.trace.outside_steps() if is_marked else nullcontext()
+            with self.step_clock.apart() as seconds, mark, self.noter.not_listening():
                 yield
         finally:
             self._session.add_seconds(name, seconds[0])
@@ -306,7 +312,10 @@ class MonitoredRun:
 
     def spent_on(self, name: str) -> None:
         """Add to a phase the time that has passed since the last step."""
-        self._session.add_seconds(name, self.step_clock.book())
+        seconds = self.step_clock.book()
+        self._session.add_seconds(name, seconds)
+        if seconds and self.trace.is_on:
+            self.trace.interrupted(self.last_step or 0)
 
     def add_to_last_step(self, loss: Any, grad_norm: Any, learning_rate: Any) -> None:
         """Add values to the newest step, for frameworks that report them only at the end of a window."""

@@ -277,7 +277,7 @@ class StepClock:
         self._before_phase = self._before_wait = _APART
         self._depth = 0
         self._fetches_are_timed = False
-        self._has_batch = self._has_seen_other_work = False
+        self._has_batch = self._has_seen_other_work = self._trained_another = False
         self._waits: list[tuple[Any, Any]] = []
         self._arrivals = self._micro_batches = 0
         self._is_unclear = False
@@ -315,7 +315,7 @@ class StepClock:
             seconds = self._seconds
             seconds[_GAP] += now - self._since
             self._state, self._since = _WORK, now
-            if seconds[_GAP] <= SHORT_GAP_SECONDS and not self._has_seen_other_work:
+            if seconds[_GAP] <= SHORT_GAP_SECONDS and not self._has_seen_other_work and not self._trained_another:
                 self._short_gap = seconds[_GAP], seconds[_WORK]
                 seconds[_GAP] = seconds[_WORK] = 0.0
                 is_kept = True
@@ -399,6 +399,7 @@ class StepClock:
             self._segments.append((self._start, mark))
             self._start = mark
         self._gap_at = len(self._segments)
+        self._trained_another = False
         self._usual.gap_begins(self._short_gap)
         self._short_gap = None
 
@@ -425,6 +426,8 @@ class StepClock:
             self._untimed_optimizer = optimizer
 
     def optimizer_ends(self, optimizer: object = None, *, is_own: bool = True) -> None:
+        if self._state == _GAP and not is_own and not self._has_batch and not self._is_elsewhere():
+            self._trained_another = True
         if self._optimizer_at is None and (self._state != _GAP or not is_own):
             return
         if self._optimizer_at is not None and optimizer != self._running_optimizer:
@@ -546,6 +549,7 @@ class StepClock:
     def _open_first(self) -> None:
         self._start = self._timer.mark()
         self.first_step_began = self._clock()
+        self._thread = threading.get_ident()  # the monitor may have been made in another thread than the training's
 
     def _end_work(self) -> None:
         self._go(_OWN)
@@ -558,6 +562,7 @@ class StepClock:
         """Whether the gap that has just ended is part of the step. If not, remove it from the step and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
+        is_outside = is_outside or self._trained_another
         if is_outside:
             self._is_unclear = True
             self._on_time_outside(self._take_gap_out())

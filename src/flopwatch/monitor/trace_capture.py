@@ -5,7 +5,8 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from flopwatch.records.reading import first_line
 from flopwatch.runs.traces.request import MOST_STEPS, RequestWatch
-from flopwatch.runs.traces.splits import OWN_ENTRY, trace_name
+from flopwatch.runs.traces.splits import OUTSIDE, OWN_ENTRY, trace_name
+
+_REPLACED = "another profiler of this process was started meanwhile; ask again when it has ended"
 
 
 class TraceCapture:
@@ -91,6 +94,20 @@ class TraceCapture:
         except Exception as error:
             self._failed(step, error)
 
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """A context for an evaluation or another phase: a trace that is recorded meanwhile marks its time."""
+        if self._profiler is None:
+            yield
+            return
+        with torch.profiler.record_function(OUTSIDE):
+            yield
+
+    def interrupted(self, step: int) -> None:
+        """Give up the trace that is being recorded, because time that belongs to no step is in it without a mark."""
+        if self._profiler is not None:
+            self._give_up(step, "an evaluation or a checkpoint took place between the traced steps; ask again")
+
     def stop(self, step: int = 0) -> None:
         """End the trace and write it, if one is recorded."""
         self.is_on = False
@@ -102,6 +119,9 @@ class TraceCapture:
         try:
             _wait_for_device()
             self._end_mark()
+            if _is_profiling(self._profiler):
+                self._give_up(step, _REPLACED)
+                return
             path = self._write(step)
         except Exception as error:
             self._failed(step, error)
@@ -162,7 +182,8 @@ class TraceCapture:
     def _give_up(self, step: int, why: str) -> None:
         profiler, self._profiler, self._mark = self._profiler, None, None
         self.is_on = False
-        if profiler is not None:
+        # Torch has one session for all profilers. A later one has taken it over, and to stop it would empty that one.
+        if profiler is not None and not _is_profiling(profiler):
             try:
                 profiler.stop()
             except Exception as error:
@@ -191,8 +212,8 @@ def _wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def _is_profiling() -> bool:
-    """Whether a profiler of torch is active. Torch's own answer is private, so its profilers are looked for."""
-    profiler = torch.autograd.profiler.profile
-    found = [each for each in gc.get_objects() if type(each) is profiler]
+def _is_profiling(own: Any = None) -> bool:
+    """Whether a profiler other than `own` is active. Torch's own answer is private, so its profilers are looked for."""
+    kind, ours = torch.autograd.profiler.profile, getattr(own, "profiler", None)
+    found = [each for each in gc.get_objects() if type(each) is kind and each is not ours]
     return any(getattr(each, "entered", False) and getattr(each, "kineto_results", None) is None for each in found)

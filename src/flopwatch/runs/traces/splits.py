@@ -26,9 +26,12 @@ TRACES = "traces"
 """Name of the folder with the traces of a run."""
 OWN_ENTRY = "flopwatch"
 """Entry of a trace by flopwatch: its `device`, and the number of `steps`; a later mark is of one that has not ended."""
+OUTSIDE = "flopwatch::outside_steps"
+"""Mark of the time between traced steps that belongs to no step, such as that of an evaluation."""
 _OPTIMIZER = "Optimizer.step#"
 _STEP = re.compile(r"ProfilerStep#\d+$")
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
+_MARKED = ("outside", "optimizer")
 _ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NANOSECONDS_PER_SECOND = 1e9
@@ -37,7 +40,7 @@ _MOST_MICROSECONDS = 2**63 / 1e4
 """Beyond this, nanoseconds do not fit in 8 bytes; a trace with such a time is damaged."""
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
 _RANK = re.compile(r"rank(\d+)")
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 
 def trace_name(step: int, rank: int) -> str:
@@ -152,7 +155,7 @@ def read_trace(path: str | Path) -> TraceSplit:
     about = read_events(path, found.add)
     own = about.get(OWN_ENTRY)
     own = own if isinstance(own, dict) else {}
-    on_cpu = not any(found.on_device[use] for use in USES if use != "optimizer")
+    on_cpu = not any(found.on_device[use] for use in USES if use not in _MARKED)
     intervals = found.on_host if on_cpu else found.on_device
     problem = _problem(found, intervals, str(own.get("device", "cpu")) if on_cpu else "cpu")
     if problem:
@@ -163,7 +166,7 @@ def read_trace(path: str | Path) -> TraceSplit:
     seconds = {f"{use}_seconds": spent.get(use, 0) / _NANOSECONDS_PER_SECOND for use in (*USES, *_OTHER_USES)}
     seconds["exposed_communication_seconds"] = seconds.pop("communication_seconds")
     device = "cpu" if on_cpu else found.kind
-    whole = (end - begin) / _NANOSECONDS_PER_SECOND
+    whole = (end - begin) / _NANOSECONDS_PER_SECOND - seconds.pop("outside_seconds")
     return TraceSplit(path.name, _rank(about, path), device, len(steps), whole, **seconds)
 
 
@@ -229,12 +232,13 @@ class _Collected:
     def _add(self, category: str, name: str, start: int, end: int) -> None:
         if category in _ON_DEVICE:
             self.on_device[self._use_of_kernel(name, category)].add(start, end)
-        elif name.startswith(_OPTIMIZER):
-            (self.on_device if category == "gpu_user_annotation" else self.on_host)["optimizer"].add(start, end)
+        elif name.startswith(_OPTIMIZER) or name == OUTSIDE:
+            use = "outside" if name == OUTSIDE else "optimizer"
+            (self.on_device if category == "gpu_user_annotation" else self.on_host)[use].add(start, end)
         elif category == "cpu_op":
-            use = self._use_of_op(name)
-            if use is not None:
-                self.on_host[use].add(start, end)
+            of_op = self._use_of_op(name)
+            if of_op is not None:
+                self.on_host[of_op].add(start, end)
         elif category == "user_annotation" and _COLLECTIVE.match(name):
             self.on_host["communication"].add(start, end)
         elif category == "user_annotation" and _STEP.match(name):

@@ -8,8 +8,11 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 
-USES = ("optimizer", "matmul", "attention", "other_kernel", "communication", "copy")
-"""The uses of time. If intervals overlap, the time belongs to the first of these; without any, it is `idle`."""
+USES = ("outside", "optimizer", "matmul", "attention", "other_kernel", "communication", "copy")
+"""The uses of time. If intervals overlap, the time belongs to the first of these; without any, it is `idle`.
+
+`outside` is the time of evaluations and other phases between the traced steps, which belongs to no step.
+"""
 _COMPUTING = ("matmul", "attention", "other_kernel")
 _COMMUNICATION = re.compile(
     r"nccl|rccl|nvshmem|multimem|c10d::|gloo:|mpi:|ucc:|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|"
@@ -146,7 +149,7 @@ def split_time(
         if when > before:
             use = uses[active]
             spent[use] = spent.get(use, 0) + when - before
-            if active & communicating and use != "communication":
+            if active & communicating and use not in ("communication", "outside"):
                 hidden += when - before
             before = when
         active ^= change
