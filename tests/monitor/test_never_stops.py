@@ -150,6 +150,25 @@ def test_a_log_of_a_newer_version_is_not_resumed_but_the_training_goes_on(tmp_pa
     assert monitor.summary.values["total/steps"] == 20
 
 
+@pytest.mark.parametrize("wrong", ["", None, [], {"a": 1}])
+def test_a_session_that_resumes_after_a_damaged_summary_logs_all_of_its_steps(tmp_path, wrong):
+    run(tmp_path, steps=20)
+    log = tmp_path / "training_log.jsonl"
+    *before, last = log.read_text().splitlines()
+    summary = json.loads(last)
+    assert summary["type"] == "summary"
+    summary["values"]["time/start_up_seconds"] = wrong
+    log.write_text("\n".join([*before, json.dumps(summary)]) + "\n")
+
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=TinyText(), peak_flops_per_s=1e12)
+    for number in range(20, 30):
+        monitor.log_step(number, batch=text_batch(2, 8))
+    monitor.close()
+
+    assert monitor.summary.failed_parts == {}
+    assert monitor.summary.values["total/steps"] == 30
+
+
 def test_mistakes_in_the_configuration_are_named_and_left_out(tmp_path, caplog):
     config = {"monitoring": {"log_evry": 5, "mode": "fast", "log_every": 4}}
     monitor, rounds = run(tmp_path, config=config, log_every=None)

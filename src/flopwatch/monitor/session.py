@@ -21,6 +21,7 @@ from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
 from flopwatch.records.metrics import APART, LOST, OF_STEPS, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
+from flopwatch.records.run_checks import broken_field
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
 from flopwatch.runs.state import identify_process, is_running
@@ -284,7 +285,7 @@ def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
             record = parse_object(line)
         except TornLineError:
             continue
-        if record.get("type") in ("run", "row", PARTIAL_ROW, "summary"):
+        if record.get("type") in ("run", "row", PARTIAL_ROW, "summary") and broken_field(record) is None:
             yield record
 
 
