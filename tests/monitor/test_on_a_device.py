@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.step_clock import EventTimer
+from flopwatch.monitor.timing.timers import EventTimer
 from flopwatch.monitor.window import LateValues
 from flopwatch.testing import FakeClock, FakeEvents, RecordingSink
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.monitor.step_clock import HostTimer, StepClock
+from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.timers import HostTimer
 from flopwatch.testing import FakeClock
 
 

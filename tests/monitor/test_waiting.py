@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.step_clock import StepClock, UsualGaps
+from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.usual_gaps import UsualGaps
 from flopwatch.testing import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}

@@ -16,7 +16,6 @@ from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
-from flopwatch.monitor.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.output import Outlets, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
@@ -29,7 +28,9 @@ from flopwatch.monitor.ranks.layout import data_parallel_size
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
-from flopwatch.monitor.step_clock import HostTimer, StepClock, StepTimer, timer_for
+from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
+from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.timers import HostTimer, StepTimer, timer_for
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.monitor.window import (
     DatasetMetrics,

@@ -13,7 +13,8 @@ from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
 from flopwatch.monitor.pricing.step_prices import StepCost
-from flopwatch.monitor.step_clock import OptimizerPlace, Segments, StepTimer
+from flopwatch.monitor.timing.step_clock import OptimizerPlace, Segments
+from flopwatch.monitor.timing.timers import StepTimer
 from flopwatch.records.run import Number
 from flopwatch.torch_internals import tensor_version
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flopwatch.monitor.step_clock import StepClock
+from flopwatch.monitor.timing.step_clock import StepClock
 
 
 class HasClock(Protocol):
