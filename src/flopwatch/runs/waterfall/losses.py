@@ -212,7 +212,7 @@ def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[st
     if not seconds.get("divided") and not waterfall.points("optimizer"):
         notes.append(
             "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
-            "closure or is no method of a torch.optim.Optimizer."
+            "closure, runs in another thread or is no method of a torch.optim.Optimizer."
         )
     return notes
 
