@@ -9,7 +9,7 @@ class TraceSplit:
     """The time of one rank's traced steps by use. All uses except `hidden_communication_seconds` add up to `seconds`.
 
     On an accelerator the uses are those of the device: kernels, copies and the time in which it has no work. On a CPU
-    they are those of the training's thread.
+    they are ops of any thread of the process.
 
     Attributes:
         file: Name of the trace file.
