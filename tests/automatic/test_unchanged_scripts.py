@@ -74,6 +74,11 @@ def test_output_parameters_and_graphs_are_those_of_a_run_without_flopwatch(runs)
     assert "parameters" in run_once("python").printed
 
 
+def known(values):
+    """A row has a column, such as that of the loss, if one of its steps has a value, and slow runs have more rows."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def test_each_step_has_the_values_of_a_written_in_monitor_or_a_notice_says_why_not(runs):
     script, run_once = runs
     seen = run_once("flopwatch run")
@@ -83,7 +88,8 @@ def test_each_step_has_the_values_of_a_written_in_monitor_or_a_notice_says_why_n
     expected = run_once("written in").steps
     assert sorted(seen.steps) == [number for number in sorted(expected) if number not in script.not_measured]
     for number, values in seen.steps.items():
-        assert values == {name: value for name, value in expected[number].items() if name not in script.lacks}, number
+        wanted = {name: value for name, value in expected[number].items() if name not in script.lacks}
+        assert known(values) == known(wanted), number
     assert ("first_step" in seen.notices) == (0 in script.not_measured)
     of_both = {*run_once("written in").notices, "first_step", "input_wait_unknown", script.notice}
     assert set(seen.notices) <= of_both

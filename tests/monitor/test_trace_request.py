@@ -208,8 +208,10 @@ def test_matmuls_of_a_users_own_trace_agree_with_torchs_own_table(tmp_path):
 
 
 def test_a_thread_of_its_own_looks_for_requests_and_ends_with_the_run(tmp_path):
+    before = set(threading.enumerate())
+
     def is_looking():
-        return any(thread.name == "flopwatch-trace" for thread in threading.enumerate())
+        return any(thread.name == "flopwatch-trace" for thread in set(threading.enumerate()) - before)
 
     monitor = flopwatch.TrainingMonitor(tmp_path, strict=True, log_every=1, peak_flops_per_s=1e12)
     monitor.log_step(0)
