@@ -12,6 +12,7 @@ _LARGEST = 1e30
 """No count of FLOPs and no time is so large, and larger integers cannot be converted to float."""
 _NUMBERS = frozenset({int, float, bool})
 _CELLS = frozenset({int, float, bool, type(None)})
+_COUNTS = frozenset({int})
 _TIMES = ("seconds", "input_wait_seconds")
 
 
@@ -72,14 +73,14 @@ def _is_column(name: str, column: Any, length: int) -> bool:
     if type(column) is not list or len(column) != length:
         return False
     kinds = set(map(type, column))
-    if name == "step":
-        return kinds <= {int} and all(map(_is_count, column))
-    if not kinds <= _CELLS:
+    if not kinds <= (_COUNTS if name == "step" else _CELLS):
         return False
-    known = [cell for cell in column if cell is not None]
-    if name in _TIMES:
-        return all(-_LARGEST < cell < _LARGEST for cell in known)
-    return int not in kinds or all(map(_is_value, known))
+    known = [cell for cell in column if cell is not None] if type(None) in kinds else column
+    if not known or (float in kinds and int not in kinds and name not in _TIMES):
+        return True  # the values of a metric may be NaN or infinite
+    if float not in kinds:  # `min` and `max` are ten times as quick as a loop, but not right if there is a NaN
+        return min(known) > -_LARGEST and max(known) < _LARGEST
+    return all(map(_is_amount if name in _TIMES else _is_value, known))
 
 
 def _are_columns(value: Any) -> bool:
