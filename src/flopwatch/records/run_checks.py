@@ -79,7 +79,7 @@ def _is_column(name: str, column: Any, length: int) -> bool:
     if not known or (float in kinds and int not in kinds and name not in _TIMES):
         return True  # the values of a metric may be NaN or infinite
     if float not in kinds:  # `min` and `max` are ten times as quick as a loop, but not right if there is a NaN
-        return min(known) > -_LARGEST and max(known) < _LARGEST
+        return bool(min(known) > -_LARGEST and max(known) < _LARGEST)
     return all(map(_is_amount if name in _TIMES else _is_value, known))
 
 
