@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent
 LONGEST = (
     "tests/flops/test_law.py",
     "tests/monitor/test_loops.py",
+    "tests/automatic/test_never_touched.py",
+    "tests/monitor/test_late_changes.py",
     "tests/sweep/test_endings.py",
     "tests/monitor/test_exact.py",
     "tests/flops/tracing/test_replay.py",
@@ -107,9 +109,9 @@ def pytest_runtest_setup() -> None:
     if dynamo is not None and (dynamo.utils.counters or dynamo.eval_frame.cached_backends):
         dynamo.reset()
         dynamo.utils.counters.clear()
-    watched = sys.modules.get("flopwatch.monitor.pricing.watched_step")
-    if watched is not None:
-        watched._has_compiled.clear()
+    live = sys.modules.get("flopwatch.flops.tracing.live")
+    if live is not None:
+        live._has_compiled.clear()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,17 +1,13 @@
 """A release of a framework that lacks a private name costs what the name was for, and nothing of the training's."""
 
-import sys
 from types import SimpleNamespace
 
 import torch
 
 from flopwatch.library_internals import (
-    OUTPUT_CAPTURING,
-    attention_implementation,
     find_trainer,
     guarded_part,
     lightning_logs_this_step,
-    outputs_are_captured,
     without_fabric_wrapper,
 )
 
@@ -51,19 +47,6 @@ def test_without_the_logger_connector_lightnings_documented_rule_decides():
 def test_a_model_that_fabric_has_not_wrapped_is_itself():
     model = torch.nn.Linear(2, 2)
     assert without_fabric_wrapper(model) is model
-
-
-def test_without_the_collector_of_transformers_no_outputs_count_as_captured(monkeypatch):
-    monkeypatch.setitem(sys.modules, OUTPUT_CAPTURING, SimpleNamespace())
-    assert not outputs_are_captured()
-    held = SimpleNamespace(get=lambda: ["hidden states"])
-    monkeypatch.setitem(sys.modules, OUTPUT_CAPTURING, SimpleNamespace(_active_collector=held))
-    assert outputs_are_captured()
-
-
-def test_without_the_setting_of_transformers_the_attention_of_a_model_is_unknown():
-    assert attention_implementation(SimpleNamespace(config=SimpleNamespace())) == ""
-    assert attention_implementation(SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))) == "sdpa"
 
 
 def test_without_rays_key_value_store_the_nodes_of_trials_are_not_recorded(monkeypatch):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flopwatch
 from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
-from flopwatch.monitor.pricing import watched_step
+from flopwatch.flops.tracing import live
 from flopwatch.torch_internals import PRIVATE_NAMES
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
@@ -117,7 +117,7 @@ def mode_stack(monkeypatch):
     result = count()
     assert result.model_flops == MODEL_FLOPS
     assert says("_get_current_dispatch_mode_stack", result)
-    assert "cannot be counted as they run" in watched_step.obstacle()
+    assert "cannot be counted as they run" in live.obstacle()
 
 
 def test_with_the_stack_of_modes_another_counter_sees_nothing_of_a_count():
@@ -195,7 +195,7 @@ def graph_task(monkeypatch):
     assert result.backward_flops == MODEL_FLOPS - result.forward_flops
     assert whole.recompute_flops == RECOMPUTED
     assert says("_current_graph_task_id", result)
-    assert "cannot be counted as they run" in watched_step.obstacle()
+    assert "cannot be counted as they run" in live.obstacle()
 
 
 @without("_current_autograd_node")
@@ -237,15 +237,6 @@ def not_attributed(result):
     assert any("not attributed to modules" in note for note in result.notes)
 
 
-@without("_input_metadata")
-def input_metadata(monkeypatch):
-    rebuild_checked(monkeypatch, "input_metadata", "_input_metadata", lambda _: None)
-    loss = (torch.ones(2, 3, requires_grad=True) @ torch.ones(3, 4)).sum()
-    assert watched_step.products_in_graph(loss) is None
-    assert watched_step.products_outside(loss, [(10**9, 10**9 + 1)]) == 0
-    assert PRIVATE_NAMES["_input_metadata"].without in torch_internals.what_is_missing()[0]
-
-
 @without("_compiled_call_impl")
 def compiled_call(monkeypatch):
     monkeypatch.setattr(torch_internals.modules, "_probe_compiled_call", lambda: False)
@@ -270,9 +261,9 @@ def eval_frame(monkeypatch):
 def cached_backends(monkeypatch):
     import torch._dynamo.eval_frame as compiler
 
-    monkeypatch.setattr(watched_step, "_has_compiled", [])
+    monkeypatch.setattr(live, "_has_compiled", [])
     monkeypatch.delattr(compiler, "cached_backends")
-    assert "torch.compile" in watched_step.obstacle()
+    assert "torch.compile" in live.obstacle()
     assert PRIVATE_NAMES["cached_backends"].without in torch_internals.what_is_missing()[0]
 
 
@@ -290,3 +281,37 @@ def fsdp_state(monkeypatch):
     # tests/monitor/ranks/test_layout.py shows what is done without it.
     assert torch_internals.fsdp_groups(nn.Linear(2, 2)) == []
     assert PRIVATE_NAMES["_get_fsdp_state"].without in torch_internals.what_is_missing()[0]
+
+
+@without("_call_impl")
+def call_impl(monkeypatch):
+    def hook(module, args):
+        seen.append(torch_internals.arguments_by_name(1))
+
+    seen = []
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        nn.Identity()(input=torch.ones(1))
+        torch_internals.forget_probes()
+        hook(None, ())  # here no module calls the hook, as in a release in which the caller looks different
+        nn.Identity()(input=torch.ones(1))
+    finally:
+        handle.remove()
+    assert [list(each) for each in seen] == [["input"], [], []]
+    assert PRIVATE_NAMES["_call_impl"].without in torch_internals.what_is_missing()[0]
+
+
+@without("_functorch")
+def functorch(monkeypatch):
+    shapes = []
+
+    def look(x):
+        shapes.append(torch_internals.whole_shape(x) if torch_internals.is_in_transform() else x.shape)
+        return x
+
+    torch.func.vmap(look)(torch.ones(3, 2))
+    torch_internals.forget_probes()
+    monkeypatch.setattr(torch_internals.modules, "_probe_transforms", lambda: False)
+    torch.func.vmap(look)(torch.ones(3, 2))
+    assert shapes == [(3, 2), (2,)]
+    assert PRIVATE_NAMES["_functorch"].without in torch_internals.what_is_missing()[0]

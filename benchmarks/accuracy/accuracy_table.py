@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from accuracy.accuracy_page import notes, section, terminal_table, write_section
 from accuracy.accuracy_picture import picture
 from accuracy.columns import RIVALS
-from accuracy.counters import BATCH_SIZE, COUNTERS, SEQ_LEN, count, truth_flops
+from accuracy.counters import BATCH_SIZE, COUNTERS, SEQ_LEN, count, live_flops, outcome, truth_flops
 from accuracy.outcomes import Results
 from accuracy.rivals_venv import count_with, prepare
 from testbeds.architectures import ARCHITECTURES, BY_NAME, Architecture
@@ -40,6 +40,7 @@ def main() -> None:
     truths, results = _measure(arguments.architectures, RIVALS if arguments.rivals else [], console)
     wide = Console(width=max(console.width, TABLE_WIDTH))
     wide.print(terminal_table(truths, results), *notes(truths, results), sep="\n")
+    console.print(_live_counts(arguments.architectures, truths))
     if arguments.architectures == ARCHITECTURES and arguments.rivals:
         write_section(arguments.page, section(truths, results))
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,13 @@ def main() -> None:
         console.print(f"Wrote {arguments.page} and {arguments.picture}")
     else:
         console.print("Part of the table only: the page and the picture stay as they are")
+
+
+def _live_counts(architectures: list[Architecture], truths: dict[str, int]) -> str:
+    """How many architectures have the true FLOPs when one real step is counted as it runs."""
+    counts = {each.name: outcome(live_flops, each) for each in architectures}
+    wrong = [f"{name}: {each}" for name, each in counts.items() if each.flops != truths[name]]
+    return "\n".join([f"Live counts: {len(counts) - len(wrong)} of {len(counts)} agree with the truth", *wrong])
 
 
 def _arguments() -> argparse.Namespace:

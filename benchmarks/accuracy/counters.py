@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flopwatch
 from accuracy.hand_rules import DoesNotApplyError, hf_trainer_flops, seven_and_a_half_n_flops, six_n_flops
 from accuracy.outcomes import Outcome
+from flopwatch.flops.tracing.live import LiveStep
 from testbeds.architectures import SEED, Architecture, Batch, true_flops
 
 BATCH_SIZE = 2
@@ -21,6 +22,15 @@ CountFn = Callable[[nn.Module, Batch], int]
 
 def flopwatch_flops(method: Literal["trace", "step", "estimate"], model: nn.Module, batch: Batch) -> int:
     return flopwatch.count_flops(model, batch, method=method).model_flops
+
+
+def live_flops(model: nn.Module, batch: Batch) -> int:
+    """Count one step of a training as it runs, as the monitor does."""
+    step = LiveStep("full", model.parameters())
+    model(**batch).loss.backward()
+    count = step.end()
+    assert count.is_whole, count.failure or count.uncounted
+    return count.phases.forward + count.phases.backward
 
 
 def flop_counter_mode_flops(model: nn.Module, batch: Batch) -> int:
@@ -52,12 +62,16 @@ def truth_flops(architecture: Architecture) -> int:
 
 
 def count(tool: str, architecture: Architecture) -> Outcome:
+    return outcome(COUNTERS[tool], architecture)
+
+
+def outcome(counter: CountFn, architecture: Architecture) -> Outcome:
     """One tool on a fresh model, built as a user builds it."""
     model = architecture.build()
     batch = architecture.batch(BATCH_SIZE, SEQ_LEN)
     torch.manual_seed(SEED)  # layer drop
     try:
-        return Outcome(COUNTERS[tool](model, batch))
+        return Outcome(counter(model, batch))
     except DoesNotApplyError as error:
         return Outcome(None, str(error), applies=False)
     except Exception as error:

@@ -79,17 +79,18 @@ def _label(arrow: Arrow) -> str:
 def step() -> str:
     top = [
         Box(20, 40, 170, 80, ("your loop", "model(batch), backward,", "optimizer.step()"), "user"),
-        Box(260, 40, 170, 80, ("note", "clock, shapes, calls", "of the model")),
+        Box(260, 40, 170, 80, ("note", "clock, shapes, calls", "of modules")),
         Box(260, 190, 170, 80, ("settle", "read values that are", "on the device")),
         Box(480, 190, 160, 80, ("price", "FLOPs of each step,", "exact or not")),
         Box(680, 190, 160, 80, ("account, row", "totals, metrics,", "percentiles")),
-        Box(480, 40, 160, 80, ("law", "fitted once, on fake", "tensors; then checked")),
+        Box(480, 40, 160, 80, ("count", "some steps, op by op,", "as they run")),
         Box(680, 340, 160, 80, ("sinks", "one queue and one", "thread each")),
         Box(260, 340, 170, 80, ("training_log.jsonl", "watch, explain,", "compare"), "file"),
         Box(480, 340, 160, 80, ("elsewhere", "TensorBoard, W&B,", "MLflow, Prometheus"), "file"),
     ]
     arrows = [
         Arrow((190, 80), (258, 80), "each step"),
+        Arrow((430, 80), (478, 80)),
         Arrow((345, 120), (345, 188), "once per window"),
         Arrow((430, 230), (478, 230)),
         Arrow((640, 230), (678, 230)),

@@ -28,7 +28,7 @@ METRIC_FORMULAS = {
     "perf/input_wait_percent": "100 × Σ input wait / Σ seconds, over the steps whose wait is known, if these are "
     "at least half of the time",
     "perf/counted_steps_percent": "100 × steps with known FLOPs / steps",
-    "perf/exact": "[four conditions](exactness.md#when-a-row-is-exact)",
+    "perf/exact": "[the conditions](exactness.md#when-a-row-is-exact)",
     "perf/goodput": "`time/productive_seconds` / `time/wall_seconds`",
     "perf/goodput_percent": "100 × `perf/goodput`",
     "perf/memory_allocated_gib": "`torch.cuda.max_memory_allocated()` / 2³⁰",

@@ -22,10 +22,9 @@ Each row of the monitor's log covers a few steps. A row with `exact: true` must 
 other row must give a reason. The weights after both runs must be equal bit by bit. Products that an optimizer
 computes itself (Muon, Shampoo) are in neither count.
 
-The first rows of a run are not exact, because the monitor has to count several steps of the same kind live, while
-they run, before it calls their rows exact. A column gives the number of rows that are not exact, and the last column
-the reason of the last such row. The page is written by `python benchmarks/pages/loops_table.py`; the same loops are
-tests (`tests/monitor/loops/`).
+A row is not exact while too few steps of its kind have been counted as they ran. A column gives the number of rows
+that are not exact, and the last column the reason of the last such row. The page is written by
+`python benchmarks/pages/loops_table.py`; the same loops are tests (`tests/monitor/loops/`).
 """
 
 

@@ -26,8 +26,8 @@ flopwatch written into the script.
   parameters and, where code is compiled, the number of graphs.
 - **FLOPs**, **tokens, samples**: each step that `flopwatch run` measures has the values of the monitor that is written
   in.
-- **steps not measured**: `flopwatch run` finds the model when its first optimizer step ends, so that step is missing.
-  The callbacks of the frameworks measure all steps.
+- **steps not measured**: the first step is missing if the script has several optimizers, because which of them ends a
+  step is known only when they step again. The callbacks of the frameworks measure all steps.
 - **exact**: whether the log calls the FLOPs of all steps exact, the same in both ways of measuring unless noted.
 - **what the log says**: the notice or the reason with which the log names what it could not see.
 

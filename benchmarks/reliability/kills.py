@@ -47,18 +47,18 @@ def run_killed(folder: Path, kills: int, seed: int = 0) -> Outcome:
     """Start, kill after a random while, start again; the last start runs to the end."""
     chance = random.Random(seed)
     last_step = 10**9
-    log = folder / "training_log.jsonl"
+    log, checkpoint = folder / "training_log.jsonl", folder / "checkpoint.json"
     for _ in track(range(kills), "kills", disable=not sys.stdout.isatty()):
         size = log.stat().st_size if log.exists() else 0
         process = _start(folder, last_step)
-        while not log.exists() or log.stat().st_size == size:  # its start-up is not what is tested
+        while not checkpoint.exists() or log.stat().st_size == size:  # its start-up is not what is tested
             if process.poll() is not None:
                 raise RuntimeError(f"the training ended by itself with {process.returncode}")
             time.sleep(0.005)
         time.sleep(chance.uniform(0.0, 0.6))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    reached = json.loads((folder / "checkpoint.json").read_text())["next_step"]
+    reached = json.loads(checkpoint.read_text())["next_step"]
     expected = reached + 37
     if _start(folder, expected).wait() != 0:
         raise RuntimeError("the last start did not get to its end")

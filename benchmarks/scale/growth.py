@@ -55,7 +55,7 @@ def work(folder: Path) -> None:
     began = time.perf_counter()
     link = RankLink(RunKey(logging_rank=0, number=1, log="growth"), rank, ranks)
     if rank == 0:
-        link.announce(RunPlan(50, b"x" * 4096))  # about what a law takes
+        link.announce(RunPlan(50))
     while link.plan is None:
         time.sleep(0.001)
     dist.barrier()

@@ -1,12 +1,22 @@
-"""What the count costs that a first step pays: CPU seconds of a law, and of one trace with replay and in full.
+"""What counting costs: in the first steps of a training, and when a count is asked for.
 
-Models are on the meta device, so nothing but counting is measured. Run:
-`OMP_NUM_THREADS=1 python benchmarks/startup/start_cost.py [--repeats 3] [model ...]`.
+The first 50 steps of a small Llama with 24 layers are trained under the monitor, each time in a new process. A step
+that is not counted costs the median of all steps; counting is what the 50 steps cost beyond 50 such steps, in CPU
+seconds. With `--old`, a checkout of an earlier flopwatch takes turns with this one, and the ratio of both is printed:
+`OMP_NUM_THREADS=1 python benchmarks/startup/start_cost.py [--repeats 3] [--old CHECKOUT]`.
+
+`--laws` prints what `fit_flops_law` and one trace cost. These models are on the meta device,
+so nothing but counting is measured: `python benchmarks/startup/start_cost.py --laws [model ...]`.
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -16,11 +26,58 @@ from torch import nn
 
 from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.methods import count_by_trace
-from flopwatch.flops.tracing.replay import ReplayMemory
+from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.records.flops import FlopCount
 
 SEQ_LEN = 2048
 VOCABULARY = 32_000
+STEPS = 50
+
+
+def counting_seconds() -> float:
+    """CPU seconds that counting takes in the first steps of a training, in this process."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=2000, hidden_size=256, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=1024,
+    )  # fmt: skip
+    model = cast("Any", transformers.LlamaForCausalLM(config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 2000, (2, 64))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # torch's own first time
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = TrainingMonitor(folder, model=model, sinks=[], log_every=10, peak_flops_per_s=1e12)
+        for _ in range(STEPS):
+            began = time.process_time()
+            with monitor.step(batch=batch):
+                step()
+            seconds.append(time.process_time() - began)
+        monitor.close()
+    return sum(seconds) - STEPS * median(seconds)
+
+
+def first_steps(repeats: int, old: Path | None) -> None:
+    trees = {"now": Path(__file__).parents[2], **({} if old is None else {"old": old})}
+    found: dict[str, list[float]] = {name: [] for name in trees}
+    for _ in range(repeats):
+        for name, tree in trees.items():
+            environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+            command = [sys.executable, __file__, "--one"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found[name].append(float(done.stdout.split()[-1]))
+    for name, seconds in found.items():
+        least, most = min(seconds), max(seconds)
+        print(f"{name}: counting takes {median(seconds):.2f} s of CPU in {STEPS} steps ({least:.2f} to {most:.2f})")
+    if old is not None:
+        print(f"ratio of the medians: {median(found['now']) / median(found['old']):.2f}")
 
 
 def llama(**sizes: Any) -> nn.Module:
@@ -91,41 +148,44 @@ def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def trace(model: nn.Module, batch: Any, **options: Any) -> FlopCount:
-    return count_by_trace(model, batch, attention="full", loss_fn=None, training=True, **options)
+def trace(model: nn.Module, batch: Any) -> FlopCount:
+    return count_by_trace(model, batch, attention="full", loss_fn=None, training=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--laws", action="store_true")
+    parser.add_argument("--old", type=Path, help="a checkout of an earlier flopwatch")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one:
+        print(counting_seconds())
+    elif options.laws:
+        laws(options)
+    else:
+        first_steps(options.repeats, options.old)
+
+
+def laws(options: argparse.Namespace) -> None:
     ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    print("| model | layers | law, CPU s (min / median / max) | first trace | later trace | full trace | equal |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | layers | law, CPU s (min / median / max) | one trace |")
+    print("| --- | --- | --- | --- |")
     for name in options.models:
         print(row(name, batch, options.repeats), flush=True)
 
 
 def row(name: str, batch: Any, repeats: int) -> str:
-    """The law is fitted on a new model each time, so nothing is remembered of the layers."""
     laws: list[float] = []
     for _ in range(repeats):
         model = MODELS[name]()
-        seconds, law = cpu_seconds(lambda model=model: fit_flops_law(model, batch))  # type: ignore[misc]
+        seconds, _ = cpu_seconds(lambda model=model: fit_flops_law(model, batch))  # type: ignore[misc]
         laws.append(seconds)
-    memory = ReplayMemory()
-    first_seconds, count = cpu_seconds(lambda: trace(model, batch, memory=memory))
-    later_seconds, _ = cpu_seconds(lambda: trace(model, batch, memory=memory))
-    full_seconds, in_full = cpu_seconds(lambda: trace(model, batch, replay=False))
-    predicted = law.model_flops(batch_size=1, seq_len=SEQ_LEN)
-    equal = count == in_full and predicted == in_full.model_flops and law.exact
-    layers = model.config.num_hidden_layers  # type: ignore[union-attr]
-    return (
-        f"| {name} | {layers} | {min(laws):.2f} / {median(laws):.2f} / {max(laws):.2f} "
-        f"| {first_seconds:.2f} | {later_seconds:.2f} | {full_seconds:.2f} | {'yes' if equal else 'NO'} |"
-    )
+    one, _ = cpu_seconds(lambda: trace(model, batch))
+    layers = getattr(model.config, "num_hidden_layers", "")
+    return f"| {name} | {layers} | {min(laws):.2f} / {median(laws):.2f} / {max(laws):.2f} | {one:.2f} |"
 
 
 if __name__ == "__main__":

@@ -88,14 +88,15 @@ def _timed_hook() -> list[float]:
         from flopwatch.monitor.pricing import calls
     except ImportError:
         return seconds
-    original = calls._Hook.__call__
+    hook: Any = getattr(calls, "_GlobalHook", None) or getattr(calls, "_Hook", None)
+    original = hook.__call__
 
     def timed(self: Any, *arguments: Any) -> None:
         began = time.perf_counter()
         original(self, *arguments)
         seconds[0] += time.perf_counter() - began
 
-    calls._Hook.__call__ = timed  # type: ignore[method-assign, assignment]
+    hook.__call__ = timed
     return seconds
 
 

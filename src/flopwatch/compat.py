@@ -152,13 +152,25 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
 def _law(model: "nn.Module", batch: object) -> "FlopLaw":
     """The polynomial that gives the model's FLOPs from the batch shape; fitted again if the model has changed."""
     from flopwatch.flops.fit import fit_flops_law
-    from flopwatch.monitor.pricing.call_costs import fingerprint
 
     known = _laws.get(model)
-    now = fingerprint(model)
+    now = _fingerprint(model)
     if known is None or known[0] != now:
         known = _laws[model] = (now, fit_flops_law(model, batch))
     return known[1]
+
+
+def _fingerprint(model: "nn.Module") -> int:
+    """A hash of the model's parameters and of the plain settings of its modules."""
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters())
+    plain = (bool, int, float, str)
+    settings = [
+        (path, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in plain
+    ]
+    return hash((parameters, tuple(settings)))
 
 
 MOVED_MODULES: Mapping[str, str] = {

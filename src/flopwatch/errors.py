@@ -7,8 +7,8 @@ FlopwatchError
 │   └── UnsupportedError      this trainer cannot train this model
 ├── MeasurementError          counting or measuring failed
 │   ├── NeedsOtherRanksError  the model calls collectives and cannot run on one rank alone
-│   ├── ReplayRefusedError    internal: layers with the same shapes ran different ops, so every layer is traced
 │   └── UntraceableError      the model cannot run on fake tensors
+│       └── NotCopyableError  the model uses an object that cannot be copied, such as a generator
 ├── MissingDependencyError    an optional package is not installed (also an ImportError)
 ├── NewerFormatError          a newer flopwatch wrote the file
 └── UnreadableError           a file exists but cannot be read

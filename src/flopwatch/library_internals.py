@@ -14,42 +14,9 @@ from typing import Any
 from flopwatch.errors import FlopwatchError, MissingDependencyError
 from flopwatch.optional import require
 
-OUTPUT_CAPTURING = "transformers.utils.output_capturing"
-"""The module whose hooks collect hidden states and attentions. If it is missing, its hooks are treated like any hook
-that flopwatch does not know."""
-CACHES = "transformers.cache_utils"
-"""The module of the key-value caches. They use a layer's index, but what the layer computes does not depend on it."""
 SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
 """Modules that set a sharded `forward` on single objects of a model class. The class itself keeps the complete
 `forward`. If these modules are missing, `forward` is never replaced."""
-
-
-def outputs_are_captured() -> bool:
-    """Whether transformers is collecting the outputs of inner modules, so that every inner module has to run.
-
-    In releases without `_active_collector` this is False. Then tracing only one of several equal layers fails for a
-    model that returns hidden states, and the model is traced in full.
-    """
-    collector = getattr(sys.modules.get(OUTPUT_CAPTURING), "_active_collector", None)
-    return collector is not None and bool(collector.get())
-
-
-def is_cache(value: Any) -> bool:
-    """Whether `value` is a key-value cache of transformers.
-
-    In releases without the class `Cache` this is False, and every layer that gets a cache is traced, which is slower.
-    """
-    cache_class = getattr(sys.modules.get(CACHES), "Cache", None)
-    return cache_class is not None and isinstance(value, cache_class)
-
-
-def attention_implementation(model: Any) -> str:
-    """The attention that a transformers model was loaded with, such as `flash_attention_2`.
-
-    transformers stores the argument `attn_implementation` of `from_pretrained` in a private setting. In releases
-    without that setting the result is empty, and documents packed into one row are counted as one sequence.
-    """
-    return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def find_trainer(callback: Any) -> Any:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from flopwatch.errors import MissingDependencyError
+from flopwatch.random_state import same_random_states
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -53,7 +54,8 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
     def getattr_of_package(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = import_module(homes[name])
+        with same_random_states():
+            home = import_module(homes[name])
         return home if homes[name] == f"{package}.{name}" else getattr(home, name)
 
     return getattr_of_package

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from flopwatch import TrainingMonitor
+from flopwatch.flops.tracing import live
+from flopwatch.records.doubted_rows import is_doubted
 from testbeds.loops.truth import OpCounter
 
 STEPS = 12
 LOG_EVERY = 2
-_TELLING = ("flops_unknown", "optimizer_products", "shapes_not_counted")
+_TELLING = ("flops_unknown", "optimizer_products")
 """Notices about FLOPs."""
 
 
@@ -113,7 +115,7 @@ class Loop:
         exact_from: From this step on every row is exact; None when that is not promised.
         told: What the notes of rows that are not exact say, where exactness is not promised.
         is_compiled: Compiled code is run eagerly while it is counted.
-        hole: Why a row of it may be wrong and called exact: known, and to be mended.
+        hole: Why a row of it is wrong and called exact: the gap between counts that docs/exactness.md describes.
         is_slow: Takes more than a second or two, most of it for the law of a transformer.
     """
 
@@ -196,7 +198,8 @@ def audit(loop: Loop, folder: Path) -> Outcome:
     monitored = Audit(folder / "monitored", is_counting=False)
     modules = _run(loop, monitored)
     records = [json.loads(line) for line in _log(monitored.folder).read_text().splitlines()]
-    rows = [_audited(record, counted.flops) for record in records if record["type"] == "row"]
+    doubts = [record for record in records if record.get("doubted")]
+    rows = [_audited(record, counted.flops, doubts) for record in records if record["type"] == "row"]
     errors = [record["message"] for record in records if record.get("level") == "error"]
     warnings = [record["message"] for record in records if record.get("code") in _TELLING]
     summary = monitored.monitor.summary if monitored._monitor is not None else None
@@ -209,13 +212,19 @@ def _run(loop: Loop, run: Audit) -> list[nn.Module]:
     with ExitStack() as stack:
         stack.callback(run.close)
         if loop.is_compiled:
-            torch._dynamo.reset()
+            _forget_compilations()
             stack.callback(torch._dynamo.utils.counters.clear)  # else later loops would count as compiled ones
-            stack.callback(torch._dynamo.reset)
+            stack.callback(_forget_compilations)
             if run.is_counting:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.manual_seed(0)
         return loop.run(run)
+
+
+def _forget_compilations() -> None:
+    """Let the next loop run as if nothing had been compiled in this process."""
+    torch._dynamo.reset()
+    live._has_compiled.clear()
 
 
 def _log(folder: Path) -> Path:
@@ -223,14 +232,15 @@ def _log(folder: Path) -> Path:
     return path
 
 
-def _audited(record: dict[str, Any], truth: dict[int, int]) -> AuditedRow:
+def _audited(record: dict[str, Any], truth: dict[int, int], doubts: list[dict[str, Any]]) -> AuditedRow:
+    """The reasons of a row that was doubted after it was written are in the notices that doubt it."""
     columns = record["steps"]
     steps = tuple(columns["step"])
     known = columns.get("hardware_flops", [None])
     logged = None if None in known else sum(known)
-    return AuditedRow(
-        steps, record.get("exact"), tuple(record.get("notes", ())), logged, sum(truth[number] for number in steps)
-    )
+    later = [doubt["message"] for doubt in doubts if is_doubted(steps, doubt["doubted"])]
+    notes = dict.fromkeys([*record.get("notes", ()), *later])
+    return AuditedRow(steps, record.get("exact"), tuple(notes), logged, sum(truth[number] for number in steps))
 
 
 def _weights_equal(left: list[nn.Module], right: list[nn.Module]) -> bool:

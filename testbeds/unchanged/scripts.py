@@ -25,7 +25,7 @@ class Script:
             script uses a monitor itself, or cannot.
         ranks: Processes that torchrun starts.
         lacks: Values of a step that `flopwatch run` cannot know, but the monitor that is written in can.
-        not_measured: Steps that `flopwatch run` does not measure, as notices say; none with a framework's callback.
+        not_measured: Steps that `flopwatch run` does not measure, as notices say.
         notice: Code of the notice that says why.
     """
 
@@ -34,7 +34,7 @@ class Script:
     edits: tuple[tuple[str, str], ...] = ()
     ranks: int = 1
     lacks: tuple[str, ...] = ()
-    not_measured: tuple[int, ...] = (0,)
+    not_measured: tuple[int, ...] = ()
     notice: str | None = None
 
     @property
@@ -94,8 +94,14 @@ SCRIPTS = (
         "loops/compiled.py",
         "`torch.compile(model)`",
         _in_loop(_UNNUMBERED_50, "loss = (compiled", "features", "model=compiled"),
+        not_measured=(0,),
     ),
-    Script("loops/compiled_in_place.py", "`model.compile()`", _in_loop(_UNNUMBERED_50, "loss = (model", "features")),
+    Script(
+        "loops/compiled_in_place.py",
+        "`model.compile()`",
+        _in_loop(_UNNUMBERED_50, "loss = (model", "features"),
+        not_measured=(0,),
+    ),
     Script(
         "loops/evaluation.py",
         "evaluation between steps",
@@ -113,10 +119,9 @@ SCRIPTS = (
     Script(
         "loops/other_method.py",
         "the loss comes from a method other than `forward`",
-        _in_loop(_UNNUMBERED_50, "loss = model.loss", "features", "flops_fn=lambda batch: 2 * 2 * 8 * 16 * 16"),
-        lacks=("model_flops", "hardware_flops", "samples"),
-        not_measured=(0, 1),
-        notice="not_called",
+        _in_loop(_UNNUMBERED_50, "loss = model.loss", "features"),
+        lacks=("samples",),
+        not_measured=(0,),
     ),
     Script("loops/own_monitor.py", "a script that uses `TrainingMonitor` itself"),
     Script(
@@ -124,6 +129,7 @@ SCRIPTS = (
         "GAN: two models, two optimizers",
         _in_loop(_UNNUMBERED_50, "fake = generator", "real", "model=generator"),
         lacks=("samples",),
+        not_measured=(0,),
         notice="several_models",
     ),
     Script(
@@ -138,13 +144,12 @@ SCRIPTS = (
             *_in_loop(_STEPS_50, "loss = nn", "features"),
             ("        model = new_model(64)\n", "        model = new_model(64)\n        monitor.set_model(model)\n"),
         ),
-        not_measured=(0, 25, 26),
-        notice="replaced",
     ),
     Script(
         "several/two_optimizers.py",
         "two optimizers for one model",
         _in_loop(_UNNUMBERED_50, _LANGUAGE_LOSS, "ids[:, :-1]"),
+        not_measured=(0,),
     ),
     Script("ranks/ddp.py", "DDP, 2 ranks", _in_loop(_UNNUMBERED_40, _LANGUAGE_LOSS, "ids[:, :-1]"), ranks=2),
     Script(
@@ -160,15 +165,13 @@ SCRIPTS = (
         "frameworks/hf_trainer.py",
         "Hugging Face `Trainer`",
         _with_callback("hugging_face", "loss = trainer.train()"),
-        not_measured=(),
     ),
     Script(
         "frameworks/trl_sft.py",
         "TRL `SFTTrainer`",
         _with_callback("hugging_face", "loss = trainer.train()"),
-        not_measured=(),
     ),
-    Script("frameworks/lightning_module.py", "Lightning", _with_callback("lightning", "trainer.fit("), not_measured=()),
+    Script("frameworks/lightning_module.py", "Lightning", _with_callback("lightning", "trainer.fit(")),
     Script(
         "frameworks/accelerate_loop.py",
         "Accelerate with gradient accumulation",

@@ -110,7 +110,7 @@ def test_an_exception_in_a_training_has_the_same_traceback_and_the_log_its_end(t
     assert plain[0] == 1
     assert "out of luck" in plain[2]
     assert watched == plain
-    assert '"total/steps":20' in (tmp_path / "run" / "training_log.jsonl").read_text()
+    assert '"total/steps":21' in (tmp_path / "run" / "training_log.jsonl").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
@@ -143,7 +143,7 @@ def test_workers_threads_and_exit_codes_of_a_training_are_as_without(tmp_path):
     assert "2 threads" in plain[1]
     assert watched == plain
     (folder,) = (tmp_path / "flopwatch-runs").iterdir()
-    assert '"total/steps":9' in (folder / "training_log.jsonl").read_text()
+    assert '"total/steps":10' in (folder / "training_log.jsonl").read_text()
 
 
 WITH_WORKERS = """
@@ -183,6 +183,6 @@ def test_watch_at_the_top_of_a_script_measures_it(tmp_path):
         for name in ("train.py", "watched.py")
     )
     assert (watched.returncode, watched.stdout) == (0, plain.stdout)
-    assert '"total/steps":20' in (tmp_path / "run" / "training_log.jsonl").read_text()
+    assert '"total/steps":21' in (tmp_path / "run" / "training_log.jsonl").read_text()
     assert "MFU" in watched.stderr
     assert str(Path("run")) in watched.stderr

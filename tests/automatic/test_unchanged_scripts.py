@@ -92,6 +92,7 @@ def test_each_step_has_the_values_of_a_written_in_monitor_or_a_notice_says_why_n
         assert known(values) == known(wanted), number
     assert ("first_step" in seen.notices) == (0 in script.not_measured)
     of_both = {*run_once("written in").notices, "first_step", "input_wait_unknown", script.notice}
+    of_both |= {"stalled", "time_outside_steps"}  # on a busy machine
     assert set(seen.notices) <= of_both
     if script.notice is not None:
         assert script.notice in seen.notices

@@ -48,10 +48,11 @@ def test_what_an_older_log_does_not_tell_apart_is_not_called_recomputation(flopw
 def test_the_pairs_of_a_real_packed_run_are_those_a_formula_gives(flopwatch, tmp_path, lengths):
     """Per pair, scores and their use: 2 products of 2 FLOPs x 32 features x 2 layers forward, twice that backward."""
     ids = torch.zeros(1, 16, dtype=torch.long)
-    with TrainingMonitor(tmp_path, model=build("llama"), peak_flops_per_s=1e12) as monitor:
+    model, batch = build("llama"), {"input_ids": ids, "labels": ids}
+    with TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1e12) as monitor:
         for _ in range(8):
-            with monitor.step({"input_ids": ids, "labels": ids}, lengths=lengths) as step:
-                step.log(loss=1.0)
+            with monitor.step(batch, lengths=lengths):
+                model(**batch).loss.backward()
     text = " ".join(flopwatch("explain", str(tmp_path), "--step", "5")[1].split())
     found = re.findall(r"([\d,]+) for pairs of positions in different documents", text)
     across = 16**2 - sum(length**2 for length in lengths)

@@ -4,7 +4,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,35 +116,31 @@ def test_what_runs_in_threads_that_a_model_starts_is_counted() -> None:
 class KeptThread(nn.Module):
     """Starts one thread when it is first called, and goes on using it."""
 
-    pools: ClassVar[list[ThreadPoolExecutor]] = []
-
-    def __init__(self) -> None:
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__()
-        self.layer = nn.Linear(16, 16)
+        self.layer, self.pool = nn.Linear(16, 16), pool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.pools:
-            self.pools.append(ThreadPoolExecutor(1))
-        out: torch.Tensor = self.pools[0].submit(self.layer, x).result()
+        out: torch.Tensor = self.pool.submit(self.layer, x).result()
         return out
 
 
 def test_a_thread_that_outlives_the_count_is_told_and_left_as_it_was() -> None:
-    count = flopwatch.count_flops(KeptThread(), X, method="step")
+    pool = ThreadPoolExecutor(1)
 
-    (pool,) = KeptThread.pools
+    count = flopwatch.count_flops(KeptThread(pool), X, method="step")
+
     modes, profile = pool.submit(lambda: (_get_current_dispatch_mode_stack(), sys.getprofile())).result()
     functions = pool.submit(lambda: torch._C._len_torch_function_stack()).result()
     pool.shutdown()
-    KeptThread.pools.clear()
     assert "threads" in {op.op for op in count.uncounted}
     assert any("threads" in note for note in count.notes)
     assert (modes, profile, functions) == ([], None, 0)
 
 
 def test_after_a_thread_that_outlives_the_count_functions_are_still_compiled() -> None:
-    flopwatch.count_flops(KeptThread(), X, method="step")
-    KeptThread.pools.pop().shutdown()
+    with ThreadPoolExecutor(1) as pool:
+        flopwatch.count_flops(KeptThread(pool), X, method="step")
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -185,7 +181,7 @@ def test_a_triton_kernel_launched_in_a_real_step_is_told(monkeypatch: pytest.Mon
             self.layer = nn.Linear(16, 16)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for hook in list(hooks):
+            for hook in list(sys.modules["triton"].knobs.runtime.launch_enter_hook):
                 hook("metadata of a launch")
             out: torch.Tensor = self.layer(x)
             return out

@@ -10,17 +10,19 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.runs import read_log, rows_from_end
 from flopwatch.testing import FakeClock, RecordingSink
-from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
+from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch, train
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 2 * 8
 
 
-def log_steps(monitor, first, last, checkpoints=()):
+def train_steps(monitor, model, first, last, checkpoints=()):
     states = {}
     for number in range(first, last):
-        monitor.log_step(number, loss=float(number), batch=text_batch(2, 8))
+        with monitor.step(text_batch(2, 8), step=number) as step:
+            train(model, text_batch(2, 8))
+            step.log(loss=float(number))
         if number in checkpoints:
             states[number] = json.loads(json.dumps(monitor.state_dict()))
     return states
@@ -36,9 +38,9 @@ def logged_steps(folder):
 
 @pytest.mark.parametrize("checkpoints", [(), (3,), (24, 32, 35), (9, 19), range(50)], ids=str)
 def test_rows_land_where_they_would_without_checkpoints(tmp_path, checkpoints):
-    sink = RecordingSink()
-    with TrainingMonitor(tmp_path, model=TinyText(), sinks=[sink], log_every=10, strict=True) as monitor:
-        states = log_steps(monitor, 0, 50, checkpoints)
+    sink, model = RecordingSink(), TinyText()
+    with TrainingMonitor(tmp_path, model=model, sinks=[sink], log_every=10, strict=True) as monitor:
+        states = train_steps(monitor, model, 0, 50, checkpoints)
     assert [row.step for row in rows_of(sink)] == [9, 19, 29, 39, 49]
     assert [row.values["training/loss"] for row in rows_of(sink)] == [4.5, 14.5, 24.5, 34.5, 44.5]
     assert logged_steps(tmp_path) == list(range(50))
@@ -55,10 +57,11 @@ def test_a_run_killed_after_a_checkpoint_has_every_step_up_to_it_in_its_log(tmp_
 import os, sys
 from pathlib import Path
 from flopwatch import TrainingMonitor
-from monitor.test_checkpoints_and_windows import log_steps
+from monitor.test_checkpoints_and_windows import train_steps
 from support.small_models import TinyText
-monitor = TrainingMonitor(sys.argv[1], model=TinyText(), log_every=10)
-log_steps(monitor, 0, 28, checkpoints=(22, 24))
+model = TinyText()
+monitor = TrainingMonitor(sys.argv[1], model=model, log_every=10)
+train_steps(monitor, model, 0, 28, checkpoints=(22, 24))
 os._exit(9)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
@@ -71,13 +74,14 @@ os._exit(9)
 @pytest.mark.parametrize("killed_at", [25, *(pytest.param(step, marks=pytest.mark.campaign) for step in (28, 30)), 47])
 def test_a_resume_from_a_checkpoint_inside_a_window_counts_every_step_once(tmp_path, killed_at, with_state):
     """Killed is: no close. The log is flushed by the checkpoint, later rows may or may not have made it."""
-    first = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
-    state = log_steps(first, 0, killed_at, checkpoints=(24,))[24]
+    model = TinyText()
+    first = TrainingMonitor(tmp_path, model=model, log_every=10)
+    state = train_steps(first, model, 0, killed_at, checkpoints=(24,))[24]
     first._run.outlets.flush_log()
-    second = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
+    second = TrainingMonitor(tmp_path, model=model, log_every=10)
     if with_state:
         second.load_state_dict(state)
-    log_steps(second, 25, 60)
+    train_steps(second, model, 25, 60)
     second.close()
     first._run = None
     assert second.summary.values["total/steps"] == 60

@@ -220,23 +220,29 @@ def test_a_step_that_raises_is_not_logged(tmp_path):
     assert [row.step for row in run.rows()] == [0, 1]
 
 
-def test_counting_is_outside_the_step_time(tmp_path):
-    """A count takes real seconds; the fake clock is moved by the model's own code while it is counted."""
-    run = Run(tmp_path, peak_flops_per_s=1e12)
-
-    class Slow(torch.nn.Linear):
-        def forward(self, x):
-            run.clock.advance(7.0)
-            return super().forward(x)
-
-    model = Slow(8, 8)
-    run.monitor.set_model(model)
-    run.batch = torch.randn(2, 8)
-    run.train(3)
+def test_steps_that_counting_slows_down_are_in_no_rate(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    run = Run(tmp_path, peak_flops_per_s=1e12, model=model)
+    for number in range(6):
+        with run.monitor.step(torch.randn(2, 8)):
+            run.clock.advance(9.0 if number in (0, 1, 2, 4) else 2.0)
+            model(torch.randn(2, 8)).sum().backward()
     rows = run.rows()
 
-    assert [row.values["perf/step_time"] for row in rows] == [2.0] * 3
-    assert run.monitor.summary.values["time/count_seconds"] >= 7.0
+    assert [row.values.get("perf/step_time") for row in rows] == [None, None, None, 2.0, None, 2.0]
+    assert run.monitor.summary.values["perf/step_time"] == 2.0
+
+
+def test_the_time_by_which_counting_makes_steps_longer_is_told(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    run = Run(tmp_path, peak_flops_per_s=1e12, model=model, log_every=12)
+    for number in range(12):
+        with run.monitor.step(torch.randn(2, 8)):
+            run.clock.advance(9.0 if number in (0, 1, 2, 4, 7, 11) else 2.0)
+            model(torch.randn(2, 8)).sum().backward()
+    run.rows()
+
+    assert run.monitor.summary.values["time/count_seconds"] == 6 * 7.0
 
 
 class Stopwatch:

@@ -53,13 +53,20 @@ def cumulative(lengths):
     return {"input_ids": batch["input_ids"], "labels": batch["labels"], "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
 
+def train(model, batch):
+    model(**batch).loss.backward()
+
+
 def monitored(model, tmp_path, batches, **options):
+    """Train a step with each batch, count every step, and return the run's values."""
     clock = FakeClock()
-    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, clock=clock, **options)
-    for number, (batch, more) in enumerate(batches):
-        clock.advance(1.0)
-        monitor.log_step(number, 0, 1.0, 1.0, 0.1, batch=batch, **more)
-    monitor.close()
+    options = {"config": {"count": "every"}, **options}
+    with flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, clock=clock, **options) as monitor:
+        for batch, more in batches:
+            clock.advance(1.0)
+            with monitor.step(batch, **more) as step:
+                train(model, batch)
+                step.log(loss=1.0)
     return monitor.summary.values
 
 
@@ -122,11 +129,11 @@ def test_images_without_a_text_are_priced_by_the_sample(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_without_a_law_is_counted_shape_by_shape(tmp_path):
+def test_a_shape_that_was_counted_has_its_flops_when_it_comes_again(tmp_path):
     truth = Truth("mamba2")
     batches = [causal_batch(2, length) for length in (20, 33, 20, 33)]
 
-    values = monitored(BY_NAME["mamba2"].build(), tmp_path, [(batch, {}) for batch in batches])
+    values = monitored(BY_NAME["mamba2"].build(), tmp_path, [(batch, {}) for batch in batches], config={})
 
     assert values["total/model_flops"] == sum(map(truth.of_batch, batches))
 
@@ -138,6 +145,7 @@ def test_a_loop_that_writes_into_its_batch_is_found_out_and_read_at_once(tmp_pat
     for number in range(20):
         batch["attention_mask"].fill_(1)
         batch["attention_mask"][0, 8 + number % 4 :] = 0
+        train(model, batch)
         monitor.log_step(number, batch=batch)
     monitor.close()
 
@@ -150,11 +158,13 @@ def test_a_loop_that_writes_into_its_batch_is_found_out_and_read_at_once(tmp_pat
 
 @pytest.mark.slow
 def test_micro_batches_of_a_step_add_up(tmp_path):
-    truth = Truth("llama")
-    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)
+    truth, model = Truth("llama"), BY_NAME["llama"].build()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True)
     with monitor.step() as step:
         for length in (20, 30, 25, 28):
-            step.micro_batch(causal_batch(1, length))
+            batch = causal_batch(1, length)
+            step.micro_batch(batch)
+            train(model, batch)
         step.log(loss=1.0)
     monitor.close()
 
@@ -163,10 +173,11 @@ def test_micro_batches_of_a_step_add_up(tmp_path):
 
 
 def test_a_mask_alone_is_enough_for_a_text_model(tmp_path):
-    truth = Truth("llama")
-    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)
-    mask = padded([9, 17, 30], 30)["attention_mask"]
-    monitor.log_step(0, 0, 1.0, 1.0, 0.1, mask)
+    truth, model = Truth("llama"), BY_NAME["llama"].build()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True)
+    batch = padded([9, 17, 30], 30)
+    with monitor.step({"attention_mask": batch["attention_mask"]}):
+        train(model, batch)
     monitor.close()
 
     assert monitor.summary.values["total/model_flops"] == sum(map(truth.of_length, (9, 17, 30)))
@@ -176,10 +187,12 @@ def test_a_mask_alone_is_enough_for_a_text_model(tmp_path):
 def test_a_loop_that_passes_nothing_can_state_its_shape(tmp_path):
     model = BY_NAME["llama"].build()
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, config={"batch_size": 2, "seq_length": 16})
-    monitor.log_step(0, 0, 1.0, 1.0, 0.1)
+    with monitor.step():
+        train(model, causal_batch(2, 16))
     monitor.close()
 
     assert monitor.summary.values["total/model_flops"] == 2 * Truth("llama").of_length(16)
+    assert monitor.summary.values["total/tokens"] == 2 * 16
 
 
 @pytest.mark.slow
@@ -238,7 +251,8 @@ def test_the_users_own_function_is_asked_for_every_batch(tmp_path):
 
 @pytest.mark.slow
 def test_a_batch_that_was_made_up_is_told(tmp_path):
-    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["t5"].build())
+    model = BY_NAME["t5"].build()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, mode="estimate")
     monitor.log_step(0, 0, 1.0, 1.0, 0.1, torch.ones(2, 12, dtype=torch.long))
     monitor.close()
 

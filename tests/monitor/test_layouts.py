@@ -67,7 +67,6 @@ def assert_whole(values, steps):
     assert values["total/trainable_tokens"] == sum(int((batch["labels"] != -100).sum()) for batch in batches)
     assert values["total/samples"] == sum(len(batch["input_ids"]) for batch in batches)
     assert values["total/steps"] == steps
-    assert values["perf/mfu"] > 0
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -8,19 +8,22 @@ import torch
 
 import flopwatch
 from flopwatch.testing import RecordingSink
-from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
+from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch, train
 
 pytestmark = pytest.mark.requirement("R20")
 
 
-def run(tmp_path, steps=20, *, batch=None, model=None, **options):
-    """A monitored loop; returns the monitor and how often the training itself got round."""
+def run(tmp_path, steps=20, *, batch=None, model=None, trains=True, **options):
+    """A monitored training; returns the monitor and how often the training itself got round."""
     model = model or TinyText()
     options = {"log_every": 10, **options}
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1e12, **options)
     rounds = 0
     for number in range(steps):
-        monitor.log_step(number, 0, 1.0, 1.0, 0.1, batch=text_batch(2, 8) if batch is None else batch)
+        with monitor.step(text_batch(2, 8) if batch is None else batch, step=number) as step:
+            if trains:
+                train(model, text_batch(2, 8))
+            step.log(1.0, 0.1, 1.0, 0)
         rounds += 1
     monitor.close()
     return monitor, rounds
@@ -33,12 +36,20 @@ def test_nothing_wrong_nothing_said(tmp_path, caplog):
     assert monitor.summary.values["total/model_flops"] == 20 * 16 * TINY_FLOPS_PER_TOKEN
 
 
-def test_a_model_that_cannot_be_counted_costs_the_flops_only(tmp_path, caplog):
-    class Broken(TinyText):
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            raise RuntimeError("this model cannot run")
+@pytest.fixture
+def compiled(monkeypatch):
+    """Steps are not counted as they run, as in a process with compiled code: the model is traced."""
+    monkeypatch.setattr("flopwatch.monitor.pricing.step_counter.obstacle", lambda: "the code is compiled")
 
-    monitor, rounds = run(tmp_path, model=Broken())
+
+class Broken(TinyText):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        raise RuntimeError("this model cannot run")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_model_that_cannot_be_traced_costs_the_flops_only(tmp_path, caplog):
+    monitor, rounds = run(tmp_path, model=Broken(), trains=False)
 
     assert rounds == 20
     assert len(caplog.records) == 1
@@ -46,7 +57,7 @@ def test_a_model_that_cannot_be_counted_costs_the_flops_only(tmp_path, caplog):
     assert "flops_fn" in caplog.text
     assert monitor.summary.values["total/tokens"] == 20 * 16
     assert "total/model_flops" not in monitor.summary.values
-    assert monitor.summary.notices == {"flops_unknown": 1}
+    assert monitor.summary.notices["flops_unknown"] == 1
 
 
 @pytest.mark.parametrize("batch", [{}, "text", {"input_ids": [1, 2]}, torch.zeros(0, 3)])
@@ -57,18 +68,21 @@ def test_a_batch_nobody_understands_costs_its_tokens_only(tmp_path, caplog, batc
     assert len(caplog.records) == 1
     assert monitor.summary.failed_parts.keys() == {"batch"}
     assert monitor.summary.values["total/steps"] == 20
+    assert monitor.summary.values["total/model_flops"] == 20 * 16 * TINY_FLOPS_PER_TOKEN
 
 
-def test_lengths_that_cannot_be_cost_the_flops_of_that_step_only(tmp_path, caplog):
+def test_lengths_that_cannot_be_cost_the_tokens_of_that_step_only(tmp_path, caplog):
     model = TinyText()
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1e12)
     for number in range(20):
-        monitor.log_step(number, batch=text_batch(2, 8), lengths=[100] if number == 5 else [8, 8])
+        with monitor.step(text_batch(2, 8), lengths=[100] if number == 5 else [8, 8]):
+            train(model, text_batch(2, 8))
     monitor.close()
 
     assert "sum to 100" in caplog.text
     assert monitor.summary.values["total/steps"] == 20
-    assert monitor.summary.values["total/model_flops"] == 19 * 16 * TINY_FLOPS_PER_TOKEN
+    assert monitor.summary.values["total/tokens"] == 19 * 16
+    assert monitor.summary.values["total/model_flops"] == 20 * 16 * TINY_FLOPS_PER_TOKEN
 
 
 def test_a_loss_that_is_written_into_afterwards_is_left_out_and_said(tmp_path, caplog):
@@ -131,12 +145,11 @@ def test_an_unknown_sink_is_said_and_left_out(tmp_path, caplog):
     assert monitor.summary.failed_parts.keys() == {"tensorbord"}
 
 
-def test_a_mode_that_cannot_be_costs_the_flops_only(tmp_path, caplog):
+def test_a_mode_that_cannot_be_counts_as_the_default_does(tmp_path, caplog):
     monitor, rounds = run(tmp_path, mode="hybrid", config={"fallback_to_profiler": False})
     assert rounds == 20
     assert "fallback_to_profiler is off" in caplog.text
-    assert "total/model_flops" not in monitor.summary.values
-    assert monitor.summary.values["total/tokens"] == 20 * 16
+    assert monitor.summary.values["total/model_flops"] == 20 * 16 * TINY_FLOPS_PER_TOKEN
 
 
 def test_a_log_of_a_newer_version_is_not_resumed_but_the_training_goes_on(tmp_path, caplog):
@@ -197,20 +210,18 @@ def test_strict_raises_at_once(tmp_path, options, message):
         flopwatch.TrainingMonitor(tmp_path, strict=True, **options)
 
 
-def test_strict_raises_what_the_model_raises(tmp_path):
-    class Broken(TinyText):
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            raise RuntimeError("this model cannot run")
-
+@pytest.mark.usefixtures("compiled")
+def test_strict_raises_what_the_model_raises_when_it_is_traced(tmp_path):
     with pytest.raises(flopwatch.MeasurementError, match="cannot run"):
-        run(tmp_path, model=Broken(), strict=True)
+        run(tmp_path, model=Broken(), strict=True, trains=False)
 
 
 def test_an_unknown_peak_is_said_once_and_there_is_no_mfu(tmp_path, caplog):
     model = TinyText()
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, dtype="fp8")
-    for number in range(20):
-        monitor.log_step(number, batch=text_batch(2, 8))
+    for _ in range(20):
+        with monitor.step(text_batch(2, 8)):
+            train(model, text_batch(2, 8))
     monitor.close()
     assert len(caplog.records) == 1
     assert "there will be no MFU" in caplog.text
@@ -222,8 +233,9 @@ def test_an_unknown_peak_is_said_once_and_there_is_no_mfu(tmp_path, caplog):
 def test_more_than_the_device_can_do_is_shown_and_said(tmp_path, caplog):
     model = TinyText()
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1.0)
-    for number in range(40):
-        monitor.log_step(number, batch=text_batch(2, 8))
+    for _ in range(40):
+        with monitor.step(text_batch(2, 8)):
+            train(model, text_batch(2, 8))
     monitor.close()
     assert caplog.text.count("more than the device can do") == 1
     assert "peak of 1 FLOP/s" in caplog.text
@@ -284,9 +296,10 @@ def test_an_exception_that_cannot_be_printed_is_reported_by_its_class(tmp_path, 
     assert monitor.summary.values["total/steps"] == 20
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("at", ["sink", "log", "model"])
 def test_an_exception_that_cannot_be_printed_does_not_stop_the_notice_about_it(tmp_path, caplog, monkeypatch, at):
-    class Broken(TinyText):
+    class Unprintable(TinyText):
         def forward(self, input_ids, attention_mask=None, labels=None):
             raise UnprintableError
 
@@ -299,7 +312,7 @@ def test_an_exception_that_cannot_be_printed_does_not_stop_the_notice_about_it(t
     if at == "log":
         monkeypatch.setattr("flopwatch.monitor.session.find_resume_point", find)
     sinks = [RecordingSink("bad", raises=UnprintableError())] if at == "sink" else []
-    monitor, rounds = run(tmp_path, model=Broken() if at == "model" else None, sinks=sinks)
+    monitor, rounds = run(tmp_path, model=Unprintable() if at == "model" else None, sinks=sinks, trains=False)
 
     assert rounds == 20
     code = {"sink": "sink_failed:bad", "log": "log_not_resumed", "model": "flops_unknown"}[at]

@@ -57,7 +57,7 @@ def test_a_long_notice_stays_on_one_line_of_a_file_and_is_not_taken_for_markup()
 
 def test_the_peak_and_its_convention_are_told_once():
     text = printed(START, ORIGIN)
-    assert "FLOPs of model(batch) by trace, exact, attention full" in text
+    assert "FLOPs of model(batch) by trace, attention full" in text
     assert "8 x 989.4 TFLOP/s bf16 of NVIDIA H100 80GB HBM3" in text
     assert "no peak known" in printed(START, replace(ORIGIN, peak=None))
 

@@ -25,7 +25,7 @@ def start(session, unix_time, *, resumed=None, ledger=None, **more):
 def provenance(step=1, **more):
     return {
         "type": "provenance", "step": step, "mode": "smart", "method": "trace", "exact": True, "attention": "full",
-        "coverage": 1.0, "law": {"forward": {"positions": "10"}, "backward": {"positions": "20"}}, "peak": PEAK,
+        "coverage": 1.0, "peak": PEAK,
         "device_count": 1, **more,
     }  # fmt: skip
 

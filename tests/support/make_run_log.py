@@ -53,7 +53,6 @@ class Story:
     knows_peak: bool = True
     knows_tokens: bool = True
     knows_flops: bool = True
-    has_law: bool = True
     pads: bool = True
     device_count: int = 1
 
@@ -189,7 +188,6 @@ def provenance_of(story: Story, step: int) -> Provenance:
         exact=story.knows_flops,
         attention="full",
         coverage=1.0 if story.knows_flops else None,
-        law=LAW if story.has_law and story.knows_flops else {},
         peak=PEAK if story.knows_peak else None,
         device_count=story.device_count,
     )

@@ -1,15 +1,18 @@
 """Watches the trainings of this process: with the integration of their framework, or with hooks of torch."""
 
 import atexit
+import gc
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwatch.automatic.imports import when_imported
+from flopwatch.random_state import same_random_states
 
 if TYPE_CHECKING:
     from flopwatch.automatic.watcher import Watcher
@@ -23,8 +26,9 @@ _active: "WatchedProcess | None" = None
 def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monitor_options: Any) -> "WatchedProcess":
     """Monitor every training of this process from now on, without further changes of its code.
 
-    Call it at the top of a script or in the first cell of a notebook. The first optimizer step shows which model is
-    trained; each later step is measured. Trainings with the Hugging Face `Trainer` and Lightning are measured by the
+    Call it at the top of a script or in the first cell of a notebook. A step ends when the optimizer has stepped, which
+    also shows which model is trained. With several optimizers, and with `torch.compile`, the first step is not
+    measured. Trainings with the Hugging Face `Trainer` and Lightning are measured by the
     callbacks of flopwatch. A script that uses `TrainingMonitor` itself is left to that monitor.
 
     Args:
@@ -41,8 +45,8 @@ def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monito
         ...     model(torch.randn(4, 8)).sum().backward()
         ...     optimizer.step()
         >>> watched.stop()
-        >>> watched.monitor.summary.values["total/model_flops"]  # 3 steps; in the first one, the model was found
-        3072
+        >>> watched.monitor.summary.values["total/model_flops"]  # of 4 steps
+        4096
     """
     global _active
     if _active is not None:
@@ -85,6 +89,9 @@ class WatchedProcess:
         self._silence_log()
         # The actions add to `_cancel` too, so that it must not be assigned here.
         self._cancel.append(when_imported("torch", self._watch_optimizers))
+        # torch imports its compiler for the first optimizer. Our modules need it too, but not earlier: it reads
+        # environment variables, which the script may set after it has imported torch.
+        self._cancel.append(when_imported("torch._dynamo", self._start_watcher))
         self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
         atexit.register(self._say_if_nothing_was_seen)
 
@@ -112,32 +119,33 @@ class WatchedProcess:
         self._cancel.append(restore)
 
     def _watch_optimizers(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_post_hook(self._optimizer_stepped)
+        handle = register_optimizer_step_pre_hook(lambda *_: self._start_watcher())
         self._cancel.append(handle.remove)
 
-    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if not self.is_on or os.getpid() != self._process:
+    @same_random_states()
+    def _start_watcher(self) -> None:
+        """Watch for a training. At the first optimizer step this is only a second try, if the first failed."""
+        if self._watcher is not None or not self.is_on or os.getpid() != self._process:
             return
-        if self._watcher is None:
-            try:
-                # Imported now, because a script that never trains should not wait for it.
-                from flopwatch.automatic.watcher import Watcher
+        try:
+            self._watcher = import_module("flopwatch.automatic.watcher").Watcher(
+                self._make_monitor, self._report, self._options.get("attention") or "full"
+            )
+            if not self._is_quiet:
+                import_module("flopwatch.sinks.console")
+        except Exception as error:
+            self.is_on = False
+            self._report(error)
 
-                self._watcher = Watcher(self._make_monitor, self._report)
-            except Exception as error:
-                self.is_on = False
-                self._report(error)
-                return
-        self._watcher.guarded(self._watcher.optimizer_stepped, optimizer)
-
+    @same_random_states()
     def _make_monitor(self) -> "TrainingMonitor | None":
         from flopwatch.monitor.training_monitor import TrainingMonitor, open_monitors
 
         if self._callbacks and any(callback.monitor is not None for callback in self._callbacks):
             return None
-        if open_monitors():
+        if open_monitors() and gc.collect() is not None and open_monitors():
             self._print("the script uses flopwatch.TrainingMonitor itself, so `flopwatch run` adds nothing")
             return None
         options = {"dtype": _precision_of_accelerate(), **self._monitor_options()}
@@ -170,15 +178,15 @@ class WatchedProcess:
             """A `Trainer` creates an object of each class in this list."""
 
             def __new__(cls) -> Any:
-                from flopwatch.integrations.hugging_face import AutomaticCallback
-
-                return self.make_callback(AutomaticCallback)
+                return self.make_callback("hugging_face")
 
         trainer.DEFAULT_CALLBACKS.append(ForTrainer)
         self._cancel.append(lambda: trainer.DEFAULT_CALLBACKS.remove(ForTrainer))
 
-    def make_callback(self, kind: Any) -> Any:
+    @same_random_states()
+    def make_callback(self, framework: str) -> Any:
         """A callback for a framework that leaves the framework's own log as it is."""
+        kind = import_module(f"flopwatch.integrations.{framework}").AutomaticCallback
         callback = kind(self._next_output_dir(), metrics="none", **self._monitor_options())
         self._callbacks.append(callback)
         return callback
@@ -239,8 +247,4 @@ def _precision_of_accelerate() -> str | None:
 
 def lightning_callbacks() -> list[Any]:
     """The callback for a Lightning `Trainer`, which asks for it through an entry point; none if nothing is watched."""
-    if _active is None or not _active.is_on:
-        return []
-    from flopwatch.integrations.lightning import AutomaticCallback
-
-    return [_active.make_callback(AutomaticCallback)]
+    return [_active.make_callback("lightning")] if _active is not None and _active.is_on else []

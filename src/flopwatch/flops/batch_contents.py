@@ -164,14 +164,8 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def map_tensors(
-    batch: Any,
-    change: Callable[[str, torch.Tensor], Any],
-    change_other: Callable[[Any], Any] = lambda value: value,
-    path: str = "",
-    depth: int = 0,
-) -> Any:
-    """Return a copy of the batch. `change(path, tensor)` replaces each tensor, `change_other(value)` each other value.
+def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: str = "", depth: int = 0) -> Any:
+    """Return a copy of the batch in which `change(path, tensor)` replaces each tensor.
 
     Lists, dicts and dataclasses are copied. Objects of other classes are not searched for tensors.
     """
@@ -179,10 +173,9 @@ def map_tensors(
         return change(path or "0", batch)
     children = _children(batch) if depth <= _DEEPEST else None
     if children is None:
-        return change_other(batch)
+        return batch
     changed = {
-        name: map_tensors(child, change, change_other, f"{path}.{name}" if path else str(name), depth + 1)
-        for name, child in children
+        name: map_tensors(child, change, f"{path}.{name}" if path else str(name), depth + 1) for name, child in children
     }
     return _rebuilt(batch, changed)
 

@@ -8,7 +8,6 @@ or if tensor values or random draws change the FLOPs, there is no formula, and e
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import product
 from typing import Any
 
@@ -18,34 +17,12 @@ from flopwatch.errors import FlopwatchError, MeasurementError
 from flopwatch.flops.batch_contents import altered_batches, read_shape
 from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout, Sample, suggest_layouts, take_sample
 from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
-from flopwatch.flops.methods import MethodChoice, unchanged
+from flopwatch.flops.live_formula import solve
+from flopwatch.flops.methods import MethodChoice
 from flopwatch.flops.shape_counts import CACHED_SHAPES, ShapeCounts
 from flopwatch.flops.steering import CHANCE, WEIGHTS
 from flopwatch.flops.tracing.passes import AutocastState, LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
-
-
-def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
-    """Solve a square system of equations exactly, by Gaussian elimination in rational numbers; None if it is singular.
-
-    >>> solve([[1, 1], [1, 2]], [3, 5])
-    [Fraction(1, 1), Fraction(2, 1)]
-    """
-    rows = [[Fraction(x) for x in (*row, value)] for row, value in zip(matrix, values, strict=True)]
-    size = len(rows)
-    for column in range(size):
-        pivot = next((index for index in range(column, size) if rows[index][column]), None)
-        if pivot is None:
-            return None
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        head = rows[column][column]
-        rows[column] = [x / head for x in rows[column]]
-        for index, row in enumerate(rows):
-            if index != column and row[column]:
-                factor = row[column]
-                rows[index] = [x - factor * y for x, y in zip(row, rows[column], strict=True)]
-    return [row[-1] for row in rows]
-
 
 # The range of traced lengths is at least this wide: three lengths fit a quadratic, further ones test the fit.
 _SHORTEST_SPAN = 12
@@ -97,10 +74,9 @@ def fit_flops_law(
     layouts = suggest_layouts(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
     counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options | {"autocast": autocast})
-    with unchanged(model):
-        own = counts.add_example(batch, read_shape(batch))
-        law = _first_that_holds(model, batch, counts, layouts, own)
-        return _with_steering_doubts(model, batch, counts, law, own)
+    own = counts.add_example(batch, read_shape(batch))
+    law = _first_that_holds(model, batch, counts, layouts, own)
+    return _with_steering_doubts(model, batch, counts, law, own)
 
 
 def _first_that_holds(

@@ -131,7 +131,6 @@ class FlopLaw:
         domain: The least and greatest value of each variable that was verified.
         doubts: Reasons why the counts are not exact; empty if they are.
         dtypes: The compute types of the products (such as bf16), each with its own coefficients if there are several.
-        mode_risks: Ops whose results may differ in the last bits while a torch dispatch mode is active.
         per_batch: True if tensor values or random draws change the FLOPs, so that each batch has to be counted.
     """
 
@@ -149,7 +148,6 @@ class FlopLaw:
     doubts: tuple[str, ...] = ()
     dtypes: Mapping[str, Mapping[str, Mapping[str, Fraction]]] = field(default_factory=dict, repr=False)
     per_batch: bool = False
-    mode_risks: tuple[str, ...] = ()
 
     def model_flops(
         self,
@@ -305,11 +303,6 @@ class FlopLaw:
         """Return whether all variables of this shape lie in the ranges that were verified."""
         values = shape.values
         return all(low <= values.get(name, low) <= high for name, (low, high) in self.domain.items())
-
-    def has_counted(self, shape: StepShape) -> bool:
-        """Return whether the FLOPs of this shape are known without counting."""
-        is_formula = bool(self.coefficients) and self.covers_shape(shape)
-        return is_formula or self.count_shape is None or shape in self.count_shape
 
     def _sum_of_samples(self, batch_size: Any, seq_len: Any, lengths: Sequence[int], image_grids: Any) -> int:
         if batch_size is not None or seq_len is not None:

@@ -6,21 +6,23 @@ that shares the live parameters' storage. The live model's gradients, buffers an
 backward really run and need their memory.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from flopwatch.errors import InputError, MeasurementError
-from flopwatch.flops.batch_contents import as_call, map_tensors
+from flopwatch.flops.batch_contents import as_call
 from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.formulas.attention import WholeAttention
 from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, with_steering
-from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError
+from flopwatch.flops.tracing.copies import Copies, NotCopyableError
+from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError, run_op
 from flopwatch.flops.tracing.fakes import Faker, quiet_fakes
 from flopwatch.flops.tracing.passes import (
     AutocastState,
@@ -34,11 +36,10 @@ from flopwatch.flops.tracing.passes import (
     triton_launches_noticed,
     under_autocast,
 )
-from flopwatch.flops.tracing.replay import Replay, ReplayMemory, ReplayRefusedError
-from flopwatch.flops.tracing.replica import ModuleStack, own_generator, replicate, undisturbed
-from flopwatch.flops.tracing.tally import EventLog, Tally
+from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
+from flopwatch.flops.tracing.tally import Tally
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method
-from flopwatch.torch_internals import check_schemas, knows_nodes, what_is_missing
+from flopwatch.torch_internals import check_schemas, current_graph_task_id, what_is_missing
 
 
 def count_by_step(
@@ -59,24 +60,25 @@ def count_by_step(
         raise InputError(f"{obstacle}; use method='trace'")
     state = current_autocast() if autocast is None else autocast
     under = under_autocast(state, device_type_of(model, state), stand_in=False)
-    stack, keeper, steering = ModuleStack(), _GradientKeeper(), Steering()
-    execute = following(keeper.execute, steering)
-    mode, in_threads = CountingMode(stack, attention, execute), list[EventLog]()
+    stack, steering = ModuleStack(), Steering()
+    copies, execute = Copies(_alias, stack), following(run_op, steering)
+    mode, in_threads = CountingMode(stack, attention, execute), list[Tally]()
 
     def modes_of_thread() -> tuple[Any, ...]:
-        in_threads.append(EventLog())
+        in_threads.append(Tally())
         own = CountingMode(stack, attention, execute, in_threads[-1])
         return (PythonReads(steering), own) if training else (own,)
 
-    with undisturbed(parameter.device for parameter in model.parameters()), keeper:
-        replica = replicate(model, _alias, stack)
-        own_batch = copied_batch(batch, lambda tensor: tensor.detach().clone())
+    with undisturbed(parameter.device for parameter in model.parameters()):
+        replica, own_batch, own_loss = copies.all_of(model, _apart(batch), loss_fn)
         steering.name_weights((*replica.parameters(), *replica.buffers()))
         steering.name_batch(own_batch)
         noticed = threads_followed(modes_of_thread, mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
         reads = PythonReads(steering) if training else nullcontext()
-        with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
-            run_step(replica, *as_call(own_batch), loss_fn, mode, training=training, autocast=under)
+        with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
+            copy_context().run(
+                run_step, replica, *as_call(own_batch), own_loss, mode, training=training, autocast=under
+            )
     for log in in_threads:
         log.add_to(mode.tally)
     return _as_count("step", mode.tally, stack, mode, attention, steering)
@@ -84,6 +86,8 @@ def count_by_step(
 
 def step_obstacle(model: nn.Module) -> str | None:
     """Return why a real step cannot run in this process; None if it can."""
+    if current_graph_task_id() != -1:
+        return "a backward pass is running, in which no other step can run"
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
             return "the model is on the meta device, so it has no weights to run a step with"
@@ -97,47 +101,18 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
-class _GradientKeeper:
-    """Restores `grad` of the user's own parameters, because the model's copy may reach them through a closure."""
+def _apart(batch: Any) -> Any:
+    """Return the batch with a tensor of its own for each argument, because `Steering` tells arguments apart by it."""
 
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    def own(value: Any) -> Any:
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
-    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for value in args:
-            if isinstance(value, nn.Parameter):
-                gradient = value.grad
-                self._kept.setdefault(id(value), (value, None if gradient is None else gradient.clone()))
-        return func(*args, **kwargs)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, gradient in self._kept.values():
-            parameter.grad = gradient
-
-
-def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with copies of all its tensors and random generators; `requires_grad` is kept."""
-
-    def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        return copy(tensor).requires_grad_(tensor.requires_grad)
-
-    return map_tensors(batch, copied, own_generator)
+    if isinstance(batch, dict):
+        return {name: own(value) for name, value in batch.items()}
+    return tuple(map(own, batch)) if type(batch) is tuple else batch
 
 
 WITHOUT_AUTOCAST = "the model could not be traced under autocast, so the compute types of its products are not known"
-
-# The keys are weak references, so that a counted model can be freed.
-_memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """In the block, traces reuse what earlier traces found about the model, so the caller must not change the model."""
-    with _memories.setdefault(model, ReplayMemory()).unchanged():
-        yield
 
 
 def count_by_trace(
@@ -148,27 +123,18 @@ def count_by_trace(
     loss_fn: LossFn | None,
     training: bool,
     autocast: AutocastState | None = None,
-    replay: bool = True,
-    memory: ReplayMemory | None = None,
 ) -> FlopCount:
     """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors.
 
-    `autocast` is the autocast state that the model runs under; None means the current one. With `replay`, only a few of
-    the layers with equal structure run, which gives the same count. `memory` holds what earlier traces have proven
-    about the layers; None uses the memory kept for this model.
+    `autocast` is the autocast state that the model runs under; None means the current one.
     """
     state = current_autocast() if autocast is None else autocast
-    memory = memory or _memories.setdefault(model, ReplayMemory())
-    trace = _Trace(model, batch, state, attention, loss_fn, training, memory)
-    try:
-        return trace.count(replay=replay)
-    except MeasurementError:
-        if not state.enabled:
-            raise
-        # A trace runs under the CPU's autocast, which may keep an op in fp32 that an accelerator runs in bf16. If
-        # the model fails because another op gets tensors of both types, a trace without autocast may work.
-        count = replace(trace, autocast=AutocastState()).count(replay=replay)
-        return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
+    count = _Trace(model, batch, state, attention, loss_fn, training).count_with_autocast_or_without
+    if current_graph_task_id() == -1:
+        return count()
+    # A hook of a backward pass has called us. In its thread, all ops would seem to belong to that backward pass.
+    with ThreadPoolExecutor(1, "flopwatch-count") as thread:
+        return thread.submit(copy_context().run, count).result()
 
 
 @dataclass(frozen=True)
@@ -179,69 +145,58 @@ class _Trace:
     attention: AttentionConvention
     loss_fn: LossFn | None
     training: bool
-    memory: ReplayMemory
     keep_whole: bool = False
     """Whether to count attention as one op where torch would decompose it; this takes longer."""
 
-    def count(self, *, replay: bool) -> FlopCount:
+    def count_with_autocast_or_without(self) -> FlopCount:
+        """Count the step's FLOPs, and if that fails under autocast, count them without it.
+
+        A trace runs under the CPU's autocast, which may keep an op in fp32 that an accelerator runs in bf16. If the
+        model fails because another op gets tensors of both types, a trace without autocast may work.
+        """
+        try:
+            return self.count()
+        except MeasurementError:
+            if not self.autocast.enabled:
+                raise
+            count = replace(self, autocast=AutocastState()).count()
+            return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
+
+    def count(self) -> FlopCount:
         """Count the step's FLOPs, with `keep_whole` only where the result depends on it, because it takes longer."""
         if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
-            return replace(self, keep_whole=True)._counted(replay=replay)
+            return replace(self, keep_whole=True)._counted()
         try:
-            return self._counted(replay=replay)
+            return self._counted()
         except MeasurementError as error:
             # The message names FlexAttention, or its op flex_attention, if the model needs its backward pass, which the
             # CPU does not have.
             if "flexattention" not in str(error).lower().replace("_", ""):
                 raise
-            return replace(self, keep_whole=True)._counted(replay=replay)
+            return replace(self, keep_whole=True)._counted()
 
-    def _counted(self, *, replay: bool) -> FlopCount:
-        can_replay = replay and not self.memory.is_refused and knows_nodes()
-        return self._with_replay() if can_replay else self._in_full()
-
-    def _in_full(self) -> FlopCount:
+    def _counted(self) -> FlopCount:
         faker, stack, steering = Faker(), ModuleStack(), Steering()
         mode = CountingMode(stack, self.attention, following(faker.execute, steering))
-        self._run(faker, stack, mode, steering, lambda _: None)
+        self._run(faker, stack, mode, steering)
         return _as_count("trace", mode.tally, stack, mode, self.attention, steering)
 
-    def _with_replay(self) -> FlopCount:
-        faker, stack, steering = Faker(), ModuleStack(), Steering()
-        replay = Replay(faker, self.memory)
-        execute = replay.watch(following(faker.execute, steering))
-        mode = CountingMode(stack, self.attention, execute, replay.log)
-        try:
-            self._run(faker, stack, mode, steering, replay.attach)
-            return _as_count("trace", replay.tally(), stack, mode, self.attention, steering)
-        except Exception as error:
-            # Replaying layers instead of running them may have caused the failure, so all layers are run now.
-            if replay.failed_like_the_model(error, in_backward=mode.in_backward):
-                raise
-            self.memory.is_refused = isinstance(error, ReplayRefusedError)
-            return self._in_full()
-
-    def _run(
-        self,
-        faker: Faker,
-        stack: ModuleStack,
-        mode: CountingMode,
-        steering: Steering,
-        prepare: Callable[[nn.Module], None],
-    ) -> None:
+    def _run(self, faker: Faker, stack: ModuleStack, mode: CountingMode, steering: Steering) -> None:
         whole_attention = WholeAttention(mode.add, self.attention) if self.keep_whole else nullcontext()
         autocast = under_autocast(self.autocast, device_type_of(self.model, self.autocast), stand_in=True)
-        with undisturbed(), quiet_fakes():
-            replica = replicate(self.model, faker.tensor, stack)
-            prepare(replica)
-            fake_batch = copied_batch(self.batch, faker.tensor)
+        copies = Copies(faker.tensor, stack)
+        # A model that calls `torch.manual_seed` also seeds its own device, though the trace does not use it.
+        with undisturbed(parameter.device for parameter in self.model.parameters()), quiet_fakes():
+            replica, fake_batch, loss_fn = copies.all_of(self.model, _apart(self.batch), self.loss_fn)
             steering.name_batch(fake_batch)
             # In inference, torch runs an encoder layer as one op, which a function mode (`PythonReads`) would prevent.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
-            with failures_named(stack), noticed[0], noticed[1], noticed[2], whole_attention:
-                run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
+            with copies.in_place(), failures_named(stack), noticed[0], noticed[1], noticed[2], whole_attention:
+                copy_context().run(
+                    run_step, replica, *as_call(fake_batch), loss_fn, mode, training=self.training, autocast=autocast
+                )
 
 
 def _as_count(
@@ -254,7 +209,7 @@ def _as_count(
 ) -> FlopCount:
     for note in (*stack.notes(), *what_is_missing()):
         tally.note(note)
-    return with_steering(tally.as_count(method, attention), steering, mode.risky_ops)
+    return with_steering(tally.as_count(method, attention), steering)
 
 
 MethodChoice = Literal["auto", "trace", "step", "estimate"]
@@ -298,7 +253,7 @@ def _count_by_first_that_works(
         if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
             return traced
         trace_error = MeasurementError("the model starts threads, and a trace does not see the ops in them")
-    except NeedsOtherRanksError as error:
+    except (NeedsOtherRanksError, NotCopyableError) as error:
         return _estimated(model, batch, str(error), options)
     except MeasurementError as error:
         trace_error = error
@@ -308,7 +263,7 @@ def _count_by_first_that_works(
         return _estimated(model, batch, f"{cannot_trace}, and {obstacle}", options)
     try:
         count = count_by_step(model, batch, autocast=autocast, **options)
-    except NeedsOtherRanksError as error:
+    except (NeedsOtherRanksError, NotCopyableError) as error:
         return _estimated(model, batch, f"{cannot_trace}, and {error}", options)
     note = f"counted on one real step, because the model could not be traced with fake tensors: {trace_error}"
     return replace(count, notes=(note, *count.notes))

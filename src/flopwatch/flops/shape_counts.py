@@ -50,7 +50,6 @@ class ShapeCounts:
         self.doubts: dict[str, None] = {}
         self._methods: dict[Method, None] = {}
         self._coverage: float | None = None
-        self._mode_risks: set[str] = set()
 
     def __call__(self, shape: StepShape) -> PhaseFlops:
         return self._cost(shape).phases
@@ -109,7 +108,6 @@ class ShapeCounts:
             domain=domain,
             doubts=tuple(self.doubts),
             dtypes=dtypes,
-            mode_risks=tuple(sorted(self._mode_risks)),
         )
 
     def count(self, batch: Any) -> FlopCount:
@@ -123,7 +121,6 @@ class ShapeCounts:
         count = count_as_is(model, batch, **self._options)
         self.notes.update(dict.fromkeys(count.notes))
         self._methods[count.method] = None
-        self._mode_risks |= set(count.mode_risks)
         if count.coverage is not None:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":

@@ -180,8 +180,8 @@ class PythonReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
-    """Return `count` with `risky_ops`, the origins recorded in `steering`, and a note if an origin is a random draw."""
+def with_steering(count: FlopCount, steering: Steering) -> FlopCount:
+    """Return `count` with the origins recorded in `steering`, and a note if an origin is a random draw."""
     by_chance = CHANCE in steering.sizes | steering.reads
     notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
     return replace(
@@ -189,7 +189,6 @@ def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]
         notes=notes,
         steered_by=tuple(sorted(steering.sizes)),
         values_read=tuple(sorted(steering.reads)),
-        mode_risks=tuple(sorted(risky_ops)),
     )
 
 

@@ -38,8 +38,9 @@ def monitor_for(
         >>> fabric = Fabric(accelerator="cpu", devices=1)
         >>> model = fabric.setup_module(torch.nn.Linear(8, 8))
         >>> with monitor_for(fabric, model, tempfile.mkdtemp()) as monitor:
-        ...     with monitor.step(torch.randn(4, 8)) as step:
-        ...         step.log(loss=0.5)
+        ...     batch = torch.randn(4, 8)
+        ...     with monitor.step(batch) as step:
+        ...         fabric.backward(model(batch).sum())
         >>> monitor.summary.values["total/model_flops"]  # 4 samples x 2 x 8 x 8, forward and weight gradient
         1024
     """

@@ -244,11 +244,7 @@ class AutomaticCallback(FlopwatchCallback):
 
 
 def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
-    """The module whose `forward` is counted for a training step: the `LightningModule`, or a child with all parameters.
-
-    Raises:
-        LookupError: The module has no `forward`, and no child has all parameters.
-    """
+    """The module that is trained: the `LightningModule`, or a child with all parameters if it has no `forward`."""
     everything = {id(parameter) for parameter in pl_module.parameters()}
     children = list(pl_module.children())
     whole = next((child for child in children if {id(p) for p in child.parameters()} == everything), None)
@@ -256,12 +252,7 @@ def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
     has_forward = forward_package not in ("lightning", "pytorch_lightning", "torch")
     if has_forward and not (whole is not None and _takes_anything(pl_module, batch)):
         return _uncompiled(pl_module)
-    if whole is None:
-        raise LookupError(
-            f"{type(pl_module).__name__} has no forward, and none of its children has all parameters, so the "
-            'FLOPs of a step are unknown; write a forward, or pass model="name of a child" or flops_fn= to the callback'
-        )
-    return whole
+    return pl_module if whole is None else whole
 
 
 def _takes_anything(module: nn.Module, batch: Any) -> bool:

@@ -29,6 +29,9 @@ class MonitorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     mode: ModeName = Field("smart", description="How FLOPs are found.")
+    count: Literal["auto", "every"] = Field(
+        "auto", description="every: count every step as it runs, which makes each of them slower."
+    )
     attention: AttentionConvention = Field(
         "full", description="causal: pairs of positions that are masked do not count."
     )
@@ -39,9 +42,9 @@ class MonitorConfig(BaseModel):
     local_log_every: int = Field(200, ge=1, description="Steps after which the local log is flushed to disk.")
     local_log_seconds: float = Field(5.0, gt=0, description="Most seconds between two flushes of the local log.")
     flops_profile_freq: int = Field(500, ge=0, description="Steps between two counts in mode profiler; 0: never.")
-    recalibration_frequency: int = Field(1000, ge=0, description="Steps between two checks of the FLOPs; 0: never.")
-    initial_profiling: bool = Field(True, description="False: estimate FLOPs until the first recalibration.")
-    calibration_enabled: bool = Field(True, description="False: the FLOPs are not checked again.")
+    recalibration_frequency: int = Field(1000, ge=0, description="Count at least every so many steps; 0: no limit.")
+    initial_profiling: bool = Field(True, description="False: no step is counted before recalibration_frequency.")
+    calibration_enabled: bool = Field(True, description="False: only the first steps are counted.")
     hardware_counters_enabled: bool = Field(True, description="For mode hybrid; this version reads no counters.")
     fallback_to_profiler: bool = Field(True, description="Mode hybrid works as profiler, and needs True for that.")
     phase_frequencies: dict[str, int] = Field(

@@ -46,7 +46,7 @@ class MeasuredStep(NamedTuple):
         model_peak_seconds: Time one device would need for `model_flops` at its peak for the data types in use.
         hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.
         reason: Why the FLOPs are not exact; None when they are exact or unknown.
-        is_watched: Whether the FLOPs of this step were counted while it ran, which slows the step down.
+        is_counted: Whether the FLOPs of this step were counted while it ran, which slows the step down.
         optimizer_seconds: The part of `seconds` in which optimizers changed the parameters.
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
     """
@@ -67,7 +67,7 @@ class MeasuredStep(NamedTuple):
     model_peak_seconds: float | None = None
     hardware_peak_seconds: float | None = None
     reason: str | None = None
-    is_watched: bool = False
+    is_counted: bool = False
     optimizer_seconds: float | None = None
     host_seconds: float | None = None
 
@@ -313,7 +313,7 @@ class Ledger:
             self.spend(name, seconds)
 
     def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
-        if step.is_watched:  # what exceeds the time of a typical step was spent counting FLOPs
+        if step.is_counted:  # what exceeds the time of a typical step was spent counting FLOPs
             extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
             self.spend("train", seconds - extra)
             self.spend("count", extra)

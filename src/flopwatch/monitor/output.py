@@ -71,13 +71,13 @@ def folder_in_use(output_dir: Path, pid: int) -> NoticeText:
     )
 
 
-def nothing_to_count(*, has_model: bool, has_batch: bool, has_calls: bool = False) -> NoticeText:
-    """Make one notice about a missing model, a missing batch, or both; with `has_calls`, FLOPs are known without it."""
+def nothing_to_count(*, has_model: bool, has_batch: bool, is_counted: bool = False) -> NoticeText:
+    """Make one notice about a missing model, a missing batch, or both. FLOPs that are counted live need no batch."""
     of_model = "model= to TrainingMonitor (or call set_model)"
     of_batch = "batch= to step() or log_step(), or each one to micro_batch()"
     missing = [*([] if has_model else [of_model]), *([] if has_batch else [of_batch])]
     what = " and no ".join([*([] if has_model else ["model"]), *([] if has_batch else ["batch"])])
-    effects = [*([] if has_batch else ["no tokens per second"]), *([] if has_calls else ["no FLOPs and no MFU"])]
+    effects = [*([] if has_batch else ["no tokens per second"]), *([] if is_counted else ["no FLOPs and no MFU"])]
     return _warning(
         "no_batch" if has_model else "no_model",
         f"no {what} was given, so there will be {', '.join(effects)}; pass {', and '.join(missing)}",
@@ -211,12 +211,13 @@ def not_exact(reasons: Sequence[str]) -> NoticeText:
     return _info("not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
 
 
-def rows_in_doubt(step: int, counted_at: int | None) -> NoticeText:
-    rows = "earlier rows" if counted_at is None else f"rows after step {counted_at}, the last correct count,"
+def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
+    ranges = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in steps[:8])
+    more = f" and {len(steps) - 8} more ranges" if len(steps) > 8 else ""
+    noun = "step" if steps[0][0] == steps[-1][1] else "steps"
     return _warning(
-        f"rows_in_doubt:{counted_at}",
-        f"the FLOPs of step {step}, counted while it ran, differ from those of earlier steps with equal model calls, "
-        f"so {rows} may be wrong although they are marked as exact",
+        f"rows_in_doubt:{steps[0][0]}:{steps[-1][1]}",
+        f"the FLOPs of {noun} {ranges}{more} may be wrong, and their rows are not called exact any longer: {shown}",
     )
 
 
@@ -231,9 +232,8 @@ def optimizer_products(flops: int) -> NoticeText:
 def flops_unknown(error: BaseException) -> NoticeText:
     return _warning(
         "flops_unknown",
-        f"the FLOPs of this model could not be counted: {first_line(error)}. Only steps that are counted while they "
-        "run will have FLOPs and MFU; pass as batch= what the model is called with, pass loss_fn=... if the model "
-        "returns no loss, or pass flops_fn=..., which returns the FLOPs of a batch",
+        f"the FLOPs of this model could not be counted: {first_line(error)}. Pass as batch= what the model is called "
+        "with, pass loss_fn=... if the model returns no loss, or pass flops_fn=..., which returns the FLOPs of a batch",
     )
 
 
@@ -243,27 +243,11 @@ def peak_unknown(dtype: str, why: str) -> NoticeText:
     return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why[0].lower()}{why[1:]}")
 
 
-def shapes_not_counted() -> NoticeText:
-    return _info(
-        "shapes_not_counted",
-        "batches of new shapes keep coming, and the time allowed for counting FLOPs is used up: steps with such "
-        "batches have no FLOPs (see perf/counted_steps_percent); pass flops_fn=... to have FLOPs for all steps",
-    )
-
-
 def coverage_below_1(coverage: float, notes: Sequence[str]) -> NoticeText:
     return _warning(
         "coverage_below_1",
         f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
         f"{'; '.join(notes)}. Add a formula with flopwatch.register_formula",
-    )
-
-
-def counting() -> NoticeText:
-    return _info(
-        "counting",
-        "counting the FLOPs of this model once, with fake tensors on the CPU; this takes some seconds, which are not "
-        "part of any step's time",
     )
 
 
@@ -318,14 +302,28 @@ class Outlets:
         if self._has_started and self._threads:
             self._threads[0].put(record)
 
-    def notify(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
-        """Send a notice to the process's `logging` and to every sink, once per code."""
+    def notify(
+        self,
+        level: Level,
+        code: str,
+        message: str,
+        *,
+        step: int | None = None,
+        doubted: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Send a notice to the process's `logging` and to every sink, once per code.
+
+        The local log gets every notice with `doubted`, the ranges of steps whose rows it must no longer call exact.
+        """
+        notice = Notice(step, level, code.partition(":")[0], message, tuple(doubted))
         self._notices[code] += 1
         if self._notices[code] > 1:
+            if doubted:
+                self.send_to_log(notice)
             return
         if not self._is_quiet or level == "error":
             _log.log(_LEVELS[level], "flopwatch: %s", message)
-        self.send(Notice(step, level, code.partition(":")[0], message))
+        self.send(notice)
 
     def flush_log(self) -> None:
         """Wait until the local log contains all records so far, but at most `_FLUSH_SECONDS`."""

@@ -79,6 +79,7 @@ class RowMaker:
         self._session = session
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self._held: list[PricedWindow] = []
+        self._doubted: list[tuple[int, int, str]] = []
         self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
@@ -97,6 +98,12 @@ class RowMaker:
 
     def add(self, window: PricedWindow) -> None:
         self._held.append(window)
+
+    def doubt(self, steps: Sequence[tuple[int, int]], reason: str) -> None:
+        """Say why uncounted steps in these ranges are not exact after all, although their rows may be written."""
+        self._doubted += [(first, last, reason) for first, last in steps]
+        self.exact = False
+        self.notes = tuple(dict.fromkeys([*self.notes, reason]))[:_MOST_REASONS]
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
         """Return the windows to log; none while warm-up steps are still unknown, unless `flush` is True."""
@@ -245,7 +252,7 @@ class RowMaker:
 
     def _judged(self, steps: Sequence[MeasuredStep], report: RankReport | None) -> tuple[bool | None, tuple[str, ...]]:
         """Return whether the FLOPs of these steps are exact on all ranks, and the reasons if they are not."""
-        exact, notes = _exactness(steps)
+        exact, notes = _exactness([self._with_doubt(step) for step in steps] if self._doubted else steps)
         if self.layout.world_size > 1 and exact:
             notes = _reasons_of_ranks(report, self.layout.world_size)
             exact = not notes
@@ -253,6 +260,10 @@ class RowMaker:
             self.exact = exact and self.exact is not False
             self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
         return exact, notes
+
+    def _with_doubt(self, step: MeasuredStep) -> MeasuredStep:
+        doubts = [reason for first, last, reason in self._doubted if first <= step.step <= last]
+        return step if not doubts or step.is_counted or step.reason else step._replace(reason=doubts[0])
 
     def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
         """Compute the metrics of the whole job; if reports are missing, only the number of ranks that reported."""
@@ -340,12 +351,10 @@ def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, 
 
 
 def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether all FLOPs of these steps are exact (None if no step has FLOPs), and the reasons if not."""
+    """Return whether all FLOPs of these steps are exact, and the reasons if not."""
     known = [step for step in steps if step.model_flops is not None]
-    if not known:
-        return None, ()
-    reasons = dict.fromkeys(step.reason for step in known if step.reason)
-    if len(known) < len(steps):
+    reasons = dict.fromkeys(step.reason for step in steps if step.reason)
+    if len(known) < len(steps) and not reasons:
         reasons["the FLOPs of some steps are not known"] = None
     return not reasons, tuple(str(reason) for reason in reasons)[:_MOST_REASONS]
 

@@ -16,13 +16,11 @@ from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
-from flopwatch.monitor.output import Outlets, json_ready, open_outlets
+from flopwatch.monitor.output import Notify, Outlets, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
-from flopwatch.monitor.pricing.call_costs import CallCosts
-from flopwatch.monitor.pricing.certificates import NO_CALLS
-from flopwatch.monitor.pricing.law_book import FlopMode, choose_mode
-from flopwatch.monitor.pricing.step_calls import StepNoter, checked_flops
-from flopwatch.monitor.pricing.step_prices import StepCost, StepPricer
+from flopwatch.monitor.pricing.evidence import Doubt
+from flopwatch.monitor.pricing.price import StepCost, StepPricer
+from flopwatch.monitor.pricing.step_counter import NO_MODEL, NOTHING, StepCounter, checked_flops
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size
 from flopwatch.monitor.ranks.rank import Rank, ends_window
@@ -73,13 +71,11 @@ class _LateWindow(NamedTuple):
         window: Steps whose values have not been read yet.
         begun: Earlier steps of the same window, whose values were read when a checkpoint was saved.
         busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
-        doubt: Why the FLOPs of these steps are not exact; None if no such reason is known.
     """
 
     window: Window
     begun: list[PricedStep]
     busy_seconds_per_step: float | None = None
-    doubt: str | None = None
 
 
 class MonitoredRun:
@@ -90,9 +86,8 @@ class MonitoredRun:
     (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`) and sends it to sinks (`Outlets`).
 
     Attributes:
-        noter: Finds out which calls of the model a step makes.
-        costs: The FLOPs of each call that was counted so far.
-        pricer: Computes the FLOPs of a step from its calls.
+        counter: Counts some of the steps as they run, and knows what the others cost.
+        pricer: Computes the FLOPs of a step from what it ran.
         assumed_batch: Batch of the size `batch_size` x `seq_length`, for steps that are logged without a batch.
         last_step: Number of the newest step.
         count_seconds: Time that the training's thread has spent counting FLOPs.
@@ -122,15 +117,17 @@ class MonitoredRun:
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
         self.step_clock = self._new_step_clock()
-        self.costs = self._new_costs(choose_mode(config, clock, loss_fn, flops_fn, self._notify))
-        self.noter = StepNoter(
-            config,
-            self.costs,
-            world_size == 1,
-            lambda has_grad: self.step_clock.model_is_called(has_grad),
-            self._notify,
+        self.counter = StepCounter(
+            checked_mode(config, self._notify),
+            clock,
+            is_alone=world_size == 1,
+            loss_fn=loss_fn,
+            on_call=lambda has_grad: self.step_clock.model_is_called(has_grad),
+            on_doubt=self._doubt_rows,
+            off_the_clock=lambda: self.phase("count"),
+            notify=self._notify,
         )
-        self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._notify)
+        self.pricer = StepPricer(config, self.counter, peak_flops_per_s, self._notify)
         self._optimizer_hooks = OptimizerHooks(self)
         self._session = Session(log_path, clock, self._notify)
         self.rows = RowMaker(config, world_size, self._session)
@@ -158,24 +155,21 @@ class MonitoredRun:
         self._begun: list[PricedStep] = []
         """Steps of the current logging window whose values were already read when a checkpoint was saved."""
 
-    def _new_costs(self, mode: FlopMode) -> CallCosts:
-        return CallCosts(
-            self._config,
-            self._clock,
-            mode,
-            waits_for_laws=not self.ranks.is_logging,
-            off_the_clock=lambda: self.phase("count"),
-            notify=self._notify,
-        )
-
     @property
     def model(self) -> nn.Module | None:
-        return self.costs.model
+        return self.counter.model
+
+    def _doubt_rows(self, doubt: Doubt) -> None:
+        """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
+        level, code, message = notices.rows_in_doubt(doubt.steps, doubt.shown)
+        self.outlets.notify(level, code, message, step=self.last_step, doubted=doubt.steps)
+        self.rows.doubt(doubt.steps, message)
 
     def set_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(notices.not_a_model(model))
-        self.noter.set_model(model)
+        self.counter.is_on = self._flops_fn is None
+        self.counter.set_model(model)
         self.pricer.set_model(model)
         timer = timer_for(self.pricer.peaks.device, self._clock)
         if type(timer) is not type(self._timer):
@@ -202,9 +196,9 @@ class MonitoredRun:
             self._notify(*notices.time_outside_steps(seconds))
 
     def _look_at_layout(self) -> None:
-        size = self._config.data_parallel_size or data_parallel_size(self.costs.model, self._world_size)
+        size = self._config.data_parallel_size or data_parallel_size(self.counter.model, self._world_size)
         self.rows.layout = JobLayout(self._world_size, size)
-        self.noter.set_shares_batches(size < self._world_size)
+        self.counter.set_shares_batches(size < self._world_size)
 
     def note_step(
         self,
@@ -227,16 +221,16 @@ class MonitoredRun:
             self._start_run(step)
         if batch is not None:
             try:
-                self._readings.append(self.noter.read(batch, lengths))
+                self._readings.append(self.counter.read(batch, lengths))
                 if self._flops_fn is not None:
                     self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
             except Exception as error:  # the step is logged without tokens
                 self.failed("batch", error)
         try:
-            calls = self.noter.end_step(self._readings, step, self.close_window, loss)
+            trace = self.counter.end_step(self._readings, step)
         except Exception as error:  # the step is logged without FLOPs
             self.failed("flops", error)
-            calls = NO_CALLS
+            trace = NOTHING
         noted = NotedStep(
             step,
             epoch if epoch is None or type(epoch) is int or type(epoch) is float else keep(epoch),
@@ -249,7 +243,7 @@ class MonitoredRun:
             skip_wandb,
             {name: keep(value) for name, value in more.items()} if more else more,
             self._user_flops,
-            calls,
+            trace,
             self.step_clock.optimizer_place,
         )
         self._noted.append(noted)
@@ -267,19 +261,19 @@ class MonitoredRun:
             is_full = is_late or len(self._begun) + len(self._noted) >= self._log_every
         else:
             is_full = self._is_window_full(step, previous)
-        if is_full or calls.count is not None:
-            try:
-                self.noter.look_at_graph(calls, loss)
-            except Exception as error:  # the window is logged without this check of its FLOPs
-                self.failed("flops", error)
         if is_full:
             self.close_window()
+        self.counter.await_step()
         self.step_clock.begin_gap()
 
     def abandon_step(self) -> None:
         """Drop the current step, because its body has raised an exception."""
-        self.noter.abandon_step()
+        self.counter.abandon_step()
         self._readings, self._user_flops = [], None
+
+    def drop_batches(self) -> None:
+        """Forget the batches of the current step, because they are not all of it."""
+        self._readings = []
 
     @property
     def has_batches(self) -> bool:
@@ -289,9 +283,13 @@ class MonitoredRun:
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
         """Add a micro-batch to the current step."""
         self.step_clock.micro_batch()
-        self._readings.append(self.noter.read(batch, lengths))
+        self.add_reading(self.counter.read(batch, lengths))
         if self._flops_fn is not None:
             self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
+
+    def add_reading(self, reading: Reading) -> None:
+        """Add a micro-batch whose sizes were read."""
+        self._readings.append(reading)
 
     @contextmanager
     def phase(self, name: str, *, is_marked: bool = True) -> Iterator[None]:
@@ -304,7 +302,7 @@ class MonitoredRun:
         seconds: list[float] = []
         try:
             mark = self.trace.outside_steps() if is_marked else nullcontext()
-            with self.step_clock.apart() as seconds, mark, self.noter.not_listening():
+            with self.step_clock.apart() as seconds, mark, self.counter.not_listening():
                 yield
         finally:
             self._session.add_seconds(name, seconds[0])
@@ -352,9 +350,6 @@ class MonitoredRun:
         if self.ranks.waits_for_plan:
             plan = self.ranks.new_plan()
             if plan is not None:
-                self.costs.adopt(plan.laws)
-                for step in self._noted:
-                    self.costs.learn_kept(step.calls)
                 self._cut_at_windows(plan.window_steps)
             elif link.failure is not None or self._has_waited_enough():
                 self._leave_ranks()
@@ -391,28 +386,29 @@ class MonitoredRun:
         self.trace.look_for_request()
         if self._noted:
             step_seconds = (self._clock() - self._window_began) / len(self._noted)
-            busy, doubt = self.step_clock.typical_busy_seconds(step_seconds), self.noter.look_at_model()
-            window = Window(self._noted, self._timer, self.noter.look_at_held)
-            self._late.append(_LateWindow(window, self._begun, busy, doubt))
+            busy = self.step_clock.typical_busy_seconds(step_seconds)
+            self.counter.look_at_model()
+            window = Window(self._noted, self._timer, self.counter.look_at_held)
+            self._late.append(_LateWindow(window, self._begun, busy))
             self._noted = []
         elif self._begun:
             self.rows.add(PricedWindow(self._begun))
         self._begun = []
         self._take_arrived(wait_seconds)
         for steps, busy in self.rows.windows_past_warm_up(flush=now):
-            self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.costs.offer())
+            self.ranks.plan(steps, self._config.log_every, self._config.log_seconds)
             self.ranks.send_window(steps, self._peak_flops_per_s(steps), busy)
         self._send_rows(now=now)
 
     def _take_arrived(self, wait_seconds: float) -> None:
         while self._late and self._late[0].window.arrives(wait_seconds):
             late = self._late.popleft()
-            steps = self._settled_and_priced(late.window, late.doubt)
+            steps = self._settled_and_priced(late.window)
             self.rows.add(PricedWindow([*late.begun, *steps], late.busy_seconds_per_step))
 
-    def _settled_and_priced(self, window: Window, doubt: str | None = None) -> list[PricedStep]:
+    def _settled_and_priced(self, window: Window) -> list[PricedStep]:
         settled = window.settle()
-        steps = [price_step(step, self._cost(step), doubt) for step in settled.steps]
+        steps = [price_step(step, self._cost(step)) for step in settled.steps]
         if settled.batch_failure is not None:
             self.failed("batch", settled.batch_failure)
         self._look_for_gaps(settled)
@@ -426,7 +422,7 @@ class MonitoredRun:
     def _cost(self, step: SettledStep) -> StepCost:
         noted = step.noted
         try:
-            return self.pricer.cost(noted.calls, step.works, noted.user_flops, self.noter.why_not_watched)
+            return self.pricer.cost(noted.trace, noted.step, step.works, noted.user_flops)
         except Exception as error:  # the step is logged without FLOPs
             self.failed("flops", error)
             return StepCost()
@@ -439,14 +435,14 @@ class MonitoredRun:
         if self._has_looked_for_gaps or not self.ranks.is_logging:
             return
         self._has_looked_for_gaps = True
-        has_model = self.costs.model is not None or self._flops_fn is not None
+        has_model = self.counter.model is not None or self._flops_fn is not None
         has_model = has_model or "set_model" in self.outlets.failed_parts  # reported already
         is_unreadable = "batch" in window.left_out or "batch" in self.outlets.failed_parts
         noted = [step.noted for step in window.steps]
         has_batch = is_unreadable or any(step.readings or step.user_flops for step in noted)
-        has_calls = has_model and any(step.calls.kinds for step in noted)
+        is_counted = self.counter.is_on and has_model and all(step.trace.traced is None for step in noted)
         if not (has_model and has_batch):
-            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, has_calls=has_calls))
+            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, is_counted=is_counted))
 
     def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
         """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
@@ -463,7 +459,7 @@ class MonitoredRun:
             )
             self.outlets.send(row)
             # With several ranks no notice is given, but the reasons are in the row's notes.
-            if row.exact is False and self._world_size == 1:
+            if row.exact is False and self._world_size == 1 and row.notes != (NO_MODEL,):
                 self._notify(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
@@ -508,7 +504,7 @@ class MonitoredRun:
         """Return the state of a training with one rank; the current window is logged as a partial row and goes on."""
         self._take_arrived(DEVICE_SECONDS)
         if self._noted and not self._late:
-            window = Window(self._noted, self._timer, self.noter.look_at_held)
+            window = Window(self._noted, self._timer, self.counter.look_at_held)
             if window.arrives(DEVICE_SECONDS):
                 self._begun, self._noted = [*self._begun, *self._settled_and_priced(window)], []
         so_far = self.rows.so_far(self._begun)
@@ -560,6 +556,7 @@ class MonitoredRun:
                 self._notify(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
             if not self._has_started:
                 self._start_run(0)
+            self.counter.doubt_unproven()
             self.ranks.finish(seconds)
             self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
@@ -567,14 +564,14 @@ class MonitoredRun:
             self.failed("close", error)
         finally:
             self._optimizer_hooks.remove()
-            self.noter.close()
+            self.counter.close()
             summary = self.outlets.close(self._summary(values, ended_by))
         return summary
 
     def _summary(self, values: dict[str, Number], ended_by: str | None) -> Summary:
-        exact, notes, doubt = self.rows.exact, self.rows.notes, self.noter.doubt
-        if doubt is not None:  # some rows may be wrong although they are marked as exact
-            exact, notes, values = False, (*notes, doubt.message), {**values, "perf/exact": 0}
+        exact, notes = self.rows.exact, self.rows.notes
+        if exact is not None:
+            values = {**values, "perf/exact": int(exact)}
         return Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
 
     def _start_run(self, first_step: int) -> None:
@@ -615,6 +612,19 @@ class MonitoredRun:
 
     def _notify(self, level: Any, code: str, message: str, step: int | None = None) -> None:
         self.outlets.notify(level, code, message, step=self.last_step if step is None else step)
+
+
+def checked_mode(config: MonitorConfig, notify: Notify) -> MonitorConfig:
+    """The configuration; mode `hybrid` without its fallback is an error, because no hardware counters are read."""
+    if config.mode == "hybrid" and not config.fallback_to_profiler:
+        reason = (
+            "mode hybrid: this version reads no hardware counters, and fallback_to_profiler is off; set it to true "
+            "or choose another mode"
+        )
+        if config.strict:
+            raise InputError(reason)
+        notify("error", "flops_unknown", f"FLOPs are counted as in mode smart: {reason}")
+    return config
 
 
 def _seconds_of(steps: Sequence[PricedStep]) -> float:

@@ -17,6 +17,7 @@ from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
+from flopwatch.random_state import same_random_states
 from flopwatch.records.html_table import html_table
 from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, Summary
@@ -131,7 +132,7 @@ class Step:
         if run is not None:
             try:
                 run.step_clock.start_step(self._batch is not None)
-                run.noter.begin_step()
+                run.counter.begin_step(self._batch)
             except Exception as error:
                 monitor._failed("start_step", error)
         return self
@@ -139,16 +140,17 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         monitor = self._monitor
         run = monitor._run
+        batch, self._batch = self._batch, None  # the loop may keep this object longer than its batch
         if kind is not None:
             monitor._abandon_step()
-        elif self._more or self._batch is None or run is None or not monitor._logs_steps_itself:
-            monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **self._values())
+        elif self._more or batch is None or run is None or not monitor._logs_steps_itself:
+            monitor.log_step(self.number, batch=batch, lengths=self._lengths, **self._values())
         else:  # the same as `log_step`, without the cost of another call with keyword arguments
             entered = monitor._clock()
             try:
                 run.note_step(
                     self.number, self._epoch, self._loss, self._grad_norm, self._lr, False,
-                    self._batch, self._lengths, _NOTHING_MORE,
+                    batch, self._lengths, _NOTHING_MORE,
                 )  # fmt: skip
                 if run.is_off:
                     monitor._run = None
@@ -171,11 +173,11 @@ class TrainingMonitor:
     Args:
         output_dir: The run's folder. A run that is resumed in the same folder continues its log and totals.
         config: A YAML file or a dict, which may be a whole training configuration; see `docs/monitoring.md`.
-        log_file: Name of the local log in `output_dir`: JSON Lines, append-only.
+        log_file: Name of the local log in `output_dir`, in JSON Lines.
         flops_profile_freq: Steps between two counts in mode `profiler`.
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
-        mode: `smart` counts the FLOPs once and computes those of every step from its batch's shape; `estimate` never
-            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works like `profiler`.
+        mode: `smart` counts some of the steps as they run, and knows from them what the others cost; `estimate` never
+            counts; `profiler` counts at least every `flops_profile_freq` steps; `hybrid` works like `profiler`.
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.
@@ -196,13 +198,16 @@ class TrainingMonitor:
         >>> import tempfile, torch
         >>> model = torch.nn.Linear(8, 8)
         >>> with TrainingMonitor(tempfile.mkdtemp(), model=model) as monitor:
-        ...     for number in range(3):
-        ...         with monitor.step(torch.randn(4, 8)) as step:
-        ...             step.log(loss=0.5)
+        ...     for batch in torch.randn(3, 4, 8):
+        ...         with monitor.step(batch) as step:
+        ...             loss = model(batch).sum()
+        ...             loss.backward()
+        ...             step.log(loss=loss)
         >>> monitor.summary.values["total/model_flops"]  # 3 x 4 samples x 2 x 8 x 8, forward and weight gradient
         3072
     """
 
+    @same_random_states()
     def __init__(
         self,
         output_dir: str | Path = "outputs",
@@ -355,7 +360,7 @@ class TrainingMonitor:
             return
         try:
             run.step_clock.start_step()
-            run.noter.begin_step()
+            run.counter.begin_step()
         except Exception as error:
             self._failed("start_step", error)
 
@@ -433,7 +438,7 @@ class TrainingMonitor:
         The setting `phase_frequencies` has a frequency for each phase; phases that it lacks use `flops_profile_freq`.
         """
         frequency = self.config.phase_frequencies.get(name, self.config.flops_profile_freq)
-        self._do("set_phase", lambda run: run.costs.set_check_every(frequency))
+        self._do("set_phase", lambda run: run.counter.count_every(frequency))
 
     def log_datasets(
         self,
@@ -496,7 +501,7 @@ class TrainingMonitor:
     @property
     def model_ref(self) -> nn.Module | None:
         """The model that is trained; can be assigned."""
-        return None if self._run is None else self._run.costs.model
+        return None if self._run is None else self._run.counter.model
 
     @model_ref.setter
     def model_ref(self, model: nn.Module) -> None:
@@ -558,6 +563,7 @@ class TrainingMonitor:
     def __repr__(self) -> str:
         return f"TrainingMonitor({str(self.output_dir)!r}: {self._words()})"
 
+    @same_random_states()
     def _repr_html_(self) -> str:
         """What a notebook shows if the monitor is the last line of a cell: the newest row, later the summary."""
         from flopwatch.sinks.console import summary_lines  # imports rich, which a training may not need

@@ -11,8 +11,8 @@ from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import IGNORED_LABEL
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
-from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
-from flopwatch.monitor.pricing.step_prices import StepCost
+from flopwatch.monitor.pricing.price import StepCost
+from flopwatch.monitor.pricing.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.timing.step_clock import OptimizerPlace, Segments
 from flopwatch.monitor.timing.timers import StepTimer
 from flopwatch.records.run import Number
@@ -259,7 +259,7 @@ class NotedStep(NamedTuple):
     skip_wandb: bool
     more: Mapping[str, Any]
     user_flops: int | None = None
-    calls: StepCalls = NO_CALLS
+    trace: StepTrace = NOTHING
     optimizer_place: OptimizerPlace | None = None
 
     def scalars(self) -> list[tuple[str, Any]]:
@@ -429,10 +429,10 @@ def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
     return sum(timer.seconds(start, end) for start, end in marks)
 
 
-def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
-    """Combine a step with its FLOPs. `doubt` is a reason why the FLOPs of its window are not exact, if one is known."""
+def price_step(settled: SettledStep, cost: StepCost) -> PricedStep:
+    """Combine a step with its FLOPs."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
-    flops, is_watched = cost.flops, noted.calls.count is not None
+    flops, is_counted = cost.flops, noted.trace.was_counted
     measured = MeasuredStep(
         noted.step,
         settled.seconds,
@@ -448,9 +448,9 @@ def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -
         values.pop("grad_norm", None),
         model_peak_seconds=cost.model_peak_seconds,
         hardware_peak_seconds=cost.hardware_peak_seconds,
-        reason=None if flops is None else flops.reason or doubt,
-        is_warm_up=is_watched,
-        is_watched=is_watched,
+        reason=cost.reason,
+        is_warm_up=is_counted,
+        is_counted=is_counted,
         optimizer_seconds=settled.optimizer_seconds,
         host_seconds=settled.host_seconds,
     )

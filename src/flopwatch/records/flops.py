@@ -87,8 +87,6 @@ class FlopCount:
         steered_by: What determines tensor sizes inside the model besides the shapes of its inputs: the names of
             arguments whose values matter, `a random draw` or `activations`.
         values_read: Like `steered_by`, for values that the model's Python code has read, so it may branch on them.
-        mode_risks: Ops whose results may differ in the last bits while a torch dispatch mode is active. A live training
-            step with such ops is never traced, because tracing uses a dispatch mode.
         by_dtype: Executed FLOPs by compute type (`bf16`, `fp32`, `int8`, ...); `fp32` includes products that the device
             may compute in tf32. Empty if no op was traced.
     """
@@ -108,7 +106,6 @@ class FlopCount:
     notes: tuple[str, ...] = ()
     steered_by: tuple[str, ...] = ()
     values_read: tuple[str, ...] = ()
-    mode_risks: tuple[str, ...] = ()
     by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
 
     @property

@@ -60,11 +60,9 @@ class Provenance:
         step: The first step to which this record applies.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
-        exact: True if the FLOPs of `model(batch)` are exact. `Row.exact` says this about whole steps.
+        exact: True if every op of the counted steps has a formula. `Row.exact` says whether a step's FLOPs are exact.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula; None if no op was traced.
-        law: The polynomial that gives the FLOPs of a batch from its shape: coefficients by phase and term, as decimal
-            text, such as {"forward": {"positions": "7168"}}. Empty if each batch shape is counted on its own.
         peak: The peak that MFU is relative to (`Peak.to_json()`); None if it is unknown.
         device_count: Number of devices whose peaks are summed.
         achievable_flops_per_s: The rate of the fastest matrix product measured on this device, if it is known.
@@ -77,7 +75,6 @@ class Provenance:
     exact: bool
     attention: str
     coverage: float | None = None
-    law: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     peak: Mapping[str, Any] | None = None
     device_count: int = 1
     notes: tuple[str, ...] = ()
@@ -174,17 +171,19 @@ class Notice:
         level: `info`, `warning` or `error`.
         code: A short, stable name: `mfu_above_peak`, `coverage_below_1`, `sink_failed`, `rows_dropped`, ...
         message: What happened, with the value, and what to do next.
+        doubted: First and last step of each range whose rows are not exact, although they were written as exact.
     """
 
     step: int | None
     level: Level
     code: str
     message: str
+    doubted: tuple[tuple[int, int], ...] = ()
 
     type: Literal["notice"] = "notice"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "doubted" or value}
 
 
 @dataclass(frozen=True, slots=True)

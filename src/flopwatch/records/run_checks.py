@@ -54,6 +54,12 @@ def _texts(value: Any) -> bool:
     return type(value) in (list, tuple) and all(map(_is_text, value))
 
 
+def _are_ranges(value: Any) -> bool:
+    return type(value) is list and all(
+        type(each) is list and len(each) == 2 and all(map(_is_count, each)) for each in value
+    )
+
+
 def _is_value(value: Any) -> bool:
     """Whether a value is one of a metric, which may be NaN or infinite."""
     return type(value) is float or (type(value) in _NUMBERS and -_LARGEST < value < _LARGEST)
@@ -121,12 +127,12 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "method": _or_none(_is_text),
     "attention": _is_text,
     "coverage": _or_none(_is_amount),
-    "law": _mapping_of(_mapping_of(_is_text)),
     "device_count": lambda value: _is_count(value) and value > 0,
     "achievable_flops_per_s": _or_none(_is_amount),
     "level": _is_text,
     "code": _is_text,
     "message": _is_text,
+    "doubted": _are_ranges,
     "notices": _mapping_of(_is_amount),
     "failed_parts": _mapping_of(_is_text),
     "dropped_rows": _mapping_of(_is_amount),

@@ -83,13 +83,6 @@ def _exact(log: RunLog) -> bool | None:
     return count
 
 
-def _law(log: RunLog) -> str | None:
-    """The formula for the forward FLOPs as one line of text; None if FLOPs were counted shape by shape instead."""
-    phases = _provenance("law")(log) or {}
-    terms = [f"{each} x {name}" for name, each in phases.get("forward", {}).items() if each not in ("0", "0.0")]
-    return " + ".join(terms) or None
-
-
 _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
     ("device", _device, _ALL),
     ("world size", _world_size, _ALL),
@@ -97,7 +90,6 @@ _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
     ("dtype", _dtype, _ALL),
     ("peak FLOP/s", _peak("flops_per_s"), _FLOPS),
     ("peak is", _peak("kind"), _FLOPS),
-    ("forward FLOPs", _law, _ALL),
     ("attention", _provenance("attention"), _FLOPS),
     ("mode", _provenance("mode"), _FLOPS),
     ("method", _provenance("method"), _FLOPS),

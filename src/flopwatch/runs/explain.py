@@ -2,149 +2,16 @@
 
 The MFU belongs to one step or to one logging window. The numbers of a window are sums over those of its steps that are
 timed, are not warm-up, and have known FLOPs.
-
-The FLOP law is the formula that gives the FLOPs of a step from the shape of its batch: a sum of terms, each of which is
-a coefficient times a count, such as the number of positions. The log has the number of samples and positions but not
-the length of each sample. If the samples are not equally long, the number of position pairs (the sum of the squared
-lengths) is therefore derived from the logged FLOPs, and `pairs_from_sum` is True.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from math import isclose
 from typing import Any
 
 from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row
 from flopwatch.runs import RunLog, provenance_at, step_cells
-
-_PHASES = {"model": ("forward", "backward"), "hardware": ("forward", "backward", "recompute")}
-_INDEPENDENT_OF_MICRO_BATCHES = {"samples", "positions", "pairs"}
-
-
-@dataclass(frozen=True, slots=True)
-class LawTerm:
-    """One term of the FLOP formula: `count` times `flops_each`, such as 4,096 positions of 7,168 forward FLOPs each."""
-
-    phase: str
-    name: str
-    count: int
-    flops_each: str
-    flops: int | float
-
-
-@dataclass(frozen=True, slots=True)
-class LawSum:
-    """The FLOPs of a step written as a sum of terms.
-
-    Attributes:
-        flops: The sum of the terms, which equals the FLOPs that the run logged.
-        pairs_from_sum: True if the number of position pairs was derived from `flops`, because the log does not have
-            the length of each sample.
-    """
-
-    terms: tuple[LawTerm, ...]
-    flops: int
-    pairs_from_sum: bool = False
-
-
-def apply_law(law: Mapping[str, Mapping[str, str]], cells: Mapping[str, Any], which: str) -> LawSum | None:
-    """Write the `model` or `hardware` FLOPs of a step as a sum; None if the logged values of the step do not suffice.
-
-    >>> law = {"forward": {"positions": "10", "pairs": "2"}, "backward": {"positions": "20", "pairs": "4"}}
-    >>> apply_law(law, {"samples": 2, "tokens": 8, "model_flops": 432}, "model").terms[1]
-    LawTerm(phase='forward', name='pairs', count=32, flops_each='2', flops=64)
-    """
-    flops = cells.get(f"{which}_flops")
-    counts = _counts(cells, which)
-    if flops is None or counts is None:
-        return None
-    coefficients = _coefficients(law, which)
-    needed = {name for terms in coefficients.values() for name in terms}
-    if needed <= set(counts) and _evaluated(coefficients, counts) == flops:
-        return LawSum(_terms(coefficients, counts), flops)
-    if "pairs" in needed <= _INDEPENDENT_OF_MICRO_BATCHES:
-        return _with_pairs_from_sum(coefficients, counts, flops)
-    return None
-
-
-def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
-    """Add the sums of several steps term by term; None if the sum of any step is None."""
-    known = [item for item in sums if item is not None]
-    if not known or len(known) < len(sums):
-        return None
-    counts: dict[tuple[str, str, str], tuple[int, int | float]] = {}
-    for term in (term for item in known for term in item.terms):
-        key = (term.phase, term.name, term.flops_each)
-        count, flops = counts.get(key, (0, 0))
-        counts[key] = (count + term.count, flops + term.flops)
-    terms = tuple(LawTerm(phase, name, count, each, flops) for (phase, name, each), (count, flops) in counts.items())
-    return LawSum(terms, sum(item.flops for item in known), any(item.pairs_from_sum for item in known))
-
-
-def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
-    """Return the `count` of each possible term of the FLOP formula; None if the number of samples is unknown.
-
-    Terms with pairs or lengths are left out if positions / samples is not a whole number, because then the samples
-    differ in length. If `which` is `model`, padding is left out of the positions.
-    """
-    samples = cells.get("samples")
-    positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")
-    if not samples:
-        return None
-    counts = {"samples": samples, "sample pairs": samples**2, "step": 1}
-    if positions is not None:
-        counts["positions"] = positions
-        length, rest = divmod(positions, samples)
-        if rest == 0:
-            counts |= {"pairs": samples * length**2, "length": length, "length squared": length**2}
-    return counts
-
-
-def _coefficients(law: Mapping[str, Mapping[str, str]], which: str) -> dict[str, dict[str, Fraction]]:
-    return {
-        phase: {name: Fraction(each) for name, each in law.get(phase, {}).items() if Fraction(each) != 0}
-        for phase in _PHASES[which]
-    }
-
-
-def _evaluated(coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int]) -> Fraction:
-    return sum((each * counts[name] for terms in coefficients.values() for name, each in terms.items()), Fraction(0))
-
-
-def _with_pairs_from_sum(
-    coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int], flops: int
-) -> LawSum | None:
-    per_pair = sum((terms.get("pairs", Fraction(0)) for terms in coefficients.values()), Fraction(0))
-    if "positions" not in counts or per_pair == 0:
-        return None
-    pairs = (flops - _evaluated(coefficients, {**counts, "pairs": 0})) / per_pair
-    # A sample of n positions has n² pairs, so the number of pairs is whole and at least the number of positions.
-    if pairs.denominator != 1 or pairs < counts["positions"]:
-        return None
-    return LawSum(_terms(coefficients, {**counts, "pairs": int(pairs)}), flops, pairs_from_sum=True)
-
-
-def _terms(coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int]) -> tuple[LawTerm, ...]:
-    return tuple(
-        LawTerm(phase, name, counts[name], _as_text(each), _as_number(each * counts[name]))
-        for phase, terms in coefficients.items()
-        for name, each in terms.items()
-    )
-
-
-def _as_number(fraction: Fraction) -> int | float:
-    return int(fraction) if fraction.denominator == 1 else float(fraction)
-
-
-def _as_text(fraction: Fraction) -> str:
-    """Write a fraction as a decimal number if that is exact, or else as numerator/denominator.
-
-    >>> _as_text(Fraction(5, 2)), _as_text(Fraction(5, 3))
-    ('2.5', '5/3')
-    """
-    return str(_as_number(fraction)) if Fraction(float(fraction)) == fraction else str(fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +43,6 @@ class Explanation:
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
         recompute_flops: The part of `hardware_flops` that activation checkpointing computed a second time.
-        model_law: `model_flops` written as a sum of terms; `hardware_law` is the same for `hardware_flops`.
         seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
@@ -205,8 +71,6 @@ class Explanation:
     model_flops: int | None
     hardware_flops: int | None
     recompute_flops: int | None
-    model_law: LawSum | None
-    hardware_law: LawSum | None
     seconds: float | None
     input_wait_seconds: float | None
     is_warm_up: bool
@@ -281,8 +145,6 @@ def _explained(
         steps=tuple(cells["step"] for cells in steps),
         left_out=left_out,
         **sums,
-        model_law=_law(steps, provenance, "model"),
-        hardware_law=_law(steps, provenance, "hardware"),
         is_warm_up=not is_window and bool(steps[0].get("warm_up")),
         other_seconds=_other_seconds(row),
         goodput=goodput_of(row.ledger.get("seconds", {})),
@@ -336,12 +198,6 @@ def _sum(steps: Sequence[Cells], name: str) -> Any:
     """Add up a value over all steps; None if one step does not have it, because a partial sum would be wrong."""
     cells = [step.get(name) for step in steps]
     return sum(cells) if cells and None not in cells else None
-
-
-def _law(steps: Sequence[Cells], provenance: Provenance | None, which: str) -> LawSum | None:
-    if provenance is None or not provenance.law:
-        return None
-    return add_up([apply_law(provenance.law, step, which) for step in steps])
 
 
 def _other_seconds(row: Row) -> dict[str, Number]:

@@ -89,6 +89,8 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
         for name in ("notes", "skip"):
             if name in given:
                 given[name] = tuple(given[name])
+        if "doubted" in given:
+            given["doubted"] = tuple(map(tuple, given["doubted"]))
         record: Record = kind(**given)
     except TypeError as error:
         raise TornLineError(str(error)) from error

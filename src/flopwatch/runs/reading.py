@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
+from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 
@@ -56,6 +57,8 @@ class _RowLine(NamedTuple):
     """The last valid step; a later session ran the steps after it again."""
     is_partial: bool = False
     """True if the row was written early, together with a checkpoint. The session's next row has the same steps too."""
+    doubts: tuple[Notice, ...] = ()
+    """Later notices of the same session that doubt rows. The log says only in them why a row is not exact after all."""
 
     def parse(self) -> dict[str, Any] | None:
         """Parse the row; None if a later session ran all of its steps again."""
@@ -136,12 +139,19 @@ def _current_run(path: Path) -> Iterator[_Found]:
     superseded: _RowLine | None = None  # The row read last, if a later session ran some of its steps again.
     is_last_of_session = True
     has_later_row = False  # Whether a later row of the same session was found.
+    doubts: tuple[Notice, ...] = ()
     for line in lines_from_end(path):
         found = _read_line(line, may_be_torn=is_last_of_session)
         is_last_of_session = isinstance(found, RunStart)
         if isinstance(found, _RowLine) and found.is_partial and has_later_row:
             continue
         has_later_row = (has_later_row or isinstance(found, _RowLine)) and not isinstance(found, RunStart)
+        if isinstance(found, RunStart):
+            doubts = ()
+        elif isinstance(found, Notice) and found.doubted:
+            doubts = (found, *doubts)
+        elif isinstance(found, _RowLine) and doubts:
+            found = found._replace(doubts=doubts)
         if isinstance(found, _RowLine) and found.step > last_valid_step:
             superseded = found._replace(cut_after=last_valid_step)
             continue
@@ -244,6 +254,8 @@ def _records_of(item: _Found) -> Iterator[Record]:
         return
     row = item.parse()
     record = to_record(row) if row is not None else None
+    for notice in item.doubts:
+        record = marked(record, notice) if isinstance(record, Row) else record
     if record is not None:
         yield record
 

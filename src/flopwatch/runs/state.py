@@ -10,6 +10,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
@@ -238,6 +239,7 @@ class WatchedRun:
             self.provenance = record
         elif isinstance(record, Notice):
             self.notices.append(record)
+            self.row = None if self.row is None else marked(self.row, record)  # it may have been read before the patch
         else:
             self.summary = record
         if isinstance(record, RunStart | Row | Summary):

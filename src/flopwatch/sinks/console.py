@@ -59,14 +59,14 @@ def start_line(start: RunStart) -> str:
 def provenance_line(origin: Provenance) -> str:
     """A line that tells how FLOPs are counted and which peak is used.
 
-    >>> provenance_line(Provenance(1, "smart", "trace", True, "full"))
-    'FLOPs of model(batch) by trace, exact, attention full; no peak known, so no MFU'
+    >>> provenance_line(Provenance(1, "smart", "step", True, "full"))
+    'FLOPs counted as steps run, attention full; no peak known, so no MFU'
     """
     if origin.method is None:
         counted = "FLOPs not known yet"
     else:
-        exact = "exact" if origin.exact else "not exact"
-        counted = f"FLOPs of model(batch) by {origin.method}, {exact}, attention {origin.attention}"
+        how = "counted as steps run" if origin.method == "step" else f"of model(batch) by {origin.method}"
+        counted = f"FLOPs {how}, attention {origin.attention}"
     if origin.coverage is not None and origin.coverage < 1:
         counted += f", {percent(origin.coverage)} of the ops counted"
     if origin.peak is None:

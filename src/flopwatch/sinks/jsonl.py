@@ -3,12 +3,15 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.records.doubted_rows import is_doubted
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart
 
 _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -19,7 +22,8 @@ class JsonlSink:
 
     JSON has no NaN and no infinity, so they are written as the texts `"nan"`, `"inf"` and `"-inf"`. A row is passed to
     the operating system after at most `flush_steps` steps or `flush_seconds` seconds, other records immediately. A
-    crash can truncate only one line.
+    crash can truncate only one line. Lines are only appended, except that a notice with `doubted` changes earlier rows
+    of this session from exact to not exact, which keeps their length.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -47,6 +51,8 @@ class JsonlSink:
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._descriptor: int | None = None
+        self._session_start = 0
+        """Where the lines of this session begin in the file."""
         self._buffer = bytearray()
         self._last_step: int | None = None
         self._flushed_step: int | None = None
@@ -56,8 +62,13 @@ class JsonlSink:
 
     def write(self, record: Record) -> None:
         line = _encode(record.to_json())
+        if isinstance(record, Row) and record.exact:
+            line = _EXACT_WHEN_WRITTEN.join(line.rsplit(b',"exact":true,', 1))
         if self._descriptor is None:
             self._open()
+        if isinstance(record, Notice) and record.doubted:
+            self.flush()
+            self._doubt(record.doubted)
         self._buffer += line
         if isinstance(record, RunStart | Provenance):
             self._headers[type(record)] = line
@@ -95,11 +106,28 @@ class JsonlSink:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         binary = getattr(os, "O_BINARY", 0)  # without it Windows writes two bytes at the end of a line
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
-        size = os.fstat(self._descriptor).st_size
+        self._session_start = size = os.fstat(self._descriptor).st_size
         if size:
             os.lseek(self._descriptor, size - 1, os.SEEK_SET)  # writes still go to the end
         if size and os.read(self._descriptor, 1) != b"\n":
             self._buffer[:0] = b"\n"  # ends a line that a killed session left incomplete
+
+    def _doubt(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Change the rows of this session that have a step in the ranges to not exact."""
+        if self._descriptor is None or not self._is_in_place(self._descriptor):
+            return
+        # A descriptor of its own: Linux appends whatever is written to one with O_APPEND, even with a position.
+        with (
+            suppress(FileNotFoundError),
+            self._path.open("rb") as lines,
+            self._path.open("r+b", buffering=0) as patched,
+        ):
+            start = lines.seek(self._session_start)
+            for line in lines:
+                for place, text in _patches(line, ranges):
+                    patched.seek(start + place)
+                    patched.write(text)
+                start += len(line)
 
     def _is_in_place(self, descriptor: int) -> bool:
         try:
@@ -121,6 +149,22 @@ class JsonlSink:
         )
         self._buffer[:0] = b"".join(self._headers.values()) + _encode(notice.to_json())
         self._open()
+
+
+_EXACT_WHEN_WRITTEN = b',"exact":true ,'
+"""Has a space, so that `false` fits into its place. No other `true` in a line of the log is followed by a space."""
+_EXACT_VALUE = re.compile(rb'(?<=[{,])"perf/exact":1(?=[,}])')
+_STEPS = re.compile(rb'(?:^\{"type":"(?:partial_)?row","step":|"steps":\{"step":\[)(-?\d+(?:,-?\d+)*)')
+
+
+def _patches(line: bytes, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    """Yield where to write what in a line, so that a row with a step in the ranges is not exact."""
+    place = line.rfind(_EXACT_WHEN_WRITTEN)
+    if place < 0 or not is_doubted([int(step) for found in _STEPS.findall(line) for step in found.split(b",")], ranges):
+        return
+    yield place + len(b',"exact":'), b"false"
+    if (value := _EXACT_VALUE.search(line)) is not None:
+        yield value.end() - 1, b"0"
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:

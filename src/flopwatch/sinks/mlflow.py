@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -118,7 +119,9 @@ class ClientTracking:
 
     def start_run(self, experiment: str | None) -> str:
         experiment_id = _experiment_id(experiment, self._id_of)
-        run = self._client.create_run(experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME"))
+        # Without a name, MLflow draws one from `random`, whose numbers belong to the training.
+        name = os.environ.get("MLFLOW_RUN_NAME") or f"flopwatch-{secrets.token_hex(4)}"
+        run = self._client.create_run(experiment_id, run_name=name)
         return str(run.info.run_id)
 
     def log_batch(self, run_id: str, batch: Batch) -> None:

@@ -15,7 +15,6 @@ from flopwatch.torch_internals.autograd import compiled_original as compiled_ori
 from flopwatch.torch_internals.autograd import current_autograd_node as current_autograd_node
 from flopwatch.torch_internals.autograd import current_graph_task_id as current_graph_task_id
 from flopwatch.torch_internals.autograd import engine_code as engine_code
-from flopwatch.torch_internals.autograd import input_metadata as input_metadata
 from flopwatch.torch_internals.autograd import is_checkpoint_recomputing as is_checkpoint_recomputing
 from flopwatch.torch_internals.autograd import is_compiled_function as is_compiled_function
 from flopwatch.torch_internals.autograd import knows_nodes as knows_nodes
@@ -28,18 +27,20 @@ from flopwatch.torch_internals.autograd import sees_graph_tasks as sees_graph_ta
 from flopwatch.torch_internals.autograd import sequence_nr as sequence_nr
 from flopwatch.torch_internals.modules import ANY_BATCH_NORM as ANY_BATCH_NORM
 from flopwatch.torch_internals.modules import ANY_DROPOUT as ANY_DROPOUT
-from flopwatch.torch_internals.modules import COMPILED_CALL as COMPILED_CALL
 from flopwatch.torch_internals.modules import LocalBatchNorm as LocalBatchNorm
+from flopwatch.torch_internals.modules import arguments_by_name as arguments_by_name
 from flopwatch.torch_internals.modules import call_slot as call_slot
 from flopwatch.torch_internals.modules import class_before_sharding as class_before_sharding
 from flopwatch.torch_internals.modules import compiled_call as compiled_call
 from flopwatch.torch_internals.modules import default_store as default_store
 from flopwatch.torch_internals.modules import fsdp_groups as fsdp_groups
 from flopwatch.torch_internals.modules import global_hook_tables as global_hook_tables
+from flopwatch.torch_internals.modules import is_in_transform as is_in_transform
 from flopwatch.torch_internals.modules import module_tables as module_tables
 from flopwatch.torch_internals.modules import own_buffers as own_buffers
 from flopwatch.torch_internals.modules import own_modules as own_modules
 from flopwatch.torch_internals.modules import own_parameters as own_parameters
+from flopwatch.torch_internals.modules import whole_shape as whole_shape
 from flopwatch.torch_internals.ops import CTC_LOSS as CTC_LOSS
 from flopwatch.torch_internals.ops import CTC_LOSS_BACKWARD as CTC_LOSS_BACKWARD
 from flopwatch.torch_internals.ops import FAKE_TENSOR_LOGGER as FAKE_TENSOR_LOGGER
@@ -76,6 +77,7 @@ from flopwatch.torch_internals.ops import short_op_name as short_op_name
 from flopwatch.torch_internals.ops import stored_count as stored_count
 from flopwatch.torch_internals.ops import tensor_version as tensor_version
 from flopwatch.torch_internals.probes import PRIVATE_NAMES as PRIVATE_NAMES
+from flopwatch.torch_internals.probes import apart as apart
 from flopwatch.torch_internals.probes import checked as checked
 from flopwatch.torch_internals.probes import forget_probes as forget_probes
 from flopwatch.torch_internals.probes import what_is_missing as what_is_missing

@@ -87,7 +87,7 @@ def sees_graph_tasks() -> bool:
     return results[_TASK]
 
 
-_NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules, and equal layers are all traced"
+_NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules"
 _NODE = declare(
     "torch._C._current_autograd_node",
     "attribute backward ops to the modules whose forward pass made the running node",
@@ -214,24 +214,6 @@ def runs_forward_code(code: CodeType) -> bool:
     return code is _MODULE_CALL or code.co_filename == _CHECKPOINT_FILE
 
 
-_METADATA = declare(
-    "torch.autograd.graph.Node._input_metadata",
-    "shapes and types of the products in the loss's graph, to notice that they change between windows",
-    "a change of the products between the model's output and the loss is not noticed",
-)
-
-
-def _probe_metadata(metadata: Callable[[Any], Any]) -> bool:
-    product: Any = (torch.ones(2, 3, requires_grad=True) @ torch.ones(3, 4)).grad_fn
-    [part] = metadata(product)
-    return tuple(part.shape) == (2, 4) and part.dtype is torch.float32
-
-
-input_metadata: Callable[[Any], Any] = checked(
-    _METADATA, lambda: lambda node: node._input_metadata, _probe_metadata, lambda _: None
-)
-"""Shapes and dtypes of the gradients that a node takes; None if unknown."""
-
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 _EVAL_FRAME = declare(
@@ -273,6 +255,8 @@ def requested_compilations() -> Mapping[Any, Any] | None:
     if compiler is None:
         return None
     table = getattr(compiler, _BACKENDS, None)
+    if type(table) is dict and not table:
+        return table
     if not works(_BACKENDS, lambda: isinstance(table, dict)):
         return {None: "unknown"}
     return cast("Mapping[Any, Any]", table)

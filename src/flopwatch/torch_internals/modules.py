@@ -3,6 +3,7 @@
 from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
 
 import functools
+import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple, cast
 
@@ -124,7 +125,7 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 COMPILED_CALL = declare(
     "torch.nn.Module._compiled_call_impl",
     "follow which module runs; know that `module.compile()` was called",
-    "FLOPs of hooks count for the calling module, equal layers are all traced, and `module.compile()` is not noticed",
+    "FLOPs of hooks count for the calling module, and `module.compile()` is not noticed",
 )
 """`nn.Module.__call__` calls this attribute if it is set; `module.compile()` sets it."""
 
@@ -150,6 +151,62 @@ def call_slot() -> str:
 def compiled_call(module: nn.Module) -> Any:
     """The compiled function that `module.compile()` has set on the module, or None."""
     return getattr(module, COMPILED_CALL, None)
+
+
+_CALL = declare(
+    "torch.nn.Module._call_impl",
+    "the arguments that a module is given by name, which a hook for all modules does not get",
+    "calls that differ only in arguments given by name count as equal, until a counted step shows the difference",
+)
+
+
+def arguments_by_name(depth: int) -> dict[str, Any]:
+    """The arguments that the running call of a module got by name. The hook of the call is `depth` functions above.
+
+    The check is made at the first use: a probe would call a module, and with it the training's hooks for all modules.
+    """
+    caller = sys._getframe(depth + 1)
+    found = caller.f_locals.get("kwargs")
+    is_call = isinstance(found, dict) and caller.f_code.co_filename == nn.modules.module.__file__
+    return cast("dict[str, Any]", found) if works(_CALL, lambda: is_call) and is_call else {}
+
+
+_TRANSFORMS = declare(
+    "torch._C._functorch",
+    "the whole size of a tensor inside of `torch.func.vmap`, where its shape is that of one sample",
+    "calls inside of `vmap` with another number of samples count as equal, until a counted step shows the difference",
+)
+
+
+def _probe_transforms() -> bool:
+    seen: list[Any] = []
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        seen.append(_unwrapped(value).shape)
+        return value
+
+    torch.func.vmap(look)(torch.zeros(3, 2))
+    return seen == [(3, 2)] and not _transforms().is_functorch_wrapped_tensor(torch.zeros(1))
+
+
+def _transforms() -> Any:
+    return getattr(torch._C, _TRANSFORMS)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    while _transforms().is_functorch_wrapped_tensor(tensor):
+        tensor = _transforms().get_unwrapped(tensor)
+    return tensor
+
+
+def is_in_transform() -> bool:
+    """Whether the code runs inside of a transformation of `torch.func`, such as `vmap`."""
+    return works(_TRANSFORMS, _probe_transforms) and _transforms().maybe_current_level() is not None
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a tensor inside of a transformation, with the samples over which `torch.func.vmap` maps."""
+    return _unwrapped(tensor).shape
 
 
 def global_hook_tables() -> list[OrderedDict[int, Any]]:

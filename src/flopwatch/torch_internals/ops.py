@@ -200,7 +200,7 @@ def _handle_higher_order_op(op: Any, mode: Any, *args: Any, **kwargs: Any) -> An
 _VERSION = declare(
     "torch.Tensor._version",
     "notice that a tensor was written to, without keeping a copy",
-    "every tensor counts as changed: values of a step that are read later are unknown, and equal layers are all traced",
+    "every tensor counts as changed: values of a step that are read later are unknown",
 )
 _never_again = itertools.count()
 

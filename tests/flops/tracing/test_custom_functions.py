@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flopwatch
 from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN
-from flopwatch.monitor.pricing.watched_step import WatchedStep
+from flopwatch.flops.tracing.live import LiveStep
 
 ROWS, WIDTH, WORDS = 6, 8, 10
 HEAD = 2 * ROWS * WIDTH * WORDS
@@ -33,7 +33,7 @@ def by_count_flops(method: Any) -> Callable[[nn.Module], Phases]:
 
 def as_it_runs(model: nn.Module) -> Phases:
     x = torch.randn(ROWS, WIDTH)
-    step = WatchedStep("full")
+    step = LiveStep("full")
     model(x).sum().backward()
     counted = step.end()
     assert counted.failure is None
@@ -340,7 +340,7 @@ def test_a_factor_that_was_rebuilt_in_another_way_is_told(method: Any) -> None:
 
 def test_a_step_with_a_factor_that_was_rebuilt_is_told() -> None:
     model, x = WithHead(Reversible.apply), torch.randn(ROWS, WIDTH)
-    step = WatchedStep("full")
+    step = LiveStep("full")
     model(x).sum().backward()
 
     assert step.end().doubt == MAY_RUN_AGAIN
@@ -384,7 +384,7 @@ def test_hidden_states_that_are_kept_elsewhere_meanwhile_are_told_or_recognised(
     chunked = WithHead(lambda hidden, weight: ChunkedCrossEntropy.apply(hidden, weight, torch.float32))
 
     def count(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> tuple[Phases, str | None]:
-        step = WatchedStep("full")
+        step = LiveStep("full")
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             chunked(torch.randn(ROWS, WIDTH)).backward()
         counted = step.end()

@@ -150,4 +150,5 @@ def run_on_fakes(op, args, options=None):
 
 
 def like(faker, tensor):
-    return faker.like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(faker._mode, empty, torch.device("cpu"))

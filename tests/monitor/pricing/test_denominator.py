@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from flopwatch import TrainingMonitor, peak_flops
-from flopwatch.monitor.pricing import step_prices
-from flopwatch.monitor.pricing.step_prices import Peaks
+from flopwatch.monitor.pricing import peaks as peaks_module
+from flopwatch.monitor.pricing.peaks import Peaks
 from flopwatch.records.flops import Peak
 
 PEAKS = {"fp32": 1e12, "tf32": 3e12, "bf16": 7e12, "fp16": 11e12, "fp8": 13e12, "int8": 17e12, "fp64": 0.5e12}
@@ -28,7 +28,7 @@ def _known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def known(device: Any, dtype: str, **_: Any) -> Peak:
         return Peak(PEAKS[dtype], str(device), dtype, "this test", "table", "high")
 
-    monkeypatch.setattr(step_prices, "peak_flops", known)
+    monkeypatch.setattr(peaks_module, "peak_flops", known)
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_a_switch_that_is_turned_on_the_way_is_seen() -> None:
 
 
 def test_a_type_without_a_peak_makes_mfu_unknown_not_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_prices, "peak_flops", lambda *_, **__: None)
+    monkeypatch.setattr(peaks_module, "peak_flops", lambda *_, **__: None)
     model = a_model()
     records = run(tmp_path, model, lambda x, y: functional.cross_entropy(model(x), y))
     rows = [record for record in records if record["type"] == "row"]
@@ -345,7 +345,7 @@ def test_a_type_without_a_peak_makes_mfu_unknown_not_wrong(tmp_path: Path, monke
 def test_the_peak_is_the_one_that_is_looked_up(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_prices, "peak_flops", peak_flops)
+    monkeypatch.setattr(peaks_module, "peak_flops", peak_flops)
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     expected = peak_flops("cpu", name)
     if expected is None:

@@ -1,29 +1,29 @@
-"""When FLOPs are counted, when they are only looked up, and what is done when the model changes."""
+"""Which steps are counted in each mode, and what is done when the model changes."""
+
+import itertools
 
 import pytest
-import torch
 
 import flopwatch
-from flopwatch.monitor.pricing import law_book
+from flopwatch.monitor.pricing import step_counter
 from flopwatch.testing import FakeClock, RecordingSink
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
 
 
-class Counted(TinyText):
-    """Knows how often its forward was run, by the training or by a count; attention makes its law quadratic."""
+class Attentive(TinyText):
+    """Knows how often its forward was run; attention makes its formula quadratic."""
 
     runs = 0
 
     def forward(self, input_ids, attention_mask=None, labels=None):
-        type(self).runs += 1
+        self.runs += 1
         x = self.layer(self.embedding(input_ids))
         return {"loss": (x @ x.transpose(1, 2)).sum()}
 
 
 @pytest.fixture
 def model():
-    Counted.runs = 0
-    return Counted()
+    return Attentive()
 
 
 def flops_of(length):
@@ -32,121 +32,185 @@ def flops_of(length):
 
 class Run:
     def __init__(self, tmp_path, model, **options):
-        self.sink = RecordingSink()
-        self.clock = FakeClock()
-        options = {"strict": True, "log_every": 1, "clock": self.clock, "config": {"warm_up_steps": 0}, **options}
+        self.model, self.sink, self.clock = model, RecordingSink(), FakeClock()
+        options = {"strict": True, "log_every": 1, "config": {"warm_up_steps": 0}, **options}
         self.monitor = flopwatch.TrainingMonitor(
-            tmp_path, model=model, sinks=[self.sink], peak_flops_per_s=1e12, **options
+            tmp_path, model=model, sinks=[self.sink], peak_flops_per_s=1e12, clock=self.clock, **options
         )
 
-    def log(self, steps, length=10):
+    def train(self, steps, length=10):
         for number in steps:
-            self.clock.advance(1.0)
-            self.monitor.log_step(number, batch=text_batch(1, length))
+            batch = text_batch(1, length)
+            with self.monitor.step(batch, step=number):
+                self.clock.advance(1.0)
+                self.model(**batch)["loss"].backward()
 
     def records(self, kind):
         self.monitor.close()
         return [record for record in self.sink.records if record.type == kind]
 
-
-def test_smart_counts_once_and_prices_every_shape(tmp_path, model):
-    run = Run(tmp_path, model, mode="smart")
-    run.log([0], length=40)
-    counted = Counted.runs
-    for number, length in enumerate([40, 7, 23, 40, 12], start=1):
-        run.log([number], length)
-
-    assert Counted.runs == counted, "no shape inside the verified range is counted again"
-    assert [row.steps["model_flops"][0] for row in run.records("row")] == [
-        flops_of(length) for length in (40, 40, 7, 23, 40, 12)
-    ]
+    def flops(self):
+        return [row.steps.get("model_flops", [None])[0] for row in self.records("row")]
 
 
-@pytest.mark.slow
-def test_smart_verifies_lengths_beyond_its_range_with_one_count_per_doubling(tmp_path, model):
+@pytest.fixture
+def counted(monkeypatch):
+    """The steps that are counted, by their place in the run."""
+    found = []
+    begin = step_counter.StepCounter._begin_count
+
+    def noted(self, **options):
+        found.append(self._steps)
+        begin(self, **options)
+
+    monkeypatch.setattr(step_counter.StepCounter, "_begin_count", noted)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
+def test_the_model_runs_only_when_the_training_runs_it(tmp_path, model, mode):
+    run = Run(tmp_path, model, mode=mode)
+    run.train(range(20))
+    run.monitor.close()
+
+    assert model.runs == 20
+
+
+@pytest.mark.requirement("R10")
+def test_the_first_steps_are_counted_ever_more_rarely(tmp_path, model, counted):
     run = Run(tmp_path, model)
-    run.log([0], length=10)
-    counted = Counted.runs
-    for number, length in enumerate(range(20, 120, 2), start=1):
-        run.log([number], length)
+    run.train(range(48))
 
-    assert Counted.runs - counted <= 5 * 5, (
-        "each doubling is verified at its own length and at neighbours of both parities"
-    )
-    rows = run.records("row")
-    assert [row.steps["model_flops"][0] for row in rows[1:]] == [flops_of(length) for length in range(20, 120, 2)]
+    assert counted == [0, 1, 2, 4, 7, 11, 17, 26, 36, 47]
+    assert run.flops() == [flops_of(10)] * 48
+
+
+def test_every_step_is_counted_on_request(tmp_path, model, counted):
+    run = Run(tmp_path, model, config={"count": "every"})
+    run.train(range(20))
+    run.monitor.close()
+
+    assert counted == list(range(20))
 
 
 @pytest.mark.parametrize(
-    ("mode", "frequency"),
-    [("smart", 30), *(pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("profiler", "hybrid"))],
+    ("mode", "setting"), [("smart", "recalibration_frequency"), ("profiler", "flops_profile_freq")]
 )
-@pytest.mark.requirement("R10")
-def test_a_model_that_changes_is_counted_anew_at_the_next_window(tmp_path, model, mode, frequency):
-    config = {"warm_up_steps": 0, "recalibration_frequency": 30, "flops_profile_freq": 20}
-    run = Run(tmp_path, model, mode=mode, config=config)
-    run.log(range(10))
+def test_no_more_steps_than_the_frequency_lie_between_two_counts(tmp_path, model, counted, mode, setting):
+    run = Run(tmp_path, model, mode=mode, config={setting: 5})
+    run.train(range(100))
+    run.monitor.close()
+
+    assert max(later - earlier for earlier, later in itertools.pairwise(counted)) == 5
+
+
+def test_a_formula_gives_the_flops_of_lengths_between_the_counted_ones(tmp_path, model, counted):
+    run = Run(tmp_path, model)
+    lengths = [40, 7, 23, 31, 12, 19, 28, 35, *range(8, 40)]
+    for number, length in enumerate(lengths):
+        run.train([number], length)
+
+    assert len(counted) < 15
+    rows = run.records("row")
+    assert [row.steps["model_flops"][0] for row in rows[-32:]] == [flops_of(length) for length in lengths[-32:]]
+    assert all(row.exact for row in rows[-32:])
+
+
+def test_a_length_beyond_the_counted_ones_is_counted_and_not_guessed(tmp_path, model, counted):
+    run = Run(tmp_path, model)
+    for number, length in enumerate([40, 7, 23, 31, 12, 19, 28, 35, 39, 41]):
+        run.train([number], length)
+
+    assert 8 not in counted
+    assert counted[-1] == 9
+    assert run.flops()[-2:] == [flops_of(39), flops_of(41)]
+
+
+def test_a_frozen_layer_makes_another_kind_of_step_at_once(tmp_path, model):
+    run = Run(tmp_path, model)
+    run.train(range(9))
     model.embedding.weight.requires_grad_(False)  # the input's gradient is not needed any more
-    run.log(range(10, 41))
-    flops = [row.steps["model_flops"][0] for row in run.records("row")]
+    run.train(range(9, 20))
 
     frozen = flops_of(10) - 2 * 16 * 16 * 10
-    assert flops[9] == flops_of(10)
-    assert flops[11] == frozen
-    provenances = [record for record in run.sink.records if record.type == "provenance"]
-    assert len(provenances) == 2, "what the numbers rest on is written once and on change"
+    flops = run.flops()
+    assert flops[:9] == [flops_of(10)] * 9
+    assert set(flops[9:]) <= {frozen, None}
+    assert flops[11:] == [frozen] * 9
 
 
-def test_a_changed_forward_is_found_by_the_check_itself(tmp_path, model):
-    """Nothing about the parameters tells; only counting does."""
-    run = Run(tmp_path, model, mode="profiler", config={"warm_up_steps": 0, "flops_profile_freq": 10})
-    run.log(range(5))
-    model.forward = lambda input_ids, attention_mask=None, labels=None: {
-        "loss": model.layer(model.layer(model.embedding(input_ids))).sum()
-    }
-    run.log(range(5, 15))
+def test_a_changed_forward_is_found_by_the_next_count_and_the_rows_before_it_are_doubted(tmp_path, model):
+    """The number of recorded operations and all sizes are as before; only counting shows it."""
+    run = Run(tmp_path, model, config={"warm_up_steps": 0, "recalibration_frequency": 4})
+    run.train(range(13))
 
-    flops = [row.steps["model_flops"][0] for row in run.records("row")]
-    assert flops[4] == flops_of(10)
-    assert flops[7:] == [2 * TINY_FLOPS_PER_TOKEN * 10] * 8
-    notices = [r.message for r in run.sink.records if r.type == "notice" and r.code != "not_exact"]
-    assert ["counted again" in message for message in notices] == [True]
+    def wider(input_ids, attention_mask=None, labels=None):
+        x = model.layer(model.embedding(input_ids)).repeat(1, 2, 1)
+        return {"loss": (x @ x.transpose(1, 2)).sum()}
+
+    def as_before(input_ids, attention_mask=None, labels=None):
+        x = model.layer(model.embedding(input_ids)).repeat(1, 1, 1)
+        return {"loss": (x @ x.transpose(1, 2)).sum()}
+
+    model.forward = as_before
+    run.train(range(13, 40))
+    model.forward = wider
+    run.train(range(40, 50))
+
+    doubt = next(notice for notice in run.records("notice") if notice.doubted and notice.step >= 39)
+    first, last = doubt.doubted[0][0], doubt.doubted[-1][1]
+    assert first <= 40 <= last + 1 <= 45, "from the last count that agreed to the first that does not"
 
 
-def test_estimate_never_runs_the_model(tmp_path, model):
+def test_estimates_say_that_they_are(tmp_path, model):
     run = Run(tmp_path, model, mode="estimate")
-    run.log(range(50))
+    run.train(range(3))
 
-    assert Counted.runs == 0
     (provenance,) = run.records("provenance")
     assert provenance.method == "estimate"
     assert not provenance.exact
+    assert all(row.notes == (step_counter.ESTIMATED,) and not row.exact for row in run.records("row"))
 
 
-def test_without_initial_profiling_it_is_estimated_first_and_counted_later(tmp_path, model):
-    config = {"warm_up_steps": 0, "initial_profiling": False, "recalibration_frequency": 20}
-    run = Run(tmp_path, model, config=config)
-    run.log(range(20))
-    assert Counted.runs == 0
-    run.log(range(20, 30))
+def test_a_loop_that_trains_nothing_gets_an_estimate_after_two_counts(tmp_path, model):
+    run = Run(tmp_path, model)
+    for number in range(6):
+        run.monitor.log_step(number, batch=text_batch(1, 10))
 
-    methods = [record.method for record in run.records("provenance")]
-    assert methods == ["estimate", "trace"]
+    rows = run.records("row")
+    assert [row.exact for row in rows] == [False] * 6
+    assert rows[0].notes == (step_counter.NOTHING_RAN,)
+    assert rows[-1].notes == (step_counter.NOTHING_RAN,)
+    assert "model_flops" in rows[-1].steps
 
 
-def test_without_calibration_the_law_is_never_checked(tmp_path, model):
-    config = {"warm_up_steps": 0, "calibration_enabled": False, "recalibration_frequency": 10}
-    run = Run(tmp_path, model, config=config)
-    run.log([0])
-    counted = Counted.runs
-    run.log(range(1, 50))
+def test_without_initial_profiling_the_first_count_comes_later(tmp_path, model, counted):
+    run = Run(tmp_path, model, config={"initial_profiling": False, "recalibration_frequency": 20})
+    run.train(range(30))
     run.monitor.close()
-    assert Counted.runs == counted
+
+    assert counted[0] >= 20
+
+
+def test_without_calibration_only_the_first_steps_are_counted(tmp_path, model, counted):
+    run = Run(tmp_path, model, config={"calibration_enabled": False, "recalibration_frequency": 0})
+    run.train(range(150))
+    run.monitor.close()
+
+    assert max(counted) == 47
+
+
+def test_provenance_is_written_once(tmp_path, model):
+    run = Run(tmp_path, model)
+    run.train(range(30))
+
+    (provenance,) = run.records("provenance")
+    assert (provenance.method, provenance.exact) == ("step", True)
 
 
 def test_hybrid_says_that_it_reads_no_counters(tmp_path, model):
     run = Run(tmp_path, model, mode="hybrid")
-    run.log([0])
+    run.train([0])
     (provenance,) = run.records("provenance")
     assert "no hardware counters" in provenance.notes[0]
     assert provenance.mode == "hybrid"
@@ -155,53 +219,3 @@ def test_hybrid_says_that_it_reads_no_counters(tmp_path, model):
 def test_hybrid_without_a_fallback_is_refused(tmp_path, model):
     with pytest.raises(flopwatch.InputError, match="fallback_to_profiler"):
         Run(tmp_path, model, mode="hybrid", config={"fallback_to_profiler": False})
-
-
-def test_counting_new_kinds_of_batches_stops_when_it_has_had_its_share(tmp_path):
-    clock = FakeClock()
-
-    class Slow(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
-
-        def forward(self, x):
-            clock.advance(5.0)
-            return self.layer(x)
-
-    model = Slow()
-    sink = RecordingSink()
-    monitor = flopwatch.TrainingMonitor(
-        tmp_path, model=model, sinks=[sink], clock=clock, strict=True, log_every=1, peak_flops_per_s=1e12
-    )
-    for number in range(30):
-        clock.advance(1.0)
-        monitor.log_step(number, batch=torch.randn(2, 1 + number, 8))  # each a kind of its own
-    monitor.close()
-
-    assert monitor.count_seconds < 150
-    counted = [row.steps["model_flops"][0] for row in sink.records if row.type == "row" and "model_flops" in row.steps]
-    assert 1 < len(counted) < 30
-    notices = [record.code for record in sink.records if record.type == "notice" and record.code != "not_exact"]
-    assert notices == ["shapes_not_counted"], "said once"
-
-
-@pytest.mark.slow
-def test_checks_take_at_most_their_share_of_the_run(tmp_path):
-    clock = FakeClock()
-
-    class Slow(TinyText):
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            clock.advance(0.1)
-            return super().forward(input_ids)
-
-    model = Slow()
-    run = Run(tmp_path, model, clock=clock, config={"warm_up_steps": 0, "recalibration_frequency": 1})
-    run.clock = clock
-    run.log([1])
-    first = run.monitor.count_seconds
-    run.log(range(2, 1000))
-    run.monitor.close()
-
-    checked = run.monitor.count_seconds - first
-    assert 0 < checked <= law_book._SHARE_FOR_CHECKS * clock() + 0.11, "the share, and the check that used it up"

@@ -69,11 +69,11 @@ def test_all_ranks_of_all_hosts_are_added_up(open_links, monkeypatch, ranks_per_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_per_host)
     opened = open_links(tcp_store(), 12, range(12), logging_rank)
     wait_until(lambda: all(link.ranks_on_device for link in opened.values()), "all are counted", every=0.01)
-    opened[logging_rank].announce(RunPlan(5, "laws"))
+    opened[logging_rank].announce(RunPlan(5))
     for step in range(3):
         send_window(opened, step)
         assert summed(opened[logging_rank], step) == (12, sum(range(12)))
-    assert all(link.plan == RunPlan(5, "laws") for link in opened.values())
+    assert all(link.plan == RunPlan(5) for link in opened.values())
     assert [link.ranks_on_device for link in opened.values()] == [12] * 12
     with ThreadPoolExecutor(12) as together:
         assert all(together.map(lambda link: link.finish(SECONDS), opened.values()))

@@ -288,6 +288,7 @@ def watched_training(folder: str, name: str, steps: int, accumulation: int) -> d
             model=layout.monitored,
             data_parallel_size=layout.data_parallel_size,
             log_every=2,
+            config={"count": "every"},
             peak_flops_per_s=1e12,
             strict=True,
         )

@@ -28,7 +28,7 @@ def hostile_lines(text):
     peak = {"flops_per_s": 1e3, "device": text, "dtype": text, "source": text, "kind": text, "confidence": text}
     return [
         start("one", 0.0, output_dir=text, config={text: text, "nested": {text: [text]}}, world_size=2),
-        provenance(1, notes=[text], peak=peak, method=text, mode=text, attention=text, law={text: {text: text}}),
+        provenance(1, notes=[text], peak=peak, method=text, mode=text, attention=text),
         row([1], [1.0], [1.0], 1.0, {"train": 1.0, "wall": 1.0}, values=values, notes=[text], exact=False),
         {"type": "notice", "step": 1, "level": text, "code": text, "message": text},
         start("two", 2.0, resumed=1, output_dir=f"runs/{text}", environment={"host": text, "device": text, text: text}),

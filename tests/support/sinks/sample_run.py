@@ -22,7 +22,6 @@ ORIGIN = Provenance(
     exact=True,
     attention="full",
     coverage=1.0,
-    law={"forward": {"positions": "7168"}},
     peak={"flops_per_s": 989.4e12, "device": "NVIDIA H100 80GB HBM3", "dtype": "bf16", "kind": "datasheet"},
     device_count=8,
     notes=("padding is not counted",),

@@ -15,8 +15,7 @@ from flopwatch.records.metrics import UNKNOWN_WAIT
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput
-    from flopwatch.records.run import Provenance
-    from flopwatch.runs.explain import Division, Explanation, LawSum
+    from flopwatch.runs.explain import Division, Explanation
 
 
 def explain(
@@ -39,10 +38,9 @@ def explain(
 
 
 _LABEL_WIDTH = 16
-_TABLE_INDENT = 4
 _METHODS = {
     "trace": "counted by a trace that runs nothing",
-    "step": "counted while a real step ran",
+    "step": "counted while steps of the training ran",
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
 }
@@ -102,15 +100,10 @@ def _title(explanation: "Explanation") -> str:
 
 def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
-    law: LawSum | None = getattr(explanation, f"{which}_law")
     if flops is None:
         yield "unknown: " + explanation.unknown.get("model_flops", "the executed FLOPs were not counted")
         return
     yield f"{flops:,}"
-    if law is not None and law.terms:
-        yield from _terms_table(law)
-    elif explanation.provenance is not None and which == "model":
-        yield _without_law(explanation.provenance)
     if which == "hardware" and explanation.model_flops is not None and flops != explanation.model_flops:
         yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
 
@@ -129,37 +122,6 @@ def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
         f"{rest:,} for {why_rest} ({rest / needed:.4f} x)" if rest else "",
     ]
     return ", ".join(filter(None, parts))
-
-
-def _terms_table(law: "LawSum") -> Iterator[str]:
-    rows = [(term.phase, f"{term.count:,}", term.name, _each(term.flops_each), f"{term.flops:,}") for term in law.terms]
-    phase_width, count_width, name_width, each_width, flops_width = (
-        max(map(len, column)) for column in zip(*rows, strict=True)
-    )
-    for phase, count, name, each, flops in rows:
-        terms = f"{count:>{count_width}} {name:<{name_width}} x {each:>{each_width}}"
-        yield f"{'':{_TABLE_INDENT}}{phase:<{phase_width}}  {terms} = {flops:>{flops_width}}"
-    if law.pairs_from_sum:
-        yield (
-            "The term 'pairs' is the sum of the squared sequence lengths. The log does not hold the lengths, so the "
-            "sum was derived from the logged FLOPs."
-        )
-
-
-def _each(text: str) -> str:
-    return f"{int(text):,}" if text.isdigit() else text
-
-
-def _without_law(provenance: "Provenance") -> str:
-    if not provenance.law:
-        return f"{_METHODS.get(provenance.method or '', '')}, separately for each batch shape (no formula fits all)"
-    terms = (
-        f"{phase}: " + " + ".join(f"{_each(each)} x {name}" for name, each in phase_terms.items())
-        for phase, phase_terms in provenance.law.items()
-        if phase_terms
-    )
-    names = " and ".join(sorted({name for phase_terms in provenance.law.values() for name in phase_terms}))
-    return f"by the formula {'; '.join(terms)}. The log does not hold how many {names} the step had."
 
 
 def _seconds(explanation: "Explanation") -> Iterator[str]:

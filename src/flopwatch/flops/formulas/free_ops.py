@@ -193,11 +193,20 @@ def _has_no_data(func: OpOverload) -> bool:
 # op database with and without a mode, bit by bit (torch 2.13). A step of the training itself is never run under a
 # dispatch mode if the model has such an op.
 _RISKY = """
-_linalg_det _linalg_eigh _linalg_svd _native_multi_head_attention _scaled_grouped_mm_v2 _scaled_mm_v2 _sparse_addmm
-_sparse_mm _sparse_sparse_matmul _transformer_encoder_layer_fwd _trilinear affine_grid_generator cumprod linalg_inv_ex
+_linalg_det _linalg_eigh _linalg_svd _scaled_grouped_mm_v2 _scaled_mm_v2 _sparse_sparse_matmul cumprod linalg_inv_ex
 linalg_lstsq linalg_pinv prod
 """
-RISKY = frozenset(f"aten::{name}" for name in _RISKY.split())
+_RISKY_UNDER_AUTOCAST = """
+_native_multi_head_attention _sparse_addmm _sparse_mm _transformer_encoder_layer_fwd _trilinear affine_grid_generator
+"""
+_under_autocast = frozenset(f"aten::{name}" for name in _RISKY_UNDER_AUTOCAST.split())
+RISKY = frozenset(f"aten::{name}" for name in _RISKY.split()) | _under_autocast
+
+
+def is_inside_autocast() -> bool:
+    """Whether a context of autocast is entered; inside of a dispatch mode, torch says that autocast is off."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting())
 
 
 def may_differ_under_a_mode(func: OpOverload, args: Sequence[Any]) -> bool:
@@ -205,7 +214,8 @@ def may_differ_under_a_mode(func: OpOverload, args: Sequence[Any]) -> bool:
 
     Vision-language models multiply the sides of their images in this way: `image_grid_thw.prod(-1)`.
     """
-    if op_name(func) not in RISKY:
+    name = op_name(func)
+    if name not in RISKY or (name in _under_autocast and not is_inside_autocast()):
         return False
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     return not tensors or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)

@@ -13,13 +13,13 @@ from torch import distributed
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import backward_flops, flex_sizes, forward_flops
-from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, costs_nothing, may_differ_under_a_mode
+from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, costs_nothing
 from flopwatch.flops.formulas.layers import TAKE_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.flops.tracing.tally import EventLog, Phase, Tally, float_tensors
+from flopwatch.flops.tracing.tally import Phase, Tally, float_tensors
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals import (
@@ -151,7 +151,7 @@ def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
@@ -171,15 +171,13 @@ class CountingMode(TorchDispatchMode):
         self,
         stack: ModuleStack,
         attention: AttentionConvention,
-        execute: Execute = _run,
+        execute: Execute = run_op,
         tally: Tally | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
         self.tally = tally or Tally()
         self.in_backward = False
-        self.risky_ops: set[str] = set()
-        """Ops of this step whose results may differ in the last bits while a dispatch mode is active."""
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
@@ -205,8 +203,6 @@ class CountingMode(TorchDispatchMode):
         if is_collective(func):
             refuse_real_collective(func, args, kwargs, self._stack.current)
             self.tally.note(ONE_RANKS_SHARE)
-        if may_differ_under_a_mode(func, args):
-            self.risky_ops.add(op_name(func))
         formula = find_formula(func)
         # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. Composite ops
         # on nested tensors are left whole: some of them have kernels for nested tensors, while their parts would fail.
@@ -245,7 +241,7 @@ class CountingMode(TorchDispatchMode):
         body = python_body(func)
         if body is None:
             return False, None
-        parts = EventLog()
+        parts = Tally()
         whole, self.tally = self.tally, parts
         try:
             with self:

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -88,6 +88,9 @@ class Values:
         self._numbers: dict[Hashable, int] = {}
         self._made_in_backward: set[int] = set()
         self._draws: Counter[Hashable] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._contents)
 
     def restart_draws(self) -> None:
         """Count random draws from 0 again, because a recomputed forward pass repeats its draws in the same order."""
@@ -279,6 +282,12 @@ class CustomFunctions:
             self.doubt = NOT_FOLLOWED
             return False
 
+    def is_idle(self) -> bool:
+        """Whether the running op, if it is no product, need not be recorded. Called by the mode itself, for speed."""
+        if self._values or self._forward:
+            return False
+        return torch.is_grad_enabled() or self._forwards.outermost(sys._getframe(2))[0] is None
+
     def _look_at(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_product: bool
     ) -> bool:
@@ -374,25 +383,34 @@ class _ForwardPasses:
     """
 
     def __init__(self) -> None:
-        self._codes = _forward_codes(torch.autograd.Function)
         self._of_modules: set[CodeType] = set()
+        self._find_codes()
 
-    def outermost(self) -> tuple[int | None, int, bool]:
-        """Return the id of the outermost forward frame or None, the nesting depth, and if modules run inside."""
-        engine = engine_code()
-        frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
+    def _find_codes(self) -> None:
+        self._codes = _forward_codes(torch.autograd.Function)
+        # Names are compared first, because Python hashes all of a function's code anew each time.
+        self._names = {"forward", *(code.co_name for code in self._codes)}
+
+    def outermost(self, frame: FrameType | None = None) -> tuple[int | None, int, bool]:
+        """Return the id of the outermost forward frame or None, the nesting depth, and if modules run inside.
+
+        The search begins with `frame`, by default with the caller.
+        """
+        engine, names = engine_code(), self._names
+        found, depth, modules, through_modules = None, 0, False, False
+        frame = frame or sys._getframe(1)
         while frame is not None and frame.f_code is not engine:
             code = frame.f_code
-            if self._has(code):
+            if code.co_name in names and self._has(code):
                 found, depth, through_modules = id(frame), depth + 1, modules
             elif runs_forward_code(code):
                 modules = True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return found, depth, through_modules
 
     def _has(self, code: CodeType) -> bool:
         if code.co_name == "forward" and code not in self._codes and code not in self._of_modules:
-            self._codes |= _forward_codes(torch.autograd.Function)  # the function may have been defined in this step
+            self._find_codes()  # the function may have been defined in this step
             if code not in self._codes:
                 self._of_modules.add(code)
         return code in self._codes

@@ -225,11 +225,6 @@ class Faker:
         with modes_off():
             return FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
 
-    def like(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a fake tensor of this shape, stride and type."""
-        with modes_off():
-            return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
-
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op. Every device argument becomes the CPU, because nothing may run on an accelerator."""
         if (

@@ -143,11 +143,6 @@ def current_autocast() -> AutocastState:
     return AutocastState(tuple((device, torch.get_autocast_dtype(device)) for device in enabled))
 
 
-def is_any_autocast_on() -> bool:
-    """Return whether autocast is on for any device type in this thread."""
-    return any(map(torch.is_autocast_enabled, _types_with_autocast()))
-
-
 @cache
 def _types_with_autocast() -> tuple[str, ...]:
     return tuple(filter(torch.amp.is_autocast_available, _DEVICE_TYPES))
@@ -302,7 +297,7 @@ class _Followed:
         sys.setprofile(self._look)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        is_left = self._is_over.is_set() and not _is_inside_mode(frame)
+        is_left = self._is_over.is_set() and not is_inside_mode(frame)
         if is_left or (event == "return" and frame is self._first):
             sys.setprofile(self._before)
             for mode in reversed(self._modes):
@@ -310,7 +305,7 @@ class _Followed:
             self._under_way.discard(self)
 
 
-def _is_inside_mode(frame: FrameType | None) -> bool:
+def is_inside_mode(frame: FrameType | None) -> bool:
     """Return whether a handler of a mode is running. Torch has then popped the mode, so the mode cannot be exited."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):

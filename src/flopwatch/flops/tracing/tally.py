@@ -1,11 +1,7 @@
-"""Adds up the FLOPs of a step's ops by phase, op, module and compute type, and lists ops without a formula.
-
-`EventLog` records the calls in order instead, so that `replay.py` can reuse those of one layer for an equal layer.
-"""
+"""Adds up the FLOPs of a step's ops by phase, op, module and compute type, and lists ops without a formula."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -46,6 +42,15 @@ class Tally:
     def note(self, text: str | None) -> None:
         if text:
             self._notes[text] = None
+
+    def add_to(self, other: "Tally") -> None:
+        """Add everything to another tally."""
+        for key, cell in self._flops.items():
+            for phase, flops in cell.items():
+                other._flops[key][phase] += flops
+        other._counted_calls += self._counted_calls
+        other._uncounted += self._uncounted
+        other._notes |= self._notes
 
     def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
         by_op = self._grouped(0)
@@ -91,81 +96,3 @@ def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += float_tensors(value)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """The properties of a tensor that a tally reads, stored in place of the tensor so that its memory can be freed."""
-
-    shape: torch.Size | tuple[int, ...]
-    dtype: torch.dtype
-    is_nested: bool = False
-
-
-def _facts(tensor: torch.Tensor) -> TensorFacts:
-    return TensorFacts(() if tensor.is_nested else tensor.shape, tensor.dtype, tensor.is_nested)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One recorded call of a method of `Tally`; `module` is the path that the FLOPs belong to, None for a note."""
-
-    method: str
-    module: str | None
-    op: str
-    rest: tuple[Any, ...]
-
-    def moved(self, old: str, new: str) -> "Event":
-        """Move an event of the layer at the path `old` to the layer at `new`; return any other event unchanged."""
-        if self.module is None or not (self.module == old or self.module.startswith(old + ".")):
-            return self
-        return Event(self.method, new + self.module[len(old) :], self.op, self.rest)
-
-    def add_to(self, tally: Tally) -> None:
-        module = () if self.module is None else (self.module,)
-        getattr(tally, self.method)(self.op, *module, *self.rest)
-
-
-LateEvents = Callable[[], Iterable[Event]]
-
-
-class EventLog(Tally):
-    """Records the calls of `Tally`'s methods in order, instead of adding up their FLOPs.
-
-    Args:
-        listen: Called with each event as it happens.
-    """
-
-    def __init__(self, listen: Callable[[Event], None] = lambda event: None) -> None:
-        super().__init__()
-        self._listen = listen
-        self._entries: list[Event | LateEvents] = []
-
-    def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
-        self._keep(Event("add", module, op, (phase, flops, dtype)))
-
-    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
-        self._keep(Event("add_uncounted", module, op, (tuple(map(_facts, tensors)),)))
-
-    def note(self, text: str | None) -> None:
-        if text:
-            self._keep(Event("note", None, text, ()))
-
-    def _keep(self, event: Event) -> None:
-        self._entries.append(event)
-        self._listen(event)
-
-    def add_later(self, events: LateEvents) -> None:
-        """Reserve a place for the events that `events()` will return when the step is over."""
-        self._entries.append(events)
-
-    def tally(self) -> Tally:
-        tally = Tally()
-        self.add_to(tally)
-        return tally
-
-    def add_to(self, tally: Tally) -> None:
-        """Repeat all recorded calls on another tally, in order."""
-        for entry in self._entries:
-            for event in [entry] if isinstance(entry, Event) else entry():
-                event.add_to(tally)

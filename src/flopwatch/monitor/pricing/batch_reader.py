@@ -1,26 +1,24 @@
-"""Finds the sizes of a batch (samples, tokens, documents, images) without waiting for the device.
+"""Finds the sizes of a batch (samples, tokens, documents) without waiting for the device.
 
-Shapes are known at once. Sizes that depend on values (padding, packed documents, labels, image grids) are computed on
+Shapes are known at once. Sizes that depend on values (padding, packed documents, labels) are computed on
 the device into small tensors, which are read when the logging window ends. For CPU tensors even the computation is
 delayed until then, because one torch op right after a training step takes longer than the rest of `log_step`.
 """
 
-import inspect
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flopwatch.errors import InputError
-from flopwatch.flops.batch_contents import FLAT_IMAGES, IGNORED_LABEL, describe, named, read_shape
+from flopwatch.flops.batch_contents import IGNORED_LABEL, describe, named, read_shape
 from flopwatch.flops.count import target_lengths
 from flopwatch.flops.law import Documents
-from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.models.load import dummy_batch
-from flopwatch.monitor.pricing.calls import PACKING, has_image_axes
+from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.torch_internals import tensor_version
 
 try:
@@ -31,6 +29,7 @@ except ImportError:  # torch works without numpy
 
 _CUMULATIVE_LENGTHS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 _MOST_PLANS = 4096
+_MOST_ITEMS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,19 @@ class BatchLayout:
     positions: str | None
     cumulative: str | None
     labels: str | None
-    grids: str | None
     target: str | None = None
     """Name of the labels. Their rows may have other lengths than the inputs, as in an encoder-decoder model."""
+    target_len: int | None = None
+    """Length of the labels in an encoder-decoder model; None in other models."""
     named: tuple[str, ...] = ()
     """The tensor names in the fields above, without the fields that are None."""
+
+    @property
+    def axes(self) -> Axes | None:
+        """The sizes on which products can depend; None if the batch has no sequence."""
+        if self.seq_len is None:
+            return None
+        return Axes(self.batch_size, (self.seq_len, *(() if self.target_len is None else (self.target_len,))))
 
 
 class Reading(NamedTuple):
@@ -59,7 +66,6 @@ class Reading(NamedTuple):
         documents: The number of packed documents, the number of their tokens, and the sum of their squared lengths.
         cumulative: The positions at which packed documents end.
         trainable: Number of labels that are not -100.
-        grids: Frames, rows and columns of each image.
         targets: Length of each row of a decoder's target, up to the last label that is not -100.
         known_documents: The documents, if the user gave their lengths.
         held: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
@@ -71,13 +77,12 @@ class Reading(NamedTuple):
     documents: torch.Tensor | None = None
     cumulative: torch.Tensor | None = None
     trainable: torch.Tensor | int | None = None
-    grids: torch.Tensor | None = None
     targets: torch.Tensor | None = None
     known_documents: Documents | None = None
     held: Mapping[str, tuple[torch.Tensor, int]] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.grids, self.targets)
+        fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.targets)
         return [tensor for tensor in fields if isinstance(tensor, torch.Tensor)]
 
 
@@ -89,7 +94,6 @@ class Work(NamedTuple):
         lengths: For each row, the number of positions that are not padding; None without padding or without a mask.
         documents: The documents in the batch; None if each row is one document without padding.
         trainable_tokens: Number of labels that are not -100; None without labels.
-        grids: Frames, rows and columns of each image; None without images.
         target_lengths: Length of each row of a decoder's target, up to the last label that is not -100.
     """
 
@@ -97,7 +101,6 @@ class Work(NamedTuple):
     lengths: tuple[int, ...] | None = None
     documents: Documents | None = None
     trainable_tokens: int | None = None
-    grids: tuple[tuple[int, int, int], ...] | None = None
     target_lengths: tuple[int, ...] | None = None
 
     @property
@@ -118,6 +121,7 @@ class BatchReader:
 
     Attributes:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
+        has_new: True once a batch of a new shape was read; whoever checks its values sets it to False.
         may_hold: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
             overwritten a batch that was kept.
     """
@@ -129,6 +133,7 @@ class BatchReader:
         self._uses_positions = True
         self.masks_are_plain = True
         self.may_hold = True
+        self.has_new = False
         self._reads_targets = False
 
     def read_targets(self, reads: bool) -> None:
@@ -137,7 +142,10 @@ class BatchReader:
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Read a batch. `lengths` are the lengths of its documents, if the batch does not contain them."""
-        tensors: Mapping[str, Any] = batch if type(batch) is dict or isinstance(batch, Mapping) else named(batch)
+        batch = batch if type(batch) is dict else plain_batch(batch)
+        tensors: Mapping[str, Any] = batch if type(batch) is dict else named(batch)
+        if len(tensors) > _MOST_ITEMS:
+            tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         key: list[Any] = []
         for name, value in tensors.items():
             key += name, value.shape if isinstance(value, Tensor) else _inner_sizes(value)
@@ -157,8 +165,17 @@ class BatchReader:
                     return self._measured(plan, tensors, documents)
                 held[name] = tensor, tensor_version(tensor)
             # `tuple.__new__` takes 5 µs less than `Reading()`, which runs a Python function.
-            return tuple.__new__(Reading, (plan, None, None, None, None, None, None, documents, held))
+            return tuple.__new__(Reading, (plan, None, None, None, None, None, documents, held))
         return self._measured(plan, tensors, documents)
+
+    def read_checked(self, batch: Any, lengths: Sequence[int] | None = None) -> tuple[Reading, str | None]:
+        """Read a batch, and check its values if its shape is new; also returns the warning of `check_values`."""
+        reading = self.read(batch, lengths)
+        if not self.has_new:
+            return reading, None
+        self.has_new = False
+        remark = self.check_values(batch, reading.plan)
+        return self.read(batch, lengths), remark  # mask and positions may be read in another way now
 
     def look_at_held(self, reading: Reading) -> Reading | None:
         """Compute the sizes that `read` left for later; None if the training has overwritten the batch since then."""
@@ -180,9 +197,8 @@ class BatchReader:
         if plan.positions is not None and self._uses_positions:
             return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
         row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
-        grids = None if plan.grids is None else tensors[plan.grids].clone()
         targets = target_lengths(tensors[plan.target]) if plan.target and self._reads_targets else None
-        return Reading(plan, row_lengths, trainable=trainable, grids=grids, targets=targets)
+        return Reading(plan, row_lengths, trainable=trainable, targets=targets)
 
     def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
         """Check the values of mask and positions. Called once per shape, because reading them may wait for the device.
@@ -190,7 +206,7 @@ class BatchReader:
         Returns:
             A warning for the user; None if there is nothing to warn about.
         """
-        tensors = named(batch)
+        tensors = named(plain_batch(batch))
         mask = tensors[plan.mask] if plan.mask is not None else None
         if mask is not None:
             self.masks_are_plain = bool(((mask == 0) | (mask == 1)).all())
@@ -218,14 +234,15 @@ class BatchReader:
                 (name for name in _CUMULATIVE_LENGTHS if isinstance(tensors.get(name), torch.Tensor)), None
             ),
             labels=_two_dimensional(tensors, "labels", seq_len),
-            grids=next((name for name in FLAT_IMAGES.values() if isinstance(tensors.get(name), torch.Tensor)), None),
         )
         labels = tensors.get("labels")
         if plan.mask and isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-            plan = replace(plan, target="labels")
-        parts = dict.fromkeys((plan.mask, plan.positions, plan.cumulative, plan.labels, plan.grids, plan.target))
+            length = labels.shape[1] if self._reads_targets else None
+            plan = replace(plan, target="labels", target_len=length)
+        parts = dict.fromkeys((plan.mask, plan.positions, plan.cumulative, plan.labels, plan.target))
         plan = replace(plan, named=tuple(name for name in parts if name is not None))
         self._plans[key] = plan
+        self.has_new = True
         return plan
 
 
@@ -238,7 +255,7 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
 
 def _inner_sizes(value: Any) -> Any:
     """Return the sizes inside a list, tuple or dict, such as a list of images; None for other values."""
-    return describe(value).sizes if isinstance(value, list | tuple | Mapping) else None
+    return describe(value).sizes if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS else None
 
 
 def _row_lengths(mask: torch.Tensor, *, is_plain: bool) -> torch.Tensor:
@@ -280,7 +297,6 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     documents = Documents(*next(values)) if reading.documents is not None else reading.known_documents
     ends = next(values) if reading.cumulative is not None else None
     trainable = next(values)[0] if isinstance(reading.trainable, torch.Tensor) else reading.trainable
-    flat = next(values) if reading.grids is not None else None
     targets = tuple(next(values)) if reading.targets is not None else None
     if ends is not None:
         # Some packers pad the list of ends by repeating its last entry, so documents of length 0 are left out.
@@ -292,8 +308,7 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
         row_lengths = None if is_whole else row_lengths
     if row_lengths is not None:
         documents = Documents.of_lengths(row_lengths)
-    grids = None if flat is None else tuple((t, h, w) for t, h, w in zip(*[iter(flat)] * 3, strict=True))
-    return Work(reading.plan, row_lengths, documents, trainable, grids, targets)
+    return Work(reading.plan, row_lengths, documents, trainable, targets)
 
 
 def _whole_rows(plan: BatchLayout) -> Documents:
@@ -312,35 +327,26 @@ def _checked(plan: BatchLayout, given: Sequence[int]) -> Documents:
     return Documents.of_lengths(lengths)
 
 
-MADE_UP = "only attention_mask was given and no call of the model was seen, so a batch of its shape was assumed"
+def plain_batch(batch: Any) -> Any:
+    """The batch with its items in a plain dict, list or tuple.
 
-
-def is_mask_only(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and set(batch) - set(PACKING) <= {"attention_mask"}
-
-
-def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
-    """Return the batch without arguments that `forward` does not accept or that describe packed documents.
-
-    If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
+    A class of the user may compute items when they are asked for (augmentation, files), so none of its methods is
+    called: the items are taken from the plain class below it, or from the dict of a `UserDict`, as in transformers.
     """
+    if isinstance(batch, dict):
+        return dict(dict.items(batch))
+    if isinstance(batch, list):
+        return batch if type(batch) is list else list(list.__iter__(batch))
+    if isinstance(batch, tuple):
+        return tuple(tuple.__iter__(batch))
+    if isinstance(batch, UserDict) and type(vars(batch).get("data")) is dict:
+        return vars(batch)["data"]
     if isinstance(batch, Mapping):
-        tensors = {name: value for name, value in batch.items() if name not in PACKING or has_image_axes(value)}
-        if is_mask_only(batch):
-            return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1)
-        parameters = _parameters(model)
-        if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            tensors = {name: value for name, value in tensors.items() if name in parameters}
-        return tensors
-    if isinstance(batch, tuple | list):
-        parameters = _parameters(model)
-        if parameters is not None and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-            batch = tuple(batch)[: len(parameters)]
+        name = type(batch).__name__
+        raise InputError(f"the batch is a {name}, which may make its items when they are read; pass a dict of tensors")
     return batch
 
 
-def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
-    try:
-        return inspect.signature(unwrap(model).forward).parameters
-    except (TypeError, ValueError):
-        return None
+def has_image_axes(positions: Any) -> bool:
+    """Whether position ids have a third dimension, for the axes of images (time, height and width)."""
+    return isinstance(positions, torch.Tensor) and positions.dim() > 2

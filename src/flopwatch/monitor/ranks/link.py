@@ -46,11 +46,9 @@ class RunPlan:
 
     Attributes:
         window_steps: Steps per window. A window ends after each step whose number plus one is a multiple of this.
-        laws: The formulas for the FLOPs of the model's calls.
     """
 
     window_steps: int
-    laws: Any = ()
 
 
 class RankLink:
@@ -65,9 +63,10 @@ class RankLink:
         absent: Once `plan` has arrived, the children of this rank (see `layout.children`) that have not joined the run.
     """
 
-    def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
+    def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "", ranks_by_launcher: int = 1) -> None:
         self._key = key
         self._device = device
+        self._ranks_by_launcher = ranks_by_launcher
         self._world_size = world_size
         self._census: DeviceCensus | None = None
         self._rank = rank
@@ -205,7 +204,7 @@ class RankLink:
             else:
                 above = self._call_parent(rank_above, store)
                 message = wire.receive_sized(above)
-            self._look_at_devices(is_final=True)
+            self._look_at_devices(at_least=self._ranks_by_launcher)
         self._census = None
         below = [] if listener is None else self._pass_plan_on(message, children, listener, terms)
         if above is not None:
@@ -242,9 +241,9 @@ class RankLink:
                     return
             self._look_at_devices()
 
-    def _look_at_devices(self, *, is_final: bool = False) -> None:
+    def _look_at_devices(self, *, at_least: int | None = None) -> None:
         if self._census is not None and self.ranks_on_device is None:
-            self.ranks_on_device = self._census.ranks(is_final=is_final)
+            self.ranks_on_device = self._census.ranks(at_least=at_least)
 
     def _call_parent(self, rank: int, store: Any) -> socket.socket:
         """Connect to the rank above this one, and wait until it has the plan."""

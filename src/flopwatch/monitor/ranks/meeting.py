@@ -166,8 +166,13 @@ class DeviceCensus:
         store.add(self._key, 1)
         store.add("on_any_device", 1)
 
-    def ranks(self, *, is_final: bool = False) -> int | None:
-        """How many ranks share this device. None until all ranks are counted; with `is_final`, the count so far."""
-        if not is_final and int(self._store.add("on_any_device", 0)) < self._world_size:
+    def ranks(self, *, at_least: int | None = None) -> int | None:
+        """How many ranks share this device. Until all are counted, None, or with `at_least` the larger of it and those.
+
+        A rank that was registered in two runs of one name is counted twice, so there are never more than all ranks.
+        """
+        is_complete = int(self._store.add("on_any_device", 0)) >= self._world_size
+        if not is_complete and at_least is None:
             return None
-        return int(self._store.add(self._key, 0))
+        counted = min(int(self._store.add(self._key, 0)), self._world_size)
+        return counted if is_complete else max(counted, at_least or 1)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -77,7 +77,8 @@ class Rank(Generic[Step]):
         if not is_possible():
             self._notify(*notices.ranks_unknown(self.rank, self.world_size))
             return
-        self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
+        key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
+        self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
         if self.busy_time is not None:
             self._stalls = StallSampler(self.busy_time)
 
@@ -104,13 +105,13 @@ class Rank(Generic[Step]):
         threads = (self.link, self._stalls)
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
-    def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float, laws: Any) -> None:
-        """On the logging rank, send the steps per logging window and the FLOP formulas to the other ranks, once."""
+    def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float) -> None:
+        """On the logging rank, send the steps per logging window to the other ranks, once."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
         self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
-        self.link.announce(RunPlan(self.window_steps, laws))
+        self.link.announce(RunPlan(self.window_steps))
 
     def new_plan(self) -> RunPlan | None:
         """Return the logging rank's plan at the first call after its arrival; None at other calls and on that rank."""
@@ -120,9 +121,10 @@ class Rank(Generic[Step]):
         return self.link.plan
 
     def profile(self, steps: Sequence[Step], busy_seconds_per_step: float | None) -> Profile | None:
-        """Busy time of this rank by cause; None during warm-up, because slow warm-up steps do not show a slow rank."""
-        measured = [step.measured for step in steps]
-        if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
+        """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
+        measured = [step.measured for step in steps if not step.measured.is_warm_up]
+        is_typical = 2 * len(measured) > len(steps) and all(step.seconds is not None for step in measured)
+        if busy_seconds_per_step is None or not is_typical:
             return None
         waiting = input_wait_share(measured)
         stalled = None if self._stalls is None else self._stalls.share()

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopwatch.monitor.pricing.step_counter import StepCounter
 from flopwatch.monitor.timing.step_clock import StepClock
 
 
@@ -13,6 +14,7 @@ class HasClock(Protocol):
     """A run; its clock and its model may be replaced by others."""
 
     step_clock: StepClock
+    counter: StepCounter
 
     @property
     def model(self) -> torch.nn.Module | None: ...
@@ -72,6 +74,7 @@ class OptimizerHooks:
         run = self._run()
         if run is None:
             return
+        run.counter.optimizer_begins(optimizer, args, kwargs)
         if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
             run.step_clock.optimizer_is_untimed(id(optimizer))
         else:
@@ -82,4 +85,5 @@ class OptimizerHooks:
             return
         run = self._run()
         if run is not None:
+            run.counter.optimizer_ends()
             run.step_clock.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))

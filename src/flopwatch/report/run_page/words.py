@@ -206,26 +206,16 @@ def exact_sentence(report: RunReport) -> str:
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
     """How FLOPs and peak were found, as pairs of a name and a text."""
-    law = [
-        f"{phase}: {' + '.join(f'{_coefficient(each)} × {term}' for term, each in terms.items())}"
-        for phase, terms in record.law.items()
-        if isinstance(terms, Mapping) and terms
-    ]
     facts = [
         ("from step", f"{record.step:,}"),
         ("FLOPs", f"method {record.method or 'not known yet'}, mode {record.mode}, attention {record.attention}"),
-        ("exact", "the FLOPs of model(batch) are exact" if record.exact else "no"),
+        ("exact", "the FLOPs of counted steps are exact" if record.exact else "no"),
         ("coverage", f"{percent(record.coverage)} of the matmul-like calls have a formula" if record.coverage else ""),
-        ("law", "; ".join(law)),
         ("peak", peak_text(record)),
         ("achievable", _achievable_text(record.achievable_flops_per_s)),
         ("notes", "; ".join(record.notes)),
     ]
     return [(name, one_line(text, 4 * _LONGEST)) for name, text in facts if text]
-
-
-def _coefficient(text: Any) -> str:
-    return f"{int(text):,}" if str(text).isdecimal() else str(text)
 
 
 def _achievable_text(flops_per_s: float | None) -> str:

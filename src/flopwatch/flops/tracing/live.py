@@ -1,0 +1,446 @@
+"""Counts all ops of a training step as it runs, inside and outside the model.
+
+A dispatch mode counts each op and runs it unchanged. The user's code runs once, as always. A few ops compute other last
+bits while a dispatch mode is active; when one is met, the mode is left before anything else runs, and such trainings
+are counted by torch's own observers (`observed.py`).
+"""
+
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
+from flopwatch.flops.formulas.free_ops import RISKY as RISKY_OPS
+from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
+from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
+from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
+from flopwatch.flops.tracing.passes import is_inside_mode
+from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
+from flopwatch.flops.tracing.tally import Phase
+from flopwatch.flops.tree import tensors_in
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.reading import first_line
+from flopwatch.torch_internals import (
+    TO_COPY,
+    OpOverload,
+    TorchDispatchMode,
+    can_decompose,
+    current_autograd_node,
+    current_graph_task_id,
+    dispatch_mode_stack,
+    has_kernel,
+    op_name,
+    op_packet,
+    recorded_operations,
+    requested_compilations,
+    runs_forward_again,
+    sees_dispatch_modes,
+    sees_graph_tasks,
+    sequence_nr,
+    short_op_name,
+)
+
+_WHOLE = frozenset(
+    (
+        *("bilinear", "corrcoef", "cov", "einsum", "gru", "gru_cell", "inner", "istft", "linalg_multi_dot", "lstm"),
+        *("lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "stft", "tensordot"),
+        "upsample_bicubic2d",
+    )
+)
+"""Ops whose result changes in the last bits if they are decomposed under a dispatch mode."""
+RISKY = "an op computes other last bits while steps are counted"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """FLOPs of one step, counted op by op as it ran.
+
+    Attributes:
+        phases: FLOPs by phase.
+        by_dtype: FLOPs by compute type.
+        by_op: FLOPs by op.
+        by_scale: Needed FLOPs (without recomputation) by how they depend on the lengths of rows.
+        uncounted: Names of ops without a formula.
+        failure: Why the count is not complete; None if it is.
+        optimizer: FLOPs of matrix products in the optimizer; not part of the other fields.
+        doubt: Why it is not certain which ops are recomputation, so that model FLOPs may be wrong; otherwise None.
+        before_calls: FLOPs that ran before the first call of a module.
+        coverage: Share of the calls of matmul-like ops that had a formula.
+    """
+
+    phases: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    by_op: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    by_scale: Mapping[Scale, int] = field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
+    failure: str | None = None
+    optimizer: int = 0
+    doubt: str | None = None
+    before_calls: int = 0
+    coverage: float = 1.0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.failure is None and not self.uncounted
+
+    def agrees(self, other: "StepCount") -> bool:
+        """Whether both counts have the same FLOPs in each phase and compute type."""
+        return self.by_dtype == other.by_dtype and self.uncounted == other.uncounted
+
+
+def may_compile() -> bool:
+    """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called."""
+    if not _has_compiled:
+        requested = requested_compilations()
+        # `torch.compiler.disable` stores None in the table.
+        if not requested or all(backend is None for backend in requested.values()):
+            return False
+        _has_compiled.append(True)
+    return True
+
+
+_has_compiled: list[bool] = []
+"""Not empty after a compilation was requested, because `torch.compiler.reset` clears torch's own table."""
+
+
+def obstacle() -> str | None:
+    """Why the current step cannot be counted as it runs; None if it can."""
+    if may_compile():
+        return "this process uses torch.compile, and compiled code is not counted as it runs"
+    if not sees_dispatch_modes() or not sees_graph_tasks():
+        return "steps cannot be counted as they run with this release of torch"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "steps cannot be counted as they run while a CUDA graph is captured"
+    return None
+
+
+_compiles_beside = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether a mode can ask the compiler to work as if the mode were not there; so from torch 2.10 on."""
+
+
+class LiveStep:
+    """Counts one step, from the constructor to `end`.
+
+    Args:
+        attention: Whether fused attention counts all pairs of positions or only unmasked ones.
+        parameters: The weights of the model.
+    """
+
+    def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._mode = _PassingMode(attention, parameters)
+        clear_left_behind()
+        # Torch never compiles a function that first runs under a mode, so that it must not try.
+        self._stance = None if _compiles_beside else torch.compiler.set_stance("force_eager")
+        if self._stance is not None:
+            self._stance.__enter__()
+        self._below = _modes_now()
+        self._is_in_inference = torch.is_inference_mode_enabled()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _under_way.add(self)
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Pause or resume the count. Evaluations are not part of the step."""
+        self._mode.is_paused = is_paused
+
+    def set_axes(self, axes: Axes | None) -> None:
+        """Say which shape the micro-batch has that runs from now on; None if it has no sequence."""
+        self._mode.axes = axes
+
+    def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say that an optimizer begins its step; its own products are not those of the training."""
+        self._mode.enter_optimizer(args, kwargs)
+
+    def leave_optimizer(self) -> None:
+        """Say that an optimizer has ended its step."""
+        self._mode.leave_optimizer()
+
+    def note_call(self) -> None:
+        """Say that a module is called."""
+        self._mode.note_call()
+
+    def end(self, axes: Axes | None = None) -> StepCount:
+        """End the count, even if the training has entered or exited dispatch modes in the meantime.
+
+        Args:
+            axes: The shape of the step's micro-batches, if it was not known when they ran.
+        """
+        mode = self._mode
+        left_because = self._stop()
+        if may_compile():
+            left_because = left_because or "torch.compile was called in the step"
+        count = mode.tally.as_count("step", "full")
+        return StepCount(
+            PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
+            count.by_dtype,
+            count.by_op,
+            _by_scale(mode.by_scale, axes),
+            tuple(sorted({op.op for op in count.uncounted})),
+            mode.failure or left_because,
+            mode.optimizer_flops,
+            mode.doubt,
+            mode.before_calls or 0,
+            1.0 if count.coverage is None else count.coverage,
+        )
+
+    def _stop(self) -> str | None:
+        _under_way.discard(self)
+        self._mode.is_over = True
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        if self._mode.has_left:
+            return None
+        if torch.is_inference_mode_enabled() and not self._is_in_inference:
+            _left_behind.append(self._mode)
+            return "the count ended in inference mode"
+        return _leave(self._mode, self._below)
+
+    def forget(self) -> None:
+        """In a forked process: end the count, because its steps are not those of the training."""
+        self._stop()
+
+
+def _by_scale(flops: Mapping[Scale | Product, int], axes: Axes | None) -> dict[Scale, int]:
+    sums: dict[Scale, int] = {}
+    for key, needed in flops.items():
+        scale = scale_of(key, axes) if isinstance(key, Product) else key
+        sums[scale] = sums.get(scale, 0) + needed
+    return sums
+
+
+_under_way: "weakref.WeakSet[LiveStep]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for step in list(_under_way):
+        step.forget()
+
+
+if hasattr(os, "register_at_fork"):  # a forked worker of a DataLoader inherits the mode of the training's thread
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+_left_behind: list[Any] = []
+"""Our finished dispatch modes that lie below the training's modes on torch's stack; removed once they are on top.
+
+A mode is not exited in an inference mode that began later: when that ends, torch restores its dispatch keys from
+before, and looks for a mode that is not there.
+"""
+
+
+def clear_left_behind() -> None:
+    """Exit finished dispatch modes that can be exited now."""
+    while _left_behind and not torch.is_inference_mode_enabled() and _modes_now()[-1:] == _left_behind[-1:]:
+        _left_behind.pop().__exit__(None, None, None)
+
+
+def _modes_now() -> list[Any]:
+    return list(dispatch_mode_stack())
+
+
+def _leave(mode: Any, below: Sequence[Any]) -> str | None:
+    """Exit the dispatch mode; return why the count is not complete, or None.
+
+    Exiting any mode pops the top of torch's stack, so a training that exits an older mode in the step pops ours.
+    """
+    now = _modes_now()
+    if now and now[-1] is mode:
+        mode.__exit__(None, None, None)
+        clear_left_behind()
+        return None
+    if mode in now:
+        _left_behind.append(mode)
+        return "another dispatch mode began in the step and has not ended"
+    if now and now == below[: len(now)]:
+        # The training has left `now[-1]`, but torch has popped ours instead. Each exit pops the top of the stack and
+        # sets torch's flags as they were when that mode began, so a new mode keeps the flags as they are now.
+        keeper = TorchDispatchMode()
+        keeper.__enter__()
+        mode.__exit__(None, None, None)
+        keeper.__exit__(None, None, None)
+    return "another dispatch mode ended in the step"
+
+
+class _PassingMode(CountingMode):
+    """Counts ops and runs them unchanged. If counting an op fails, the op still runs, and `failure` says why."""
+
+    def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(ModuleStack(), attention)
+        self.is_over = self.is_paused = self.has_left = False
+        self.failure: str | None = None
+        self.optimizer_flops = 0
+        self.before_calls: int | None = None
+        self.axes: Axes | None = None
+        self.by_scale: dict[Scale | Product, int] = {}
+        """Needed FLOPs. Products stand for their scales while the shape of the batch is not known."""
+        self._scale: Scale | Product = UNCLEAR
+        self._scale_of_node: dict[int, Scale | Product] = {}
+        self._weights = ByStorage()
+        with suppress(NotImplementedError):  # inside of `torch.func`, weights are replaced by wrappers without storage
+            for parameter in parameters:
+                self._weights.put(storage_of(parameter), True)
+        self._closures: list[tuple[frozenset[CodeType], int]] = []
+        """For each optimizer step under way, the code of its closures, and the backward pass in which it began."""
+        self._plain: dict[int, OpOverload] = {}
+        """Ops of this step, by their ids, that only matter to products which a custom function repeats."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @property
+    def doubt(self) -> str | None:
+        return self._functions.doubt
+
+    def note_call(self) -> None:
+        # A module is not called by an optimizer without a closure: that one has raised, and did not end.
+        self._closures = [entry for entry in self._closures if entry[0]]
+        if self.before_calls is None:
+            self.before_calls = sum(self.by_scale.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if id(func) in self._plain:
+            out = func(*args, **kwargs)
+            if not self._functions.is_idle():
+                self._guarded(self._look_for_repetition, func, args, kwargs, out, None)
+            return out
+        if not isinstance(func, OpOverload):  # a higher-order operator, such as flex_attention
+            out = func(*args, **kwargs)
+            self._guarded(lambda: self._add_uncounted(func.name(), args))
+            return out
+        if short_op_name(func) in METADATA_OPS:
+            return NotImplemented
+        if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
+            # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE` would change results.
+            if short_op_name(func) not in _WHOLE and find_formula(func) is None:
+                with self:
+                    return func.decompose(*args, **kwargs)
+            self._guarded(self._meet_whole, func)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._guarded(self._count_op, func, args, kwargs, out)
+        return out
+
+    def _guarded(self, count: Callable[..., None], *call: Any) -> None:
+        if self.is_over or self.is_paused:
+            return
+        try:
+            count(*call)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {first_line(error)}"
+
+    def _count_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if may_differ_under_a_mode(func, args):
+            self._leave_soon()
+        formula = find_formula(func)
+        self._look_for_repetition(func, args, kwargs, out, formula)
+        is_free = formula is None and costs_nothing(func)
+        if not is_free and getattr(out, "is_meta", False):  # nothing is computed
+            return
+        if not is_free:
+            call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
+            self._scale = self._scale_now(call)
+            self._count(call, formula)
+        elif op_packet(func) is TO_COPY and self._weights.get(storage_of(args[0])):
+            self._weights.put(storage_of(out), True)  # autocast multiplies with a copy of the weight
+        if is_free and op_packet(func) is not TO_COPY and op_name(func) not in RISKY_OPS and not can_decompose(func):
+            self._plain[id(func)] = func
+        self._runs_again = False
+
+    def _scale_now(self, call: OpCall) -> Scale | Product:
+        if current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            node = current_autograd_node()
+            return UNCLEAR if node is None else self._scale_of_node.get(sequence_nr(node), UNCLEAR)
+        is_weight = [bool(self._weights.get(storage_of(factor))) for factor in factors_of(call)]
+        product = product_of(call, is_weight)
+        scale = product if product is not None and self.axes is None else scale_of(product, self.axes)
+        self._scale_of_node[(recorded_operations() or 0) - 1] = scale
+        return scale
+
+    def _leave_soon(self) -> None:
+        """Leave the mode at the next Python call: in the backward pass of a risky op, it would change the result.
+
+        Inside of the handler, torch has popped the mode from its stack, so that it cannot be left here.
+        """
+        if self.failure is not None or sys.getprofile() is not None:
+            return
+        self.failure = RISKY
+
+        def leave(frame: FrameType, event: str, argument: Any) -> None:
+            if self.is_over or not (is_inside_mode(frame) or torch.is_inference_mode_enabled()):
+                sys.setprofile(None)
+                if not self.is_over and _modes_now()[-1:] == [self]:
+                    self.has_left = True
+                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        sys.setprofile(leave)
+
+    def _meet_whole(self, func: OpOverload) -> None:
+        """Record a composite op that was not decomposed; without a formula its FLOPs are unknown."""
+        if find_formula(func) is None and not costs_nothing(func):
+            self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
+
+    def enter_optimizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin an optimizer step, and note its closures, which run forward and backward passes."""
+        closures = (value for value in (*args[1:], *kwargs.values()) if callable(value))
+        codes = frozenset(code for closure in closures for code in _codes_of(closure))
+        self._closures.append((codes, current_graph_task_id()))
+
+    def leave_optimizer(self) -> None:
+        if self._closures:
+            self._closures.pop()
+
+    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+        """Add the FLOPs of an op; those of the optimizer itself (Muon, L-BFGS) are added to `optimizer_flops`."""
+        if self._closures and self._is_of_optimizer():
+            self.optimizer_flops += flops.needed + flops.extra
+            return
+        if self._phase() != "recompute" and not self._runs_again:
+            self.by_scale[self._scale] = self.by_scale.get(self._scale, 0) + flops.needed
+        super().add(name, flops, dtype)
+
+    def _is_of_optimizer(self) -> bool:
+        # A backward pass that begins inside of the optimizer is the training's.
+        if torch.is_grad_enabled() or current_graph_task_id() != self._closures[-1][1]:
+            return False
+        codes = frozenset[CodeType]().union(*(codes for codes, _ in self._closures))
+        frame: FrameType | None = sys._getframe(1) if codes else None
+        while frame is not None and frame.f_code not in codes:
+            frame = frame.f_back
+        return frame is None
+
+    def _phase(self) -> Phase:
+        if current_graph_task_id() == -1:
+            return "forward"
+        return "recompute" if runs_forward_again() else "backward"
+
+    def _module(self, phase: Phase) -> str:
+        return ""
+
+
+def _codes_of(closure: Any) -> tuple[CodeType, ...]:
+    """The code of a function, of a method, of what `functools.partial` wraps, or of an object's `__call__`."""
+    function = inspect.unwrap(getattr(closure, "func", closure))
+    called: tuple[Any, ...] = getattr(function, "__func__", function), vars(type(function)).get("__call__")
+    return tuple(each.__code__ for each in called if hasattr(each, "__code__"))
+
+
+def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
+    return frozenset(value.device.type for value in tensors_in(args))
+
+
+@cache
+def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
+    """Whether an op has its own kernel on these devices; decomposing such an op could change the result's last bits."""
+    return has_kernel(func, device_types)

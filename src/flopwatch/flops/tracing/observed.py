@@ -1,0 +1,199 @@
+"""Counts a step with torch's profiler, which changes nothing that the step computes.
+
+A few ops compute other last bits while a dispatch mode is active (`RISKY` in `formulas/free_ops.py`). The profiler
+only listens: torch tells it the name, the shapes and the types of every op. It costs more than a dispatch mode.
+
+Torch has one profiler per process. To start a second one, or to end the one that runs, would empty or even crash the
+profile of the user. So a step is not observed while the training has any profiler object, and if one starts within
+the step, torch ends this recording by itself, and it is left as it is.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.autograd.profiler import emit_itt, emit_nvtx, profile, record_function
+
+from flopwatch.errors import MeasurementError
+from flopwatch.flops.tracing.live import StepCount, may_compile
+from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
+from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.reading import first_line
+from flopwatch.torch_internals import apart, check_schemas
+
+_IN_USE = "the training uses torch's profiler, of which a process can run only one"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_NOTHING = "6"
+"""A level above all messages. Torch 2.13 otherwise prints two lines for every recording."""
+
+
+def can_observe() -> str | None:
+    """Why the current step cannot be observed by torch's profiler; None if it can."""
+    if not torch.profiler.kineto_available():
+        return "this build of torch has no profiler"
+    if may_compile():
+        return "this process uses torch.compile, and the profiler does not see the ops in compiled code"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "steps cannot be observed while a CUDA graph is captured"
+    if "KINETO_USE_DAEMON" in os.environ:
+        return "a daemon may start torch's profiler at any time (KINETO_USE_DAEMON)"
+    if _running or gc.get_freeze_count() or _profilers():
+        return _IN_USE
+    return None
+
+
+def _profilers() -> list[Any]:
+    """Return all profiler objects of the training that have not ended, even those that have not started.
+
+    There is no list of them, so the garbage collector searches for objects that refer to their classes. It cannot see
+    objects after `gc.freeze()`. An object that has ended often waits for the garbage collector.
+    """
+    classes: list[type] = [profile, torch.profiler.profile, emit_itt, emit_nvtx]
+    for each in classes:
+        classes += each.__subclasses__()
+    ours = _running[-1:]
+    found = [each for each in gc.get_referrers(*classes) if type(each) in classes and each not in ours]
+    return [each for each in found if not _has_ended(each)]
+
+
+def _has_ended(profiler: Any) -> bool:
+    """Whether a profiler has recorded and will not begin again by itself, as one with a schedule does."""
+    recording = getattr(profiler, "profiler", profiler)  # that of `torch.autograd` in a `torch.profiler.profile`
+    has_schedule = getattr(profiler, "record_steps", False)
+    return getattr(recording, "kineto_results", None) is not None and not has_schedule
+
+
+def _is_under_way(profiler: Any) -> bool:
+    """Whether a profiler has begun and not ended. While it warms up, torch does not count it as running."""
+    return getattr(profiler, "entered", False) and getattr(profiler, "kineto_results", None) is None
+
+
+_running: list[profile] = []
+"""The recording of this process that has begun and not ended, or nothing."""
+_threads: list[int] = []
+"""The thread in which it began, which is the only one that can end it."""
+
+
+def _end_in_child() -> None:
+    """End the recording in a forked process, such as a worker of a data loader, which would go on recording."""
+    if _running and _threads == [get_ident()]:
+        _running.pop().__exit__(None, None, None)
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
+
+
+class ObservedStep:
+    """Counts one step, from the constructor to `end`. Never raises: `failure` says why a count is not complete."""
+
+    def __init__(self, attention: AttentionConvention) -> None:
+        self._attention: AttentionConvention = attention
+        self._failure: str | None = None
+        self._recordings: list[Any] = []
+        self._is_paused = False
+        self._start()
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Pause or resume the count. Evaluations and flopwatch's own runs of the model are not part of the step."""
+        if is_paused != self._is_paused:
+            self._is_paused = is_paused
+            if is_paused:
+                self._stop()
+            else:
+                self._start()
+
+    def end(self, axes: Axes | None = None) -> StepCount:
+        """End the count, and return the FLOPs of what was recorded."""
+        self._stop()
+        ops = RecordedOps(self._attention)
+        if self._failure is None:
+            # A new thread has no dispatch modes, autocast or default device of the training.
+            apart(lambda: self._guarded(lambda: ops.add_all(self._recordings)))
+        self._recordings.clear()
+        count = ops.tally.as_count("step", "full")
+        phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+        uncounted = tuple(sorted({op.op for op in count.uncounted}))
+        return StepCount(
+            phases,
+            count.by_dtype,
+            count.by_op,
+            {UNCLEAR: phases.forward + phases.backward},
+            uncounted,
+            self._failure,
+            ops.optimizer_flops,
+            doubt=ops.doubt,
+            before_calls=1,  # the recording does not show what ran before the first call of a module
+            coverage=1.0 if count.coverage is None else count.coverage,
+        )
+
+    def set_axes(self, axes: Axes | None) -> None:
+        """As in `LiveStep`; how products depend on lengths is not recorded."""
+
+    def note_call(self) -> None:
+        """As in `LiveStep`; calls of modules are not recorded."""
+
+    def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note in the recording that an optimizer's step has a closure, which runs forward and backward passes."""
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            with record_function(CLOSURE):
+                pass
+
+    def leave_optimizer(self) -> None:
+        """As in `LiveStep`; the profiler records the optimizer's step itself."""
+
+    def _start(self) -> None:
+        self._failure = self._failure or can_observe()
+        if self._failure is None:
+            self._guarded(self._begin_recording)
+
+    def _stop(self) -> None:
+        self._guarded(self._end_recording)
+
+    def _guarded(self, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception as error:
+            is_ours = isinstance(error, MeasurementError)
+            self._failure = first_line(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+        return True
+
+    def _begin_recording(self) -> None:
+        check_schemas()
+        recording = profile(record_shapes=True)
+        with _without_messages():
+            recording.__enter__()
+        _running.append(recording)
+        _threads[:] = [get_ident()]
+        with record_function(BEGIN):
+            pass
+
+    def _end_recording(self) -> None:
+        if not _running or self._failure is not None:
+            return
+        is_taken = _threads != [get_ident()] or any(map(_is_under_way, _profilers()))
+        recording = _running.pop()
+        if is_taken:  # to end the recording would end the profiler that has taken its place
+            self._failure = TAKEN
+            return
+        recording.__exit__(None, None, None)
+        self._recordings.append(recording.kineto_results)
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Let torch read, when it loads its profiler, that it shall print nothing at the begin and end of a recording."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _NOTHING
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]

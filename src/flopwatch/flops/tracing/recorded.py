@@ -1,0 +1,437 @@
+"""Turns the ops that torch's profiler has recorded into FLOPs, with the same formulas as a dispatch mode.
+
+The profiler records every op with the ops inside it. An op with a formula is counted as a whole, as a dispatch mode
+counts it, and so is an op that is known to be free. A composite op is counted by its parts. An op on nested tensors,
+whose shapes the profiler does not record, is counted by its parts as well.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from flopwatch.errors import MeasurementError
+from flopwatch.flops.formulas import Formula, OpCall, OpFlops, find_formula
+from flopwatch.flops.formulas.free_ops import costs_nothing
+from flopwatch.flops.formulas.matrices import sparse_product_flops
+from flopwatch.flops.formulas.registry import type_of_product
+from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
+from flopwatch.flops.tracing.tally import Phase, Tally
+from flopwatch.records.flops import AttentionConvention
+from flopwatch.torch_internals import OpOverload, OpOverloadPacket, can_decompose, op_schema, python_body
+
+PASS_WITH_GRAPH = (
+    "a checkpointed part ran again in a backward pass with create_graph=True, where the profiler cannot distinguish "
+    "recomputation from the backward pass, so it counts as needed"
+)
+MAY_BE_HIDDEN = (
+    "a custom autograd function computes more in its backward pass than the gradients of its products need; "
+    "what it may compute again counts as needed"
+)
+FUSED_GRADIENTS = (
+    "which gradients of a fused recurrent layer were needed is not recorded, so all of them count as needed"
+)
+STOPPED_EARLY = (
+    "whether the last product of each checkpointed part ran again is not recorded; it counts as not run, because "
+    "torch stops there unless set_checkpoint_early_stop(False) is used"
+)
+_ENGINE = "autograd::engine::evaluate_function"
+BEGIN = "flopwatch: a recording begins"
+TAKEN = "a profiler of the training started within the step, or the step ended in another thread than it began"
+IN_OPTIMIZER = "products without gradients in an optimizer's step may be its own or its closure's; they are counted"
+CLOSURE = "flopwatch: an optimizer step with a closure"
+_OPTIMIZER = "Optimizer.step#"
+UNKNOWN = object()
+"""In place of a sparse tensor of which it is not known how many elements it stores."""
+_SAVE_INPUTS = frozenset(
+    (
+        *("aten::_grouped_mm", "aten::addbmm", "aten::addmm", "aten::addmv", "aten::baddbmm", "aten::bmm"),
+        *("aten::convolution", "aten::dot", "aten::mm", "aten::mv"),
+    )
+)
+"""Ops that save only inputs for their backward pass, before they run. Checkpointing can stop them at this point."""
+_BY_NEED = "aten::mkldnn_rnn_layer_backward"
+"""An op whose needed FLOPs depend on which inputs of its forward op need a gradient."""
+
+
+Priced = tuple[OpFlops, str | None]
+"""The FLOPs of an op and its compute type."""
+
+
+class _Tensor(NamedTuple):
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    stored: int | None = None
+    """How many elements a sparse tensor stores; None for a dense one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known about the ops of one name."""
+
+    overloads: tuple[Any, ...]
+    formula: Formula | None
+    is_free: bool
+    is_composite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an event ran; `is_settled` says that it is inside an op or function, whose phase is that of its parts."""
+
+    phase: Phase = "forward"
+    is_settled: bool = False
+    has_graph: bool = False
+    """Whether the backward pass ran with create_graph=True, so that grad mode is on everywhere."""
+    in_optimizer: bool = False
+    has_closure: bool = False
+    function: str = ""
+    """The outermost custom autograd function that runs."""
+    is_product_of_optimizer: bool = False
+
+
+def _find_kind(name: str) -> _Kind | None:
+    """Return what is known about an op; None for other events, such as autograd nodes and annotations."""
+    namespace, _, short = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), short, None) if short.isidentifier() else None
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    overloads = tuple(filter(_is_dispatched, (getattr(packet, overload) for overload in packet.overloads())))
+    if not overloads:
+        return None
+    is_composite = any(map(can_decompose, overloads)) or any(python_body(op) is not None for op in overloads)
+    return _Kind(overloads, find_formula(overloads[0]), any(map(costs_nothing, overloads)), is_composite)
+
+
+def _is_dispatched(op: OpOverload) -> bool:
+    """Whether torch's dispatcher has this overload. Some exist only in TorchScript, and asking about them fails."""
+    try:
+        can_decompose(op)
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Names(dict[str, _Kind | None]):
+    """The kinds of ops by name. They are looked up again for each step, as a formula may have been registered since."""
+
+    def __missing__(self, name: str) -> _Kind | None:
+        self[name] = kind = _find_kind(name)
+        return kind
+
+    def has_formula(self, name: str) -> bool:
+        kind = self[name]
+        return kind is not None and kind.formula is not None
+
+    def last_product(self, events: list[Any]) -> list[int]:
+        """Return the id of the event at which what ran again in a node may have been stopped: the innermost last op."""
+        again = [each for each in events if getattr(each.extra_fields, "sequence_number", -1) >= 0]
+        while again:
+            last = again[-1]
+            if self.has_formula(last.name):
+                return [last.correlation_id]
+            again = last.children
+        return []
+
+
+class RecordedOps:
+    """Adds up the FLOPs of recorded events.
+
+    Args:
+        attention: Whether fused attention counts all pairs of positions or unmasked ones.
+    """
+
+    def __init__(self, attention: AttentionConvention) -> None:
+        self.tally = Tally()
+        self.optimizer_flops = 0
+        self.doubt: str | None = None
+        self._attention: AttentionConvention = attention
+        self._kinds = _Names()
+        self._prices: dict[tuple[Any, ...], Priced | None] = {}
+        self._lists: dict[int, list[Any]] = {}
+        self._roots: list[Any] = []
+        self._stored_at: dict[int, int] | None = None
+        self._stored_by_shape: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        self._have_parts: set[str] = set()
+        self._lack_parts: set[str] = set()
+        """Names of ops that were seen to call other ops when they run, and to call none."""
+        self._by_function: Counter[tuple[str, Phase]] = Counter()
+        self._factors: set[tuple[Any, ...]] = set()
+        """The factors of products in the forward passes of custom functions."""
+        self._last_again: set[int] = set()
+        """The events after which checkpointing may have stopped to run the forward pass again."""
+
+    def add_all(self, recordings: Iterable[Any]) -> None:
+        """Count recordings: what a `torch.autograd.profiler.profile` has in `kineto_results` when it is over."""
+        for results in recordings:
+            self._add(results)
+        needed = self._by_function
+        functions = {function for function, _ in needed if function}
+        # The two gradients of a product take twice as much as the product.
+        if any(needed[each, "backward"] > 2 * needed[each, "forward"] for each in functions):
+            self.doubt = self.doubt or MAY_BE_HIDDEN
+
+    def _add(self, results: Any) -> None:
+        # The tree of events lacks arguments that are lists of numbers; the flat list of events has them.
+        self._lists = {
+            event.correlation_id(): event.concrete_inputs()
+            for event in results.events()
+            if self._kinds.has_formula(event.name())
+        }
+        self._roots = sorted(results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+        self._stored_at = None
+        if not any(event.name == BEGIN for event in self._roots):
+            raise MeasurementError(TAKEN)
+        self._walk(self._roots, _Place())
+
+    def _walk(self, siblings: list[Any], place: _Place) -> int:
+        """Count events that have the same parent, and return the number of products in them."""
+        has_graph, products = None, 0
+        for index, event in enumerate(siblings):
+            if not event.name.startswith(_ENGINE):
+                has_graph = None
+                products += self._meet(event, place)
+                continue
+            if has_graph is None:  # a backward pass begins: its nodes follow each other without other ops
+                has_graph = _has_graph(siblings[index:])
+            products += self._walk(event.children, _Place("backward", has_graph=has_graph))
+        return products
+
+    def _meet(self, event: Any, place: _Place) -> int:
+        fields = event.extra_fields
+        scope = getattr(getattr(fields, "scope", None), "name", "")
+        if scope == "BACKWARD_FUNCTION":
+            return self._meet_node(event, place)
+        if scope == "USER_SCOPE":
+            if event.name.startswith(_OPTIMIZER):
+                has_closure = place.has_closure or any(each.name == CLOSURE for each in event.children)
+                place = replace(place, in_optimizer=True, has_closure=has_closure)
+            return self._walk(event.children, place)
+        kind = self._kinds[event.name] if scope == "FUNCTION" else None
+        if kind is not None and kind.is_free and kind.formula is None:
+            return 0
+        if not place.is_settled:
+            place = _settled(place, fields.sequence_number >= 0 if scope else False)
+        if kind is None:  # the forward pass of a custom function
+            return self._walk(event.children, replace(place, function=place.function or event.name))
+        return self._meet_op(event, kind, place)
+
+    def _meet_node(self, event: Any, place: _Place) -> int:
+        if not event.name[-1].isdigit():  # a node that is written in Python
+            return self._walk(event.children, replace(place, function=event.name.removesuffix("Backward")))
+        if not place.has_graph:
+            self._last_again.update(self._kinds.last_product(event.children))
+        elif any(each.name == "aten::detach" for each in _inside(event.children)):
+            self.doubt = PASS_WITH_GRAPH  # only checkpointing detaches tensors inside torch's own nodes
+        return self._walk(event.children, place)
+
+    def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
+        if kind.formula is not None:
+            if self._was_stopped(event, place):
+                return 0
+            if self._count(event, kind, place):
+                return 1
+        products = self._walk(event.children, place)
+        if not kind.is_composite and not (products and event.name.startswith("aten::")):
+            self.tally.add_uncounted(event.name.removeprefix("aten::"), "", ())
+        return products
+
+    def _was_stopped(self, event: Any, place: _Place) -> bool:
+        """Whether checkpointing stopped this op before it ran, because it had all tensors that it needs again.
+
+        The op is recorded, but without the ops that it calls when it runs.
+        """
+        has_parts = any(each.name != "aten::detach" for each in event.children)
+        if has_parts or place.phase == "forward":
+            (self._have_parts if has_parts else self._lack_parts).add(event.name)
+            return False
+        if event.name not in _SAVE_INPUTS or not (place.phase == "recompute" or place.has_graph):
+            return False
+        if event.name in self._have_parts - self._lack_parts:
+            return True
+        if place.phase == "recompute" and event.correlation_id in self._last_again:
+            self.doubt = self.doubt or STOPPED_EARLY
+            return True
+        return False
+
+    def _count(self, event: Any, kind: _Kind, place: _Place) -> bool:
+        """Count an op as a whole; return False if its formula cannot tell the FLOPs from what is recorded."""
+        lists = self._lists.get(event.correlation_id) or []
+        inputs = event.extra_fields.inputs
+        lists += [None] * (len(inputs) - len(lists))
+        arguments = tuple(self._frozen(each, other) for each, other in zip(inputs, lists, strict=False))
+        key = (event.name, *arguments)
+        if key not in self._prices:
+            self._prices[key] = None if UNKNOWN in arguments else _price(kind, arguments, self._attention)
+        priced = self._prices[key]
+        if priced is None:
+            return False
+        flops, dtype = priced
+        if event.name == _BY_NEED:
+            self.doubt = self.doubt or FUSED_GRADIENTS
+        if place.is_product_of_optimizer and place.has_closure:
+            self.doubt = self.doubt or IN_OPTIMIZER
+        elif place.is_product_of_optimizer:
+            self.optimizer_flops += flops.needed + flops.extra
+            return True
+        if place.phase == "recompute" or (place.function and self._runs_again(event, place)):
+            flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
+        self._by_function[place.function, place.phase] += flops.needed
+        self.tally.add(event.name.removeprefix("aten::"), "", place.phase, flops, dtype)
+        return True
+
+    def _runs_again(self, event: Any, place: _Place) -> bool:
+        """Whether a product in a custom function's backward pass is one of a forward pass, as far as addresses tell.
+
+        If only one factor is the same tensor, the other one may have been computed again.
+        """
+        factors = [(each.storage_data_ptr, *map(tuple, (each.sizes, each.strides))) for each in _tensors(event)]
+        sizes = tuple(each[1] for each in factors)
+        keys = {(event.name, sizes, index, each) for index, each in enumerate(factors)}
+        if place.phase != "backward":
+            self._factors |= keys
+            return False
+        again = keys & self._factors
+        if again and again != keys:
+            self.doubt = self.doubt or MAY_RUN_AGAIN
+        return bool(again)
+
+    def _stored(self, recorded: Any) -> int | None:
+        """Return how many elements a sparse tensor stores, or None if nothing in the recording shows it.
+
+        A backward pass multiplies with a transposed copy, which stores as many elements.
+        """
+        if self._stored_at is None:
+            self._stored_at = dict(_stored_elements(self._roots))
+        shape = tuple(recorded.sizes)
+        if recorded.impl_ptr in self._stored_at:
+            self._stored_by_shape[shape].add(self._stored_at[recorded.impl_ptr])
+        counts = self._stored_by_shape[shape] | self._stored_by_shape[shape[::-1]]
+        return counts.pop() if len(counts) == 1 else None
+
+    def _frozen(self, value: Any, instead: Any) -> Any:
+        """Return an argument in a form that can be a key; a list of numbers is in `instead`."""
+        if hasattr(value, "sizes"):
+            sizes, stored = tuple(value.sizes), None
+            if value.layout is not torch.strided:
+                stored = self._stored(value)
+                if stored is None:
+                    return UNKNOWN
+            return _Tensor(sizes, value.dtype, stored)
+        if isinstance(value, list):
+            return tuple(self._frozen(each, None) for each in value)
+        return value if value is not None else tuple(instead) if isinstance(instead, list) else instead
+
+
+def _stored_elements(roots: list[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the addresses of sparse tensors and how many elements they store, where ops take or copy their elements."""
+    for event in _inside(roots):
+        part = {"aten::values": "aten::alias", "aten::clone": "aten::to"}.get(event.name)
+        owner = next(iter(event.extra_fields.inputs), None) if part else None
+        if owner is None or getattr(owner, "layout", torch.strided) is torch.strided:
+            continue
+        for each in event.children:
+            elements = next(iter(each.extra_fields.inputs), None) if each.name == part else None
+            if elements is not None and elements.dtype == owner.dtype:
+                yield owner.impl_ptr, prod(elements.sizes)
+                break
+
+
+def _inside(events: Iterable[Any]) -> Iterator[Any]:
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting += event.children
+
+
+def _settled(place: _Place, is_grad_on: bool) -> _Place:
+    """Return the place of what is inside an outermost op. An op has a sequence number only if grad mode is on.
+
+    Grad mode is off in a backward pass without create_graph=True, so where it is on, a forward pass runs again.
+    """
+    if place.phase == "backward":
+        return replace(place, is_settled=True, phase="recompute" if is_grad_on and not place.has_graph else "backward")
+    is_optimizer = place.in_optimizer and not is_grad_on
+    return replace(place, is_settled=True, is_product_of_optimizer=is_optimizer)
+
+
+def _has_graph(events: list[Any]) -> bool:
+    """Whether a backward pass runs with create_graph=True, which shows in its first node that runs an op.
+
+    The last op of a node is its own in any case: what checkpointing runs again comes before it. Nodes that are written
+    in Python are left out, because they may change grad mode.
+    """
+    for event in events:
+        if not event.name.startswith(_ENGINE):
+            return False
+        for node in event.children:
+            if node.name[-1].isdigit() and node.extra_fields.scope.name == "BACKWARD_FUNCTION":
+                numbers = [each.extra_fields.sequence_number for each in node.children if _tensors(each)]
+                if numbers:
+                    return bool(numbers[-1] >= 0)
+    return False
+
+
+def _tensors(event: Any) -> list[Any]:
+    return [each for each in getattr(event.extra_fields, "inputs", ()) if hasattr(each, "sizes")]
+
+
+def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConvention) -> Priced | None:
+    """Return the FLOPs and the compute type of a call; None if its formula cannot tell them from shapes."""
+    values = [_stand_in(each) for each in arguments]
+    func = next((op for op in kind.overloads if _fits(op, values)), None)
+    formula = None if func is None else find_formula(func)
+    if func is None or formula is None:
+        return None
+    named = dict(zip((each.name for each in op_schema(func).arguments), values, strict=True))
+    call = OpCall(func, named, _result(func, named), attention)
+    try:
+        is_sparse = any(isinstance(each, torch.Tensor) and each.layout is not torch.strided for each in values)
+        answer = sparse_product_flops(call) if is_sparse else formula(call)
+    except Exception:  # the formula needs values, or an argument that is not recorded
+        return None
+    if answer is None:
+        return None
+    flops = OpFlops(answer) if isinstance(answer, int) else answer
+    if any(isinstance(each, torch.Tensor) and each.is_complex() for each in values):
+        flops = replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
+    return flops, type_of_product(named)
+
+
+def _stand_in(value: Any) -> Any:
+    """Return a tensor without memory for a recorded one, and lists for tuples."""
+    if isinstance(value, _Tensor):
+        if value.stored is None:
+            return torch.empty(value.sizes, dtype=value.dtype, device="meta")
+        indices = torch.empty(len(value.sizes), value.stored, dtype=torch.int64, device="meta")
+        stored = torch.empty(value.stored, dtype=value.dtype, device="meta")
+        return torch.sparse_coo_tensor(indices, stored, value.sizes, check_invariants=False)
+    return [_stand_in(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _fits(func: OpOverload, values: list[Any]) -> bool:
+    """Whether values can be the arguments of this overload: the profiler records only the name that all share."""
+    schema = op_schema(func).arguments
+    return len(schema) == len(values) and all(
+        value is None or isinstance(value, list) or isinstance(value, torch.Tensor) == ("Tensor" in str(argument.type))
+        for argument, value in zip(schema, values, strict=True)
+    )
+
+
+def _result(func: OpOverload, named: dict[str, Any]) -> Any:
+    """Return the result of a call, without values. A result that is written into an argument is that argument."""
+    if "out" in named:
+        return named["out"]
+    schema = op_schema(func).arguments
+    try:
+        with torch.no_grad():
+            return func(
+                *(named[each.name] for each in schema if not each.kwarg_only),
+                **{each.name: named[each.name] for each in schema if each.kwarg_only},
+            )
+    except Exception:  # no kernel for tensors without memory, or an argument is not recorded
+        return None

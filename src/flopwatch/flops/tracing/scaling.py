@@ -1,0 +1,213 @@
+"""Finds out how the FLOPs of an op depend on the lengths of a batch's rows, from the sizes of its factors.
+
+A padded or packed batch runs more than its documents need. How much more follows from what each product is made of: one
+with a factor for every position needs the share of real positions, one for every pair of positions the share of real
+pairs. The products of the backward pass follow the product of the forward pass whose gradients they compute.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flopwatch.flops.formulas import OpCall
+from flopwatch.torch_internals import GROUPED_MM, op_packet, short_op_name
+
+_MATRICES = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "_addmm_activation": ("mat1", "mat2")}
+_GROUPED = "grouped"
+_BATCHED = {"bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
+
+
+class Axes(NamedTuple):
+    """The shape of the micro-batch that is running: its rows, and the lengths of its sequences."""
+
+    batch: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How FLOPs grow: with the rows of the batch, its positions or its pairs of positions.
+
+    Attributes:
+        kind: What the FLOPs are proportional to; `unclear` if the sizes do not show it. `shifted` is all positions but
+            one of each document, as in a loss that has no label for the last one.
+        axes: The shape of the micro-batch in which the op ran; None if the FLOPs do not depend on lengths.
+        query, key: For positions, the index of the sequence in `axes.lengths`; for pairs, those of both sequences.
+        is_causal: Whether only pairs were counted in which the key is not after the query.
+    """
+
+    kind: Literal["fixed", "positions", "shifted", "pairs", "unclear"]
+    axes: Axes | None = None
+    query: int = 0
+    key: int = 0
+    is_causal: bool = False
+
+
+FIXED, UNCLEAR = Scale("fixed"), Scale("unclear")
+
+
+Shape = tuple[int, ...]
+
+
+class Product(NamedTuple):
+    """What the sizes of a matrix product or of fused attention show, for batches whose shape is known only later.
+
+    Attributes:
+        name: The op.
+        shapes: The shapes of its factors; of query and key for attention.
+        is_weight: For each factor, whether it is a parameter of the model.
+        is_causal: Whether only pairs were counted in which the key is not after the query.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    is_weight: tuple[bool, ...] = ()
+    is_causal: bool = False
+
+
+def product_of(call: OpCall, is_weight: Sequence[bool]) -> Product | None:
+    """The op as a product; None if it is another op, or its sizes say nothing about lengths.
+
+    Args:
+        call: The op and its arguments.
+        is_weight: For each of the op's two factors, whether it is a parameter of the model.
+    """
+    name = short_op_name(call.func).removesuffix("_")
+    if name in _MATRICES or name in _BATCHED:
+        return Product(name, tuple(tuple(factor.shape) for factor in factors_of(call)), tuple(is_weight))
+    if op_packet(call.func) is GROUPED_MM:
+        return Product(_GROUPED, (tuple(call.arguments["self"].shape),))
+    if "scaled_dot_product" in name:
+        is_causal = call.attention == "causal" and bool(call.arguments.get("is_causal"))
+        if call.attention == "full" or is_causal:
+            shapes = tuple(call.arguments["query"].shape), tuple(call.arguments["key"].shape)
+            return Product("attention", shapes, is_causal=is_causal)
+    return None
+
+
+def scale_of(product: Product | None, axes: Axes | None) -> Scale:
+    """How the FLOPs of a forward op depend on lengths; `axes` are None if the micro-batch has no sequence."""
+    # Two sequences of one length look alike.
+    if product is None or axes is None or len(set(axes.lengths)) < len(axes.lengths):
+        return UNCLEAR
+    if product.name == _GROUPED:  # each position is multiplied with some of the groups
+        rows = product.shapes[0][0]
+        return Scale("positions", axes) if rows % (axes.batch * axes.lengths[0]) == 0 else UNCLEAR
+    left, right = product.shapes
+    if product.name in _MATRICES:
+        return _of_matrices(left, right, axes, product.is_weight)
+    if product.name in _BATCHED:
+        return _of_batched(left, right, axes)
+    return _of_lengths([left[-2]], [right[-2]], left[0], axes, is_causal=product.is_causal)
+
+
+def factors_of(call: OpCall) -> tuple[Any, ...]:
+    """The two factors of a matrix product; empty for other ops."""
+    name = short_op_name(call.func).removesuffix("_")
+    names = _MATRICES.get(name) or _BATCHED.get(name)
+    return () if names is None else _factors(call, names)
+
+
+def _factors(call: OpCall, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    return call.arguments[names[0]], call.arguments[names[1]]
+
+
+def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]) -> Scale:
+    if all(is_weight):
+        return FIXED
+    rows, contracted, columns = left[0], left[1], right[1]
+    # The sizes of a weight are never lengths, even if they are equal to one.
+    sizes = [columns] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, columns]
+    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == axes.batch * length]
+    if len(positions) == 1:
+        return Scale("positions", axes, positions[0])
+    if len(positions) == 2 and axes.batch == 1 and len(sizes) == 3 and len(set(sizes)) == 2:
+        return Scale("pairs", axes, positions[0], positions[1])
+    shifted = [
+        index for size in sizes for index, length in enumerate(axes.lengths) if size == axes.batch * (length - 1)
+    ]
+    if not positions and len(shifted) == 1 and axes.batch not in sizes:
+        return Scale("shifted", axes, shifted[0])
+    return FIXED if not positions and len(sizes) == 1 and sizes[0] == axes.batch else UNCLEAR
+
+
+def _of_batched(left: Shape, right: Shape, axes: Axes) -> Scale:
+    groups, rows, contracted = left
+    if groups % axes.batch:
+        return UNCLEAR
+    sizes = rows, contracted, right[2]
+    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
+    # Three equal sizes are attention whose heads are as wide as the rows are long: one of them is no length.
+    if len(positions) >= 2:
+        return Scale("pairs", axes, positions[0], positions[1])
+    return Scale("positions", axes, positions[0]) if positions else FIXED
+
+
+def _of_lengths(query: list[int], key: list[int], batch: int, axes: Axes, *, is_causal: bool) -> Scale:
+    if batch != axes.batch:
+        return UNCLEAR
+    found = [[index for index, length in enumerate(axes.lengths) if [length] == side] for side in (query, key)]
+    if any(len(each) > 1 for each in found):
+        return UNCLEAR
+    if found[0] and found[1]:
+        return Scale("pairs", axes, found[0][0], found[1][0], is_causal)
+    positions = found[0] or found[1]
+    return Scale("positions", axes, positions[0]) if positions else FIXED
+
+
+class RowLengths(NamedTuple):
+    """The real lengths of a micro-batch's documents, one list for each of its sequences.
+
+    Attributes:
+        axes: The shape of the micro-batch.
+        sums: For each sequence, the sum of the documents' lengths.
+        products: For each pair of sequences (query, key), the sum of the products of both lengths.
+        documents: How many documents there are.
+    """
+
+    axes: Axes
+    sums: tuple[int, ...]
+    products: Mapping[tuple[int, int], int]
+    documents: int = 0
+
+
+def needed_flops(by_scale: Mapping[Scale, int], batches: Sequence[RowLengths]) -> tuple[int, bool]:
+    """FLOPs that the documents of these micro-batches need alone, and whether all of them are clear.
+
+    >>> axes = Axes(2, (8,))
+    >>> half = RowLengths(axes, (8,), {(0, 0): 32})
+    >>> needed_flops({Scale("positions", axes): 160, Scale("pairs", axes): 1280, FIXED: 5}, [half])
+    (405, True)
+    """
+    total, is_clear = 0, True
+    for scale, flops in by_scale.items():
+        if scale.kind == "unclear":
+            is_clear = is_clear and not flops
+        if scale.axes is None:
+            total += flops
+            continue
+        own = [batch for batch in batches if batch.axes == scale.axes]
+        real, whole = _share(scale, own)
+        is_clear = is_clear and bool(whole) and flops * real % whole == 0
+        total += flops * real // whole if whole else flops
+    return total, is_clear
+
+
+def _share(scale: Scale, batches: Sequence[RowLengths]) -> tuple[int, int]:
+    """The real positions or pairs of these micro-batches, and all of them with padding."""
+    assert scale.axes is not None
+    rows, lengths = scale.axes.batch * len(batches), scale.axes.lengths
+    if scale.kind == "positions":
+        return sum(batch.sums[scale.query] for batch in batches), rows * lengths[scale.query]
+    if scale.kind == "shifted":
+        real = sum(batch.sums[scale.query] - batch.documents for batch in batches)
+        return real, rows * (lengths[scale.query] - 1)
+    pair = scale.query, scale.key
+    real = sum(batch.products[pair] for batch in batches)
+    whole = rows * lengths[scale.query] * lengths[scale.key]
+    if scale.is_causal:  # s(s + 1) / 2 pairs of s positions; both figures are doubled
+        real += sum(batch.sums[scale.query] for batch in batches)
+        whole += rows * lengths[scale.query]
+    return real, whole

@@ -1,0 +1,61 @@
+"""Tells evaluations between two steps from calls that belong to the next step, in loops that open no steps (pure).
+
+Calls without gradients of modules in evaluation mode that come only now and then are an evaluation. Those that come
+with every step, such as a teacher's, are part of it.
+"""
+
+from collections.abc import Sequence
+
+from flopwatch.monitor.pricing.calls import CallKind
+
+
+class Evaluations:
+    """Remembers which modules are called before steps, and how often."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._first: dict[int, int] = {}
+        self._met: dict[int, int] = {}
+        self._trained: set[int] = set()
+
+    def has(self, kind: CallKind, before: Sequence[CallKind]) -> bool:
+        """Whether a call is part of an evaluation; `before` are the calls since the last step."""
+        if kind.has_grad or kind.is_training or any(call.has_grad for call in before):
+            return False
+        return not self._is_regular(kind.module)
+
+    def left_out(self, noted: Sequence[tuple[CallKind, int]]) -> tuple[list[CallKind], int, bool]:
+        """Leave out evaluations: the step's calls, the operations of the others, and whether there was an evaluation.
+
+        Args:
+            noted: The calls since the last step, each with the number of operations that autograd has recorded in it.
+        """
+        calls = [call for call, _ in noted]
+        trained_in_mode = {call.module for call in calls if call.has_grad and call.is_training}
+        # A module that the step also calls in training mode is evaluated before, even if gradients are on.
+        is_begin = [call.has_grad and (call.is_training or call.module not in trained_in_mode) for call in calls]
+        first = is_begin.index(True) if True in is_begin else len(calls)
+        before = {call.module for call in calls[:first] if not call.is_training}
+        self._note_step(before, {call.module for call in calls[first:] if call.has_grad})
+        odd = {module for module in before if not self._is_regular(module)}
+        if odd:  # a loss that is a module has no evaluation mode
+            odd |= {call.module for call in calls[:first] if not call.has_parameters}
+        is_kept = [index >= first or call.module not in odd for index, call in enumerate(calls)]
+        nodes = sum(nodes for (_, nodes), keeps in zip(noted, is_kept, strict=True) if not keeps)
+        return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(odd)
+
+    def _note_step(self, before: set[int], trained: set[int]) -> None:
+        self._steps += 1
+        self._trained |= trained
+        for module in before:
+            self._first.setdefault(module, self._steps)
+            self._met[module] = self._met.get(module, 0) + 1
+
+    def _is_regular(self, module: int) -> bool:
+        first = self._first.get(module)
+        if first is None:  # at the first step only, a module that is not trained is taken for a teacher
+            return not self._steps and module not in self._trained
+        steps = self._steps - first + 1
+        if first == 1 and steps == 1:
+            return module not in self._trained
+        return steps > 1 and 2 * self._met[module] >= steps

@@ -1,0 +1,336 @@
+"""What live counts prove about the FLOPs of steps (pure).
+
+Steps that make the same calls with the same sizes are of one kind, and cost what was counted for their kind. For sizes
+that were not counted, a formula fitted to the counts is used (`formula.py`). Both are believed after counts agreed with
+each other, and are doubted, backwards, when a later count differs.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+from flopwatch.flops.live_formula import Calls, Formula, FormulaFit
+from flopwatch.flops.tracing.live import StepCount
+from flopwatch.flops.tracing.scaling import Scale
+from flopwatch.monitor.pricing.calls import CallKind
+from flopwatch.records.flops import PhaseFlops
+
+_MOST_KINDS = 4096
+_MOST_RANGES = 64
+ENOUGH = 3
+"""Uncounted steps of a kind are exact once so many counted steps of it agree."""
+UNPROVEN = "equal calls have changed their cost before, and the run ended before another count"
+UNKNOWN = -1
+_NODES, _BACKWARDS = "nodes", "backwards"
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What every step shows of itself, counted or not.
+
+    Attributes:
+        calls: The outermost calls of modules.
+        nodes: Number of operations that autograd recorded; None if unknown.
+        backwards: How often backward passes reached some parameters; UNKNOWN before the model was found.
+        batches: Which parameters are trained, and shapes of the monitor's batches if no module was called.
+    """
+
+    calls: tuple[CallKind, ...]
+    nodes: int | None = None
+    backwards: int = 0
+    batches: Hashable = ()
+
+    def sized_calls(self) -> Calls:
+        return [(kind.family, kind.sizes) for kind in self.calls]
+
+
+class _Claims:
+    """Uncounted steps that were called exact since a count agreed the last time.
+
+    Attributes:
+        first: The first such step of the run; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._ranges: list[list[int]] = []
+
+    def add(self, step: int) -> None:
+        if self.first is None:
+            self.first = step
+        if self._ranges and self._ranges[-1][1] >= step - 1:
+            self._ranges[-1][1] = max(step, self._ranges[-1][1])
+        else:
+            self._ranges.append([step, step])
+        if len(self._ranges) > _MOST_RANGES:
+            self._ranges = [[self._ranges[0][0], self._ranges[-1][1]]]
+
+    def take(self) -> tuple[tuple[int, int], ...]:
+        ranges, self._ranges = self._ranges, []
+        return tuple((first, last) for first, last in ranges)
+
+
+@dataclass
+class _Known:
+    """What was counted of one kind of step."""
+
+    count: StepCount
+    agreeing: int = 0
+    changes: int = 0
+    counts: int = 0
+    low: int = 0
+    high: int = 0
+    total: int = 0
+    claims: _Claims = field(default_factory=_Claims)
+
+    @property
+    def needed(self) -> int:
+        """How many counts must agree: more after each change, because a cost that changed may change again."""
+        return ENOUGH if not self.changes else min(2 ** (self.changes + 1), 8)
+
+    @property
+    def is_settled(self) -> bool:
+        return self.agreeing >= self.needed
+
+    def add(self, count: StepCount) -> bool:
+        """Add a count; return whether it agrees with the one before."""
+        flops = count.phases.total
+        self.low, self.high = (min(self.low, flops), max(self.high, flops)) if self.counts else (flops, flops)
+        self.counts += 1
+        self.total += flops
+        agrees = self.count.agrees(count)
+        self.agreeing = self.agreeing + 1 if agrees else 1
+        self.changes += not agrees
+        self.count = count
+        return agrees
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The FLOPs of a step, as far as counts show them.
+
+    Attributes:
+        count: The FLOPs; None if they are not known.
+        reason: Why they are not exact; None if they are.
+    """
+
+    count: StepCount | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Rows that were called exact and may be wrong: ranges of steps, and what a later count has shown."""
+
+    steps: tuple[tuple[int, int], ...]
+    shown: str
+
+
+class Evidence:
+    """Live counts by kind of step, and the formulas fitted to them.
+
+    Attributes:
+        counts: Number of live counts.
+        uncounted: Names of ops without a formula that counted steps ran.
+        coverage: The smallest share of products with a formula in a counted step.
+    """
+
+    def __init__(self) -> None:
+        self.counts = 0
+        self.uncounted: tuple[str, ...] = ()
+        self.coverage = 1.0
+        self._known: dict[StepKind, _Known] = {}
+        self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
+        self._changed: dict[Hashable, int] = {}
+        """How often equal calls of these families have changed their cost. What changes in one kind may in another."""
+        self._settled_calls: set[CallKind] = set()
+        """Calls with which a step began whose FLOPs need no further count."""
+
+    @property
+    def formulas(self) -> list[Formula]:
+        return [fit.formula for fit, _ in self._fits.values() if fit.formula is not None]
+
+    def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
+        """Add the count of a step; return the rows that it contradicts, if any.
+
+        A count that began with the first call of a module (`is_late`) proves nothing about what ran before.
+        """
+        self.counts += 1
+        if count.failure is not None:
+            return None
+        self.uncounted = tuple(sorted({*self.uncounted, *count.uncounted}))
+        self.coverage = min(self.coverage, count.coverage)
+        predicted = self._by_formula(kind)
+        known = self._known.get(kind)
+        if known is None:
+            if len(self._known) >= _MOST_KINDS:
+                self._known.clear()
+            known = self._known[kind] = _Known(count, changes=self._changed.get(_families(kind), 0))
+        before, was_settled = known.count, known.is_settled
+        agrees = known.add(count)
+        doubt = None
+        if not agrees:
+            doubt = self._compared(known, step, before, count)
+            self._changed[_families(kind)] = self._changed.get(_families(kind), 0) + 1
+        if agrees and not is_late:
+            known.claims.take()
+        if is_late:
+            known.claims.add(step)
+        if predicted is not None and not predicted.agrees(count):
+            # A count of other sizes proves nothing about these, so that all that the formula has claimed is in doubt.
+            doubted = [each for key in _keys(kind) for each in self._fit_of(key)[1].take()]
+            if doubted:
+                known_doubted = () if doubt is None else doubt.steps
+                doubt = Doubt(tuple(sorted({*known_doubted, *doubted})), _shown(step, predicted, count))
+        if predicted is not None and predicted.agrees(count) and not was_settled:
+            known.agreeing = max(known.agreeing, known.needed)
+        for key in _keys(kind):
+            self._fit_of(key)[0].add(kind.sized_calls(), _outputs(kind, count))
+        if kind.calls:
+            (self._settled_calls.add if known.is_settled else self._settled_calls.discard)(kind.calls[0])
+        return doubt
+
+    def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
+        ranges = known.claims.take()
+        if known.changes > 1 and known.claims.first is not None:  # it changes back and forth, so no bracket holds
+            ranges = ((known.claims.first, step - 1),)
+            known.claims.first = None
+        return Doubt(ranges, _shown(step, before, count)) if ranges else None
+
+    def unproven(self) -> Doubt | None:
+        """At the end of a run: steps after the last count, of kinds whose cost has changed before."""
+        ranges = [each for known in self._known.values() if known.changes for each in known.claims.take()]
+        return Doubt(tuple(sorted(ranges)), UNPROVEN) if ranges else None
+
+    def needs_count(self, kind: StepKind) -> bool:
+        """Whether a count of one more step of this kind may make its FLOPs exact."""
+        known = self._known.get(kind)
+        if known is not None:
+            return known.agreeing < min(known.needed, 2 * ENOUGH) and not self._is_predicted(kind, known)
+        return self._by_formula(kind) is None
+
+    def knows_call(self, call: CallKind) -> bool:
+        """Whether a step that begins with this call needs no count because of its sizes."""
+        if call in self._settled_calls:
+            return True
+        return any(formula.covers(call.family, call.sizes) for formula in self.formulas)
+
+    def verdict(self, kind: StepKind, step: int) -> Verdict:
+        """The FLOPs of an uncounted step; if they are called exact, that is remembered."""
+        known = self._known.get(kind) or self._alike(kind)
+        if known is None:
+            count = self._by_formula(kind)
+            if count is None:
+                return Verdict(None, self._why_unknown(kind))
+            self._fit_of(_keys(kind)[0])[1].add(step)
+            return Verdict(count)
+        count = known.count
+        if not count.is_whole:
+            ops = ", ".join(count.uncounted)
+            return Verdict(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+        if known.is_settled or self._is_predicted(kind, known):
+            known.claims.add(step)
+            return Verdict(count, count.doubt)
+        if known.low != known.high:
+            return Verdict(_mean(known), _varies(known))
+        times = "only once" if known.counts == 1 else f"only {known.counts} times"
+        return Verdict(count, f"such a step was counted {times} so far")
+
+    def _alike(self, kind: StepKind) -> _Known | None:
+        """What was counted of steps like the first one, of which less was seen."""
+        if kind.backwards != UNKNOWN:
+            return None
+        return next(
+            (known for other, known in self._known.items() if other.nodes == kind.nodes and other.calls == kind.calls),
+            None,
+        )
+
+    def _is_predicted(self, kind: StepKind, known: _Known) -> bool:
+        """Whether a formula gives the only count of this kind."""
+        predicted = None if known.changes else self._by_formula(kind)
+        return predicted is not None and predicted.agrees(known.count)
+
+    def _why_unknown(self, kind: StepKind) -> str:
+        if not kind.calls:
+            return "no step of this kind was counted"
+        names = ", ".join(dict.fromkeys(call.name for call in kind.calls))
+        what = "like this one"
+        if any(other.calls == kind.calls for other in self._known):
+            what = "with these calls, and as many operations and gradients,"
+        elif any(_families(other) == _families(kind) for other in self._known):
+            what = "with these sizes"
+        return f"no step {what} was counted so far (it calls {names})"
+
+    def _by_formula(self, kind: StepKind) -> StepCount | None:
+        for key in _keys(kind):
+            fit = self._fits.get(key)
+            formula = None if fit is None else fit[0].formula
+            values = None if formula is None else formula.values(kind.sized_calls())
+            if values is None or values.get(_BACKWARDS, 0) != kind.backwards:
+                continue
+            if kind.nodes is None or values[_NODES] == kind.nodes:
+                return _count_of(values)
+        return None
+
+    def _fit_of(self, key: Hashable) -> tuple[FormulaFit, _Claims]:
+        if key not in self._fits and len(self._fits) >= _MOST_KINDS:
+            self._fits.clear()
+        return self._fits.setdefault(key, (FormulaFit(), _Claims()))
+
+
+def _families(kind: StepKind) -> Hashable:
+    return frozenset(call.family for call in kind.calls), kind.batches
+
+
+def _keys(kind: StepKind) -> tuple[Hashable, Hashable]:
+    """What steps of one formula have in common: often also how many operations autograd recorded."""
+    return (_families(kind), kind.nodes, kind.backwards), _families(kind)
+
+
+def _outputs(kind: StepKind, count: StepCount) -> dict[Hashable, int]:
+    outputs: dict[Hashable, int] = {}
+    for name, flops in count.by_dtype.items():
+        outputs |= {(name, phase): getattr(flops, phase) for phase in PhaseFlops.__slots__}
+    for scale, needed in count.by_scale.items():
+        general = replace(scale, axes=None)
+        outputs[general] = outputs.get(general, 0) + needed
+    return {**outputs, _NODES: kind.nodes or 0, _BACKWARDS: kind.backwards}
+
+
+def _count_of(values: Mapping[Hashable, int]) -> StepCount:
+    types: dict[str, dict[str, int]] = {}
+    by_scale: dict[Scale, int] = {}
+    for name, value in values.items():
+        if isinstance(name, tuple):
+            types.setdefault(name[0], {})[name[1]] = value
+        elif isinstance(name, Scale):
+            by_scale[name] = value
+    by_dtype = {name: PhaseFlops(**phases) for name, phases in types.items()}
+    return StepCount(sum(by_dtype.values(), PhaseFlops()), by_dtype, by_scale=by_scale)
+
+
+def _mean(known: _Known) -> StepCount:
+    """The last count, scaled to the mean of all counts: an estimate."""
+    total, mean = known.count.phases.total or 1, known.total / known.counts
+
+    def scaled(flops: PhaseFlops) -> PhaseFlops:
+        return PhaseFlops(*(round(getattr(flops, phase) * mean / total) for phase in PhaseFlops.__slots__))
+
+    by_dtype = {name: scaled(flops) for name, flops in known.count.by_dtype.items()}
+    return replace(known.count, phases=sum(by_dtype.values(), PhaseFlops()), by_dtype=by_dtype, by_scale={})
+
+
+def _varies(known: _Known) -> str:
+    return (
+        f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
+        f"{known.high:,}, and this is their mean"
+    )
+
+
+def _shown(step: int, before: StepCount, now: StepCount) -> str:
+    """What differs between two counts of equal calls, in words."""
+    ops = [op for op in {**before.by_op, **now.by_op} if before.by_op.get(op) != now.by_op.get(op)]
+    where = f" (in {', '.join(sorted(ops)[:3])})" if ops and before.by_op else ""
+    return (
+        f"step {step} ran {now.phases.total:,} FLOPs{where}, although equal calls had run {before.phases.total:,} "
+        "until then"
+    )

@@ -1,0 +1,244 @@
+"""Computes the FLOPs of a step from what it ran, and the time the device would need for them at its peak."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.flops.tracing.live import StepCount
+from flopwatch.flops.tracing.scaling import RowLengths, needed_flops
+from flopwatch.hardware.measure import measured_peak
+from flopwatch.monitor import output as notices
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.output import Notify
+from flopwatch.monitor.pricing.batch_reader import Work
+from flopwatch.monitor.pricing.evidence import Verdict
+from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
+from flopwatch.monitor.pricing.step_counter import StepCounter, StepTrace
+from flopwatch.monitor.pricing.traced import sum_of_costs
+from flopwatch.records.flops import Peak, PhaseFlops
+from flopwatch.records.run import Provenance
+
+PARTIAL = "what ran before the first call of a module was not seen in this step, the first of the training"
+_BY_LENGTH = ("positions", "shifted", "pairs")
+PADDED = "model FLOPs include padding, because the sizes of some products do not show how they depend on it"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """FLOPs of a step; None means unknown.
+
+    Attributes:
+        model: FLOPs that the model's mathematics needs, without padding and recomputation.
+        hardware: FLOPs that are executed.
+        recompute: The part of `hardware` that the backward pass computes again.
+        model_by_dtype: Model FLOPs by compute type; empty if unknown.
+        hardware_by_dtype: Executed FLOPs by compute type; empty if unknown.
+    """
+
+    model: int
+    hardware: int | None = None
+    recompute: int | None = None
+    model_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    hardware_by_dtype: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """FLOPs of a step, and the time a device would need at its peak for the model FLOPs and for all executed FLOPs.
+
+    Attributes:
+        reason: Why the FLOPs are not exact or not known; None if they are exact.
+    """
+
+    flops: StepFlops | None = None
+    model_peak_seconds: float | None = None
+    hardware_peak_seconds: float | None = None
+    reason: str | None = None
+
+
+class StepPricer:
+    """Computes the FLOPs of steps.
+
+    Attributes:
+        peaks: Peak FLOP/s of this rank's device, by compute type.
+    """
+
+    def __init__(
+        self, config: MonitorConfig, counter: StepCounter, peak_flops_per_s: float | None, notify: Notify
+    ) -> None:
+        self._config = config
+        self._counter = counter
+        self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
+        self._notify = notify
+        self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
+        self._main_type: str | None = None
+        self._last: tuple[Any, StepFlops] | None = None
+        self._written: Any = None
+        """The values from which the newest `Provenance` record was made. If they change, a new record is needed."""
+
+    @property
+    def peak(self) -> Peak | None:
+        """The device's peak for the compute type in which most FLOPs are computed; None if unknown."""
+        return None if self._main_type is None else self.peaks.of(self._main_type)
+
+    def set_model(self, model: nn.Module) -> None:
+        self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
+        self.peaks.look_ahead()
+
+    def cost(self, trace: StepTrace, step: int, works: Sequence[Work] | None, user_flops: int | None) -> StepCost:
+        """Compute the FLOPs of a step.
+
+        Args:
+            trace: What the step ran.
+            step: The step's number.
+            works: Sizes of the step's batches; None if one of them could not be read.
+            user_flops: FLOPs by the user's `flops_fn`; None without such a function.
+        """
+        if user_flops is not None:
+            flops: StepFlops | None = StepFlops(user_flops)
+            reason: str | None = "the FLOPs are those of the user's flops_fn"
+        elif trace.traced is not None:
+            flops, reason = self._traced(trace, works)
+        elif trace.kind is None:
+            flops, reason = None, trace.doubt
+        else:
+            flops, reason = self._counted(trace, step, works)
+            reason = trace.doubt or reason
+        return StepCost(flops, *self._peak_seconds(flops), reason)
+
+    def _counted(
+        self, trace: StepTrace, step: int, works: Sequence[Work] | None
+    ) -> tuple[StepFlops | None, str | None]:
+        assert trace.kind is not None
+        if trace.count is not None and trace.is_partial and self._counter.starts_free is not True:
+            verdict = Verdict(trace.count, PARTIAL)
+        elif trace.count is not None:
+            lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
+            verdict = Verdict(trace.count, lower if trace.count.uncounted else trace.count.doubt)
+        else:
+            verdict = trace.evidence.verdict(trace.kind, step)
+        count = verdict.count
+        if count is None:
+            return None, verdict.reason
+        if works is None:
+            return None, "the step's batch was overwritten before it was read"
+        if all(work.documents is None for work in works):
+            if self._last is None or self._last[0] is not count:
+                self._last = count, _flops_of(count, 0)
+            return self._last[1], verdict.reason
+        padding, is_clear = _padding(count, works)
+        return _flops_of(count, padding), verdict.reason or (None if is_clear else PADDED)
+
+    def _traced(self, trace: StepTrace, works: Sequence[Work] | None) -> tuple[StepFlops | None, str | None]:
+        assert trace.traced is not None
+        costs = [trace.traced.cost(work) for work in works or ()]
+        known = [cost for cost in costs if cost is not None]
+        if not known or len(known) < len(costs):
+            return None, trace.doubt
+        cost = sum_of_costs(known)
+        types = cost.by_dtype
+        model, hardware = cost.needed.forward + cost.needed.backward, cost.executed.total
+        flops = StepFlops(model, hardware, cost.executed.recompute, _shares(types, model), _shares(types, hardware))
+        return flops, cost.remark or trace.doubt
+
+    def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
+        if flops is None:
+            return None, None
+        if flops.model_by_dtype:
+            self._main_type = max(flops.model_by_dtype, key=lambda name: flops.model_by_dtype[name])
+        assumed = None if flops.model_by_dtype else weights_dtype(self._counter.model, self.peaks.device) or "fp32"
+        self._main_type = self._main_type or assumed
+        model = self.peaks.seconds(flops.model_by_dtype or {assumed or "fp32": flops.model})
+        hardware = None
+        if flops.hardware is not None:
+            hardware = self.peaks.seconds(flops.hardware_by_dtype or {assumed or "fp32": flops.hardware})
+        for name, why in self.peaks.why_unknown.items():
+            self._notify(*notices.peak_unknown(name, why))
+        return model, hardware
+
+    def new_provenance(self, step: int, device_count: int) -> Provenance | None:
+        """Return the record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
+        facts = self._counter.facts()
+        if facts is None:
+            return None
+        written = facts, self.peaks, self.peaks.ranks, self._main_type
+        if written == self._written:
+            return None
+        self._written = written
+        if facts.coverage is not None and facts.coverage < 1:
+            self._notify(*notices.coverage_below_1(facts.coverage, facts.notes))
+        peak = self.peak
+        return Provenance(
+            step,
+            self._config.mode,
+            facts.method,
+            facts.exact,
+            self._config.attention,
+            facts.coverage,
+            None if peak is None else peak.to_json(),
+            device_count,
+            notes=facts.notes,
+            achievable_flops_per_s=self._achievable_flops_per_s(),
+        )
+
+    def _achievable_flops_per_s(self) -> float | None:
+        """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""
+        peak = self.peak
+        if peak is None or peak.kind in ("measured", "override") or self.peaks.ranks > 1:
+            return None
+        measured = measured_peak(self.peaks.device, peak.dtype)
+        return None if measured is None or measured.confidence == "low" else measured.flops_per_s
+
+
+def _flops_of(count: StepCount, padding: int) -> StepFlops:
+    total, recompute = count.phases.total, count.phases.recompute
+    model = total - recompute - padding
+    types = count.by_dtype
+    return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total))
+
+
+def _padding(count: StepCount, works: Sequence[Work]) -> tuple[int, bool]:
+    """The needed FLOPs of a count that its documents would not need alone, and whether that is certain."""
+    needed = count.phases.total - count.phases.recompute
+    batches = [_row_lengths(work) for work in works]
+    by_scale = count.by_scale
+    if any(scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale):  # of a formula
+        axes = {batch.axes for batch in batches if batch is not None}
+        if len(axes) != 1:
+            return 0, False
+        (only,) = axes
+        by_scale = {replace(s, axes=only) if s.kind in _BY_LENGTH else s: f for s, f in by_scale.items()}
+    alone, is_clear = needed_flops(by_scale, [batch for batch in batches if batch is not None])
+    is_clear = is_clear and sum(by_scale.values()) == needed and None not in batches
+    return (needed - alone if is_clear else 0), is_clear
+
+
+def _row_lengths(work: Work) -> RowLengths | None:
+    axes = work.plan.axes
+    if axes is None:
+        return None
+    rows = [work.lengths or (axes.lengths[0],) * axes.batch]
+    if len(axes.lengths) > 1:
+        rows.append(work.target_lengths or (axes.lengths[1],) * axes.batch)
+    elif work.documents is not None and work.lengths is None:
+        documents = work.documents
+        return RowLengths(axes, (documents.tokens,), {(0, 0): documents.squares}, documents.count)
+    pairs = {
+        (one, other): sum(a * b for a, b in zip(rows[one], rows[other], strict=True))
+        for one in range(len(rows))
+        for other in range(len(rows))
+    }
+    return RowLengths(axes, tuple(map(sum, rows)), pairs, axes.batch)
+
+
+def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
+    """Divide a total over compute types in proportion to the executed FLOPs."""
+    if len(by_dtype) == 1:
+        return {next(iter(by_dtype)): total}
+    executed = sum(flops.total for flops in by_dtype.values())
+    if not executed:
+        return {}
+    return {name: round(total * flops.total / executed) for name, flops in by_dtype.items()}

@@ -1,0 +1,34 @@
+"""A training that changes late: no row that is called exact is wrong, and the change is noticed.
+
+`python benchmarks/late_changes.py` prints the table of all loops, with other lengths by `--seeds`.
+"""
+
+import pytest
+
+from testbeds.late_changes.audit import Plan, audit
+from testbeds.late_changes.loops import LOOPS
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def marks_of(number):
+    """Every fourth in CI."""
+    return [] if number % 4 == 0 else [pytest.mark.campaign]
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(loop, id=loop.name, marks=marks_of(number)) for number, loop in enumerate(LOOPS)]
+)
+def test_no_exact_row_is_wrong_after_a_late_change_and_it_is_noticed(loop, tmp_path):
+    outcome = audit(loop, tmp_path, Plan.drawn(loop.name))
+
+    assert outcome.wrong == []
+    assert outcome.missing == []
+    assert outcome.noticed is not None
+
+
+def test_there_are_forty_loops_and_each_changes_after_step_50():
+    plans = [Plan.drawn(loop.name) for loop in LOOPS]
+
+    assert len(LOOPS) >= 40
+    assert all(50 < plan.change < plan.steps - 50 and 150 <= plan.steps <= 400 for plan in plans)
