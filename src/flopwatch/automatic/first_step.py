@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from flopwatch.automatic.optimizers import has_optimizer
-from flopwatch.flops.tracing.live import LiveStep, may_compile, obstacle
+from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
 from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
 from flopwatch.monitor.pricing.calls import CallKind, RootCalls, batch_of_call
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
@@ -48,7 +48,8 @@ class FirstStep:
             self.has_begun = True
             self._calls.take()
             self._nodes = recorded_operations()
-            if obstacle() is None and not dispatch_mode_stack() and not torch.is_inference_mode_enabled():
+            is_apart = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
+            if obstacle() is None and not is_apart:
                 self._live = LiveStep(self._attention)
                 if self._optimizer is not None:  # the call comes from its closure
                     self._live.enter_optimizer(*self._optimizer)

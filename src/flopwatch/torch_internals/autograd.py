@@ -82,9 +82,13 @@ current_graph_task_id: Callable[[], int] = checked(_TASK, lambda: getattr(torch.
 """A number that identifies the running backward pass; -1 outside of one."""
 
 
+@functools.cache
 def sees_graph_tasks() -> bool:
     current_graph_task_id()
     return results[_TASK]
+
+
+resets.append(sees_graph_tasks.cache_clear)
 
 
 _NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules"
@@ -251,6 +255,8 @@ def requested_compilations() -> Mapping[Any, Any] | None:
 
     Only the type of the table is checked, because a compilation would take seconds.
     """
+    if _table:
+        return _table[0]
     compiler = _compiler()
     if compiler is None:
         return None
@@ -259,4 +265,10 @@ def requested_compilations() -> Mapping[Any, Any] | None:
         return table
     if not works(_BACKENDS, lambda: isinstance(table, dict)):
         return {None: "unknown"}
-    return cast("Mapping[Any, Any]", table)
+    _table.append(cast("Mapping[Any, Any]", table))
+    return _table[0]
+
+
+_table: list[Mapping[Any, Any]] = []
+"""The table once it was found, because it is looked at several times in each step. Torch clears it, but keeps it."""
+resets.append(_table.clear)

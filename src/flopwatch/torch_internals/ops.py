@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from flopwatch.torch_internals.probes import checked, declare, results, unusable, works
+from flopwatch.torch_internals.probes import checked, declare, resets, results, unusable, works
 
 OpOverload: Any = type(torch.ops.aten.mm.default)
 OpOverloadPacket: Any = type(torch.ops.aten.mm)
@@ -131,9 +131,13 @@ dispatch_mode_stack: Callable[[], list[Any]] = checked(_STACK, _find_stack, _pro
 """The active dispatch modes, the innermost last."""
 
 
+@functools.cache
 def sees_dispatch_modes() -> bool:
     dispatch_mode_stack()
     return results[_STACK]
+
+
+resets.append(sees_dispatch_modes.cache_clear)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
+from operator import is_
 from types import CodeType, FrameType
 from typing import Any
 
@@ -103,7 +105,7 @@ def may_compile() -> bool:
     if not _has_compiled:
         requested = requested_compilations()
         # `torch.compiler.disable` stores None in the table.
-        if not requested or all(backend is None for backend in requested.values()):
+        if not requested or all(map(is_, requested.values(), repeat(None))):
             return False
         _has_compiled.append(True)
     return True
@@ -114,14 +116,17 @@ _has_compiled: list[bool] = []
 
 
 def obstacle() -> str | None:
-    """Why the current step cannot be counted as it runs; None if it can."""
+    """Why steps cannot be counted as they run; None if they can."""
     if may_compile():
         return "this process uses torch.compile, and compiled code is not counted as it runs"
     if not sees_dispatch_modes() or not sees_graph_tasks():
         return "steps cannot be counted as they run with this release of torch"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "steps cannot be counted as they run while a CUDA graph is captured"
     return None
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured now, of which a count must not be a part."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _compiles_beside = hasattr(TorchDispatchMode, "ignore_compile_internals")

@@ -149,10 +149,10 @@ class RootCalls:
             self.calls.append(kind)
             self.nodes.append(0)
         # Torch runs such a layer by another kernel if it has a hook, so that its parts are recorded instead.
-        if not isinstance(module, nn.TransformerEncoderLayer):
-            self._set_hook(False)
+        if self._place is not None and not isinstance(module, nn.TransformerEncoderLayer):
+            self._place.remove()
             self._began = recorded_operations() or 0
-            self._inside = self._return_hook(module)
+            self._inside = self._modules[id(module)][2]
             self._inside.insert(kind)
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
@@ -196,9 +196,6 @@ class RootCalls:
             hook = _ReturnHook(self, module)
             known = self._modules[id(module)] = weakref.ref(module), next(_numbers), hook
         return known[1]
-
-    def _return_hook(self, module: nn.Module) -> "_ReturnHook":
-        return self._modules[id(module)][2]
 
 
 _numbers = itertools.count()

@@ -12,10 +12,9 @@ from torch.nn.parameter import is_lazy
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
 from flopwatch.flops.methods import MethodChoice
-from flopwatch.flops.tracing.live import RISKY, LiveStep, StepCount, clear_left_behind, obstacle
+from flopwatch.flops.tracing.live import RISKY, LiveStep, StepCount, clear_left_behind, is_capturing, obstacle
 from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.passes import LossFn, current_autocast
-from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
@@ -143,8 +142,10 @@ class StepCounter:
         self._steps = self._futile = 0
         self._began = 0.0
         self._wants_next = self._is_wanted = self._is_extra = False
-        self._axes: Axes | None = None
-        """The shape of the micro-batch that the step runs, as far as it is known."""
+        self._plan: BatchLayout | None = None
+        """The layout of the micro-batch that the step runs, as far as it is known."""
+        self._may_count = False
+        """Whether the step that is open may be counted as it runs."""
         self._coming: Any = None
         """The batch of the step that is open, if the loop has passed it when it opened the step."""
         self._structure: int | None = None
@@ -239,19 +240,18 @@ class StepCounter:
         reading, remark = self._reader.read_checked(batch, lengths)
         if remark:
             self._notify("warning", "positions_not_understood", remark)
-        self._axes = reading.plan.axes
+        self._plan = reading.plan
         if self._live is not None:
-            self._live.set_axes(self._axes)
-        if self._needs_example(reading.plan):
+            self._live.set_axes(self._plan.axes)
+        # At the end of the first steps it is known whether anything runs here, and whether ranks share the model.
+        if (self._steps < _FUTILE or not self._may_count) and self._needs_example(reading.plan):
             self._examples.append((batch, reading.plan))
         return reading
 
     def _needs_example(self, plan: BatchLayout) -> bool:
         if self._traced is not None:
             return not self._traced.knows(plan)
-        # At the end of the first steps it is known whether anything runs here, and whether ranks share the model.
-        is_unsure = self._steps < _FUTILE
-        return self.is_on and (is_unsure or self._why_not_live is not None or not self._can_count())
+        return self.is_on
 
     def look_at_held(self, reading: Reading) -> Reading | None:
         return self._reader.look_at_held(reading)
@@ -286,7 +286,8 @@ class StepCounter:
         self._is_open = True
         clear_left_behind()
         self._why_not_live = self._obstacle()
-        if self._why_not_live is not None or not self._can_count():
+        self._may_count = self._why_not_live is None and self._can_count()
+        if not self._may_count:
             self._calls.take()
             if self.listener is None:
                 self._calls.stop()
@@ -296,10 +297,11 @@ class StepCounter:
             if self._why_not_live is not None and self.model is not None and not self._steps:
                 self._autocast.listen_to(self.model)
             return
-        self._calls.take()
+        if self._calls.calls:
+            self._calls.take()
         if self._trained is not None:
-            self._trained.take()
-        self._axes = self._optimizer_call = None
+            self._trained.backwards = 0
+        self._plan = self._optimizer_call = None
         self._nodes_before, self._nodes_apart = recorded_operations(), 0
         self._began = self._clock()
         self._calls.start()
@@ -323,7 +325,7 @@ class StepCounter:
 
     def _begin_count(self, *, is_extra: bool, is_late: bool = False) -> None:
         # A training that leaves its own mode within a step of unknown begin or end would leave ours instead.
-        if (is_late or not self._opens_steps) and dispatch_mode_stack():
+        if is_capturing() or ((is_late or not self._opens_steps) and dispatch_mode_stack()):
             return
         # Torch forgets a mode that is entered in an inference mode when that ends: the next count begins with the step.
         if (is_late or not self._opens_steps) and is_inference_mode_enabled():
@@ -344,8 +346,8 @@ class StepCounter:
         assert self._live is not None
         if self._coming is not None:
             with suppress(Exception):  # a batch that cannot be read is reported when the step ends
-                self._axes = self._reader.read(self._coming).plan.axes
-        self._live.set_axes(self._axes)
+                self._plan = self._reader.read(self._coming).plan
+        self._live.set_axes(None if self._plan is None else self._plan.axes)
 
     def _set_axes_of_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A loop that passes its batch after the step: the count takes the shape from the call."""
@@ -403,7 +405,7 @@ class StepCounter:
                 self._begin_count(is_extra=self._is_extra or not self._is_wanted, is_late=True)
         if self._live is not None:
             self._live.note_call()
-            if self._axes is None and kind.has_grad and kind.has_parameters:
+            if self._plan is None and kind.has_grad and kind.has_parameters:
                 self._set_axes_of_call(module, args, kwargs)
             if self.is_evaluation(kind):
                 self._end_count()  # the step that follows is counted another time
@@ -412,8 +414,7 @@ class StepCounter:
             self.listener.called(kind, module, args, kwargs)
 
     def _is_first_call(self) -> bool:
-        is_counted = self._why_not_live is None and self._can_count()
-        return is_counted and self._live is None and self._is_open and len(self._calls.calls) == 1
+        return self._may_count and self._live is None and self._is_open and len(self._calls.calls) == 1
 
     def returned(self, kind: CallKind) -> None:
         if self.listener is not None:
