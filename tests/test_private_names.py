@@ -166,7 +166,7 @@ def test_names_of_our_own_and_of_pythons_documentation_are_not_reported(harmless
 
 
 LIBRARY_NAMES = {
-    *("_active_collector", "_attn_implementation", "_run_epoch"),  # transformers
+    "_run_epoch",  # transformers
     "_logger_connector",  # Lightning
     *("_internal_kv_put", "_internal_kv_get", "_internal_kv_del"),  # Ray
     "_get_latest_active_run",  # MLflow
@@ -180,7 +180,7 @@ REGISTERED_OPS = {
 }
 
 
-def test_no_more_than_25_private_names_are_left_each_counted_once():
+def test_no_more_than_23_private_names_are_left_each_counted_once():
     """Counted: what begins with an underscore, or comes from a module that does, unless the library documents it."""
     counted = set(PRIVATE_NAMES) | LIBRARY_NAMES
     found = {
@@ -190,4 +190,4 @@ def test_no_more_than_25_private_names_are_left_each_counted_once():
     }
     assert found - PATH_PARTS - REGISTERED_OPS - DOCUMENTED_BY_LIBRARY <= counted
     assert found >= LIBRARY_NAMES
-    assert (len(PRIVATE_NAMES), len(counted)) == (17, 25)
+    assert (len(PRIVATE_NAMES), len(counted)) == (17, 23)

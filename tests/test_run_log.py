@@ -39,9 +39,7 @@ def steps_and_marks(rows):
 def test_every_record_comes_back_as_it_was_written(tmp_path):
     records = [
         start(total_steps=9, config={"mode": "smart"}, environment={"host": "a"}),
-        Provenance(
-            1, "smart", "trace", True, "full", 1.0, {"forward": {"pairs": "5/2"}}, {"flops_per_s": 1.0}, 2, ("n",)
-        ),
+        Provenance(1, "smart", "trace", True, "full", 1.0, {"flops_per_s": 1.0}, 2, ("n",)),
         Row(3, 2.5, {"training/loss": 0.5}, True, {"step": [3], "loss": [None]}, {"steps": 3}),
         Notice(None, "info", "code", "said"),
         Summary(3, 4.0, {"total/steps": 3}, {"code": 1}, {"wandb": "gone"}, {"wandb": 2}),

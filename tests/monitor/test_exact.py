@@ -260,3 +260,14 @@ def test_a_batch_that_was_made_up_is_told(tmp_path):
     rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["type"] == "row"]
     assert [row["exact"] for row in rows] == [False]
     assert "of its shape was assumed" in rows[0]["notes"][0]
+
+
+def test_a_run_that_counts_every_step_says_that_its_steps_are_slower(tmp_path):
+    model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    with flopwatch.TrainingMonitor(tmp_path, model=model, config={"count": "every"}) as monitor:
+        for _ in range(3):
+            with monitor.step(batch):
+                model(batch).sum().backward()
+
+    assert monitor.summary.notices["every_step_counted"] == 1
+    assert monitor.summary.exact

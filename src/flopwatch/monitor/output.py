@@ -221,6 +221,14 @@ def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
     )
 
 
+def every_step_counted() -> NoticeText:
+    return _info(
+        "every_step_counted",
+        "count: every slows down every step, so step times, rates and MFU are those of slower steps; leave it out to "
+        "see what the training does alone",
+    )
+
+
 def optimizer_products(flops: int) -> NoticeText:
     return _info(
         "optimizer_products",

@@ -616,6 +616,8 @@ class MonitoredRun:
 
 def checked_mode(config: MonitorConfig, notify: Notify) -> MonitorConfig:
     """The configuration; mode `hybrid` without its fallback is an error, because no hardware counters are read."""
+    if config.count == "every":
+        notify(*notices.every_step_counted())
     if config.mode == "hybrid" and not config.fallback_to_profiler:
         reason = (
             "mode hybrid: this version reads no hardware counters, and fallback_to_profiler is off; set it to true "
