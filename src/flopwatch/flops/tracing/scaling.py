@@ -32,13 +32,14 @@ class Scale:
 
     Attributes:
         kind: What the FLOPs are proportional to; `unclear` if the sizes do not show it. `shifted` is all positions but
-            one of each document, as in a loss that has no label for the last one.
+            one of each document, as in a loss that has no label for the last one. `longest` is the longest document, in
+            a product that all rows share, such as the angles of rotary embeddings in transformers 4.
         axes: The shape of the micro-batch in which the op ran; None if the FLOPs do not depend on lengths.
         query, key: For positions, the index of the sequence in `axes.lengths`; for pairs, those of both sequences.
         is_causal: Whether only pairs were counted in which the key is not after the query.
     """
 
-    kind: Literal["fixed", "positions", "shifted", "pairs", "unclear"]
+    kind: Literal["fixed", "positions", "shifted", "pairs", "longest", "unclear"]
     axes: Axes | None = None
     query: int = 0
     key: int = 0
@@ -135,10 +136,12 @@ def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool
 
 def _of_batched(left: Shape, right: Shape, axes: Axes) -> Scale:
     groups, rows, contracted = left
-    if groups % axes.batch:
-        return UNCLEAR
     sizes = rows, contracted, right[2]
     positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
+    if groups == 1 < axes.batch and len(positions) == 1:
+        return Scale("longest", axes, positions[0])
+    if groups % axes.batch:
+        return UNCLEAR
     # Three equal sizes are attention whose heads are as wide as the rows are long: one of them is no length.
     if len(positions) >= 2:
         return Scale("pairs", axes, positions[0], positions[1])
@@ -165,12 +168,14 @@ class RowLengths(NamedTuple):
         sums: For each sequence, the sum of the documents' lengths.
         products: For each pair of sequences (query, key), the sum of the products of both lengths.
         documents: How many documents there are.
+        longest: For each sequence, the length of the longest document; empty if it is not known.
     """
 
     axes: Axes
     sums: tuple[int, ...]
     products: Mapping[tuple[int, int], int]
     documents: int = 0
+    longest: tuple[int, ...] = ()
 
 
 def needed_flops(by_scale: Mapping[Scale, int], batches: Sequence[RowLengths]) -> tuple[int, bool]:
@@ -204,6 +209,9 @@ def _share(scale: Scale, batches: Sequence[RowLengths]) -> tuple[int, int]:
     if scale.kind == "shifted":
         real = sum(batch.sums[scale.query] - batch.documents for batch in batches)
         return real, rows * (lengths[scale.query] - 1)
+    if scale.kind == "longest":
+        real = sum(batch.longest[scale.query] for batch in batches if batch.longest)
+        return real, len(batches) * lengths[scale.query] if all(batch.longest for batch in batches) else 0
     pair = scale.query, scale.key
     real = sum(batch.products[pair] for batch in batches)
     whole = rows * lengths[scale.query] * lengths[scale.key]

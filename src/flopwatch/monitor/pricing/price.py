@@ -22,7 +22,7 @@ from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
 PARTIAL = "what ran before the first call of a module was not seen in this step, the first of the training"
-_BY_LENGTH = ("positions", "shifted", "pairs")
+_BY_LENGTH = ("positions", "shifted", "pairs", "longest")
 PADDED = "model FLOPs include padding, because the sizes of some products do not show how they depend on it"
 
 
@@ -231,7 +231,7 @@ def _row_lengths(work: Work) -> RowLengths | None:
         for one in range(len(rows))
         for other in range(len(rows))
     }
-    return RowLengths(axes, tuple(map(sum, rows)), pairs, axes.batch)
+    return RowLengths(axes, tuple(map(sum, rows)), pairs, axes.batch, tuple(map(max, rows)))
 
 
 def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
