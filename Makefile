@@ -64,6 +64,8 @@ campaign: install matrix
 	PYTHONPATH=src:benchmarks $(BIN)/python -m zoo
 	$(BIN)/python benchmarks/startup/start_cost.py
 	$(BIN)/python benchmarks/pages/loops_table.py
+	$(BIN)/python benchmarks/late_changes.py
+	PYTHONPATH=src:benchmarks:. $(BIN)/python benchmarks/live_formulas.py --shapes 500
 	FLOPWATCH_LONG=1 FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
 	$(BIN)/python benchmarks/reliability/kills.py --kills 50
 	$(BIN)/python benchmarks/reliability/long_run.py --calls 2000000
