@@ -37,6 +37,15 @@ class Buffers(nn.Module):
         return (y - self.hidden).pow(2).mean() / self.calls
 
 
+def one_step(run, model, optimizer, batch):
+    with run.step(batch) as step:
+        loss = squares(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step.log(loss=loss)
+
+
 @stateful
 def buffers_that_count(run):
     """Batch norm, a counter in a buffer, and a buffer that is replaced."""
@@ -52,12 +61,7 @@ def lazy_modules(run):
     optimizer = sgd(model)
     for number in range(STEPS):
         batch = rows(number)
-        with run.step(batch) as step:
-            loss = squares(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step.log(loss=loss)
+        one_step(run, model, optimizer, batch)
     return Kept([model], [optimizer])
 
 
@@ -139,12 +143,7 @@ def layer_added_on_the_way(run):
         if number == 7:
             model.append(nn.Linear(3, 3))
             optimizer.add_param_group({"params": model[-1].parameters()})
-        with run.step(batch) as step:
-            loss = squares(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step.log(loss=loss)
+        one_step(run, model, optimizer, batch)
     return Kept([model], [optimizer])
 
 
@@ -197,12 +196,7 @@ def pickled_on_the_way(run):
     run.watch(model)
     for number in range(STEPS):
         batch = rows(number)
-        with run.step(batch) as step:
-            loss = squares(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step.log(loss=loss)
+        one_step(run, model, optimizer, batch)
         if number % 5 == 4:
             loaded = pickle.loads(pickle.dumps(model))
             seen.append([type(loaded).__name__, *(one.sum().item() for one in loaded.parameters())])
@@ -218,12 +212,7 @@ def saved_and_loaded(run):
     run.watch(model)
     for number in range(STEPS):
         batch = rows(number)
-        with run.step(batch) as step:
-            loss = squares(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step.log(loss=loss)
+        one_step(run, model, optimizer, batch)
         if number == 4:
             buffer = io.BytesIO()
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
