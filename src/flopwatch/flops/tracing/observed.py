@@ -10,6 +10,7 @@ the step, torch ends this recording by itself, and it is left as it is.
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -54,6 +55,8 @@ def _profilers() -> list[Any]:
     objects after `gc.freeze()`. An object that has ended often waits for the garbage collector.
     """
     classes: list[type] = [profile, torch.profiler.profile, emit_itt, emit_nvtx]
+    if (legacy := sys.modules.get("torch.autograd.profiler_legacy")) is not None:
+        classes.append(legacy.profile)
     for each in classes:
         classes += each.__subclasses__()
     ours = _running[-1:]
@@ -62,10 +65,13 @@ def _profilers() -> list[Any]:
 
 
 def _has_ended(profiler: Any) -> bool:
-    """Whether a profiler has recorded and will not begin again by itself, as one with a schedule does."""
+    """Whether a profiler has recorded and will not begin again by itself, as one with a schedule does.
+
+    One that accumulates events keeps its result while it records again, so that it never counts as ended.
+    """
     recording = getattr(profiler, "profiler", profiler)  # that of `torch.autograd` in a `torch.profiler.profile`
-    has_schedule = getattr(profiler, "record_steps", False)
-    return getattr(recording, "kineto_results", None) is not None and not has_schedule
+    goes_on = getattr(profiler, "record_steps", False) or getattr(recording, "acc_events", False)
+    return getattr(recording, "kineto_results", None) is not None and not goes_on
 
 
 def _is_under_way(profiler: Any) -> bool:

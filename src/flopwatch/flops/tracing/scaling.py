@@ -100,7 +100,7 @@ def scale_of(product: Product | None, axes: Axes | None) -> Scale:
     if product.name in _MATRICES:
         return _of_matrices(left, right, axes, product.is_weight)
     if product.name in _BATCHED:
-        return _of_batched(left, right, axes)
+        return _of_batched(left, right, axes, product.is_weight)
     return _of_lengths([left[-2]], [right[-2]], left[0], axes, is_causal=product.is_causal)
 
 
@@ -134,18 +134,29 @@ def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool
     return FIXED if not positions and len(sizes) == 1 and sizes[0] == axes.batch else UNCLEAR
 
 
-def _of_batched(left: Shape, right: Shape, axes: Axes) -> Scale:
+def _of_batched(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]) -> Scale:
     groups, rows, contracted = left
-    sizes = rows, contracted, right[2]
-    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
-    if groups == 1 < axes.batch and len(positions) == 1:
-        return Scale("longest", axes, positions[0])
+    if groups == 1 < axes.batch:
+        if contracted == 1 and not any(is_weight):
+            return _of_shared((rows, right[2]), axes)
+        return _of_matrices(left[1:], right[1:], axes, is_weight)
     if groups % axes.batch:
         return UNCLEAR
+    if all(is_weight):
+        return FIXED
+    sizes = [right[2]] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, right[2]]
+    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
     # Three equal sizes are attention whose heads are as wide as the rows are long: one of them is no length.
     if len(positions) >= 2:
         return Scale("pairs", axes, positions[0], positions[1])
     return Scale("positions", axes, positions[0]) if positions else FIXED
+
+
+def _of_shared(sizes: Shape, axes: Axes) -> Scale:
+    """The product of two vectors, computed once for all rows of the batch."""
+    lengths = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
+    is_clear = len(lengths) == 1 and not any(size == axes.batch * length for size in sizes for length in axes.lengths)
+    return Scale("longest", axes, lengths[0]) if is_clear else UNCLEAR
 
 
 def _of_lengths(query: list[int], key: list[int], batch: int, axes: Axes, *, is_causal: bool) -> Scale:
