@@ -221,6 +221,10 @@ def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
     )
 
 
+def doubt_of_rank(rank: int) -> str:
+    return f"on rank {rank}, a counted step ran other FLOPs than equal calls had run until then"
+
+
 def every_step_counted() -> NoticeText:
     return _info(
         "every_step_counted",

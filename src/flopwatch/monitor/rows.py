@@ -80,6 +80,8 @@ class RowMaker:
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self._held: list[PricedWindow] = []
         self._doubted: list[tuple[int, int, str]] = []
+        self._doubted_by_ranks: list[tuple[int, int, str]] = []
+        """Doubts of other ranks, which hold for steps that were counted on this rank too."""
         self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
@@ -99,9 +101,10 @@ class RowMaker:
     def add(self, window: PricedWindow) -> None:
         self._held.append(window)
 
-    def doubt(self, steps: Sequence[tuple[int, int]], reason: str) -> None:
+    def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
         """Say why uncounted steps in these ranges are not exact after all, although their rows may be written."""
-        self._doubted += [(first, last, reason) for first, last in steps]
+        doubted = self._doubted_by_ranks if by_other_rank else self._doubted
+        doubted += [(first, last, reason) for first, last in steps]
         self.exact = False
         self.notes = tuple(dict.fromkeys([*self.notes, reason]))[:_MOST_REASONS]
 
@@ -113,6 +116,10 @@ class RowMaker:
         windows, self._held = self._held, []
         if windows and not self._is_warm_up_known:
             windows = self._with_warm_up(windows)
+        if self._doubted:
+            windows = [
+                w._replace(steps=[s._replace(measured=self._with_doubt(s.measured)) for s in w.steps]) for w in windows
+            ]
         self._session.expect([step.measured for window in windows for step in window.steps])
         return windows
 
@@ -252,7 +259,7 @@ class RowMaker:
 
     def _judged(self, steps: Sequence[MeasuredStep], report: RankReport | None) -> tuple[bool | None, tuple[str, ...]]:
         """Return whether the FLOPs of these steps are exact on all ranks, and the reasons if they are not."""
-        exact, notes = _exactness([self._with_doubt(step) for step in steps] if self._doubted else steps)
+        exact, notes = _exactness([self._with_doubt(step) for step in steps])
         if self.layout.world_size > 1 and exact:
             notes = _reasons_of_ranks(report, self.layout.world_size)
             exact = not notes
@@ -262,8 +269,9 @@ class RowMaker:
         return exact, notes
 
     def _with_doubt(self, step: MeasuredStep) -> MeasuredStep:
-        doubts = [reason for first, last, reason in self._doubted if first <= step.step <= last]
-        return step if not doubts or step.is_counted or step.reason else step._replace(reason=doubts[0])
+        doubted = self._doubted_by_ranks if step.is_counted else [*self._doubted, *self._doubted_by_ranks]
+        doubts = [reason for first, last, reason in doubted if first <= step.step <= last]
+        return step if not doubts or step.reason else step._replace(reason=doubts[0])
 
     def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
         """Compute the metrics of the whole job; if reports are missing, only the number of ranks that reported."""

@@ -458,6 +458,27 @@ def user_will_profile_again() -> None:
     assert "aten::addmm" in names_in(theirs)
 
 
+def user_accumulates_events() -> None:
+    step = seeded(mlp)
+    theirs = torch.profiler.profile(activities=CPU, acc_events=True)
+    theirs.start()
+    step()
+    theirs.stop()
+    theirs.start()
+    assert counted(ObservedStep, step).failure is not None, "it records again, and keeps its earlier result"
+    theirs.stop()
+    assert names_in(theirs).count("aten::addmm") == 4
+
+
+def user_profiles_as_in_old_releases() -> None:
+    from torch.autograd import profiler_legacy
+
+    step = seeded(mlp)
+    with profiler_legacy.profile() as theirs:
+        assert counted(ObservedStep, step).failure is not None
+    assert [event.name for event in theirs.function_events].count("aten::addmm") == 2
+
+
 def user_warms_up_before() -> None:
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     step = seeded(mlp)
@@ -513,6 +534,7 @@ def user_warms_up_within() -> None:
 
 
 def worker_is_forked_within() -> None:
+    torch.set_num_threads(1)  # a forked process that runs parallel code waits for threads it does not have
     step = seeded(mlp)
     observed_step = ObservedStep("full")
     step()
@@ -526,13 +548,8 @@ def worker_is_forked_within() -> None:
 
 
 ALONE = [
-    *(
-        "user_profiles_before",
-        "user_will_profile_again",
-        "user_warms_up_before",
-        "user_profiles_within",
-        "user_goes_on_profiling",
-    ),
+    *("user_profiles_before", "user_will_profile_again", "user_accumulates_events", "user_warms_up_before"),
+    *("user_profiles_as_in_old_releases", "user_profiles_within", "user_goes_on_profiling"),
     *("user_warms_up_within", "worker_is_forked_within"),
 ]
 

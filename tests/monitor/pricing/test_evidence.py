@@ -222,3 +222,15 @@ def test_a_first_call_is_known_if_its_steps_are_settled_or_a_formula_covers_it()
     assert evidence.knows_call(ONE.calls[0])
     assert with_a_formula().knows_call(call(13))
     assert not with_a_formula().knows_call(call(21))
+
+
+def test_steps_before_a_change_that_are_priced_after_it_are_not_exact():
+    evidence = counted(100, 100, 100)
+    for step in range(20, 24):
+        evidence.add(ONE, step, count(150))
+
+    before, after = evidence.verdict(ONE, 18), evidence.verdict(ONE, 24)
+
+    assert before.count.phases.total == 100
+    assert before.reason.startswith("step 20 ran other FLOPs than equal calls before")
+    assert (after.count.phases.total, after.reason) == (150, None)

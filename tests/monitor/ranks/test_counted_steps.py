@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    def run(asking):
-        return torchrun(SCRIPT, str(tmp_path_factory.mktemp("ranks")), asking, ranks=2)[0]["rows"]
+    def run(asking, changing=""):
+        return torchrun(SCRIPT, str(tmp_path_factory.mktemp("ranks")), asking, changing, ranks=2)[0]["rows"]
 
     return run
 
@@ -39,3 +39,12 @@ def test_rows_are_exact_once_the_ranks_have_counted_and_right_then(rows, asking,
     assert {flops_of_window(row) for row in exact} == {10 * of_both}
     assert all(row["notes"] for row in found if not row["exact"])
     assert {flops_of_window(row) for row in found[:3]} == {10 * of_both}, "from the first step on"
+
+
+@pytest.mark.parametrize("changing", ["0", "1"])
+def test_a_late_change_on_one_rank_is_noticed_and_no_exact_row_is_wrong(rows, changing):
+    found = rows("", changing)
+    right = [20 * STUDENT + PRODUCT * sum(step >= 86 for step in row["steps"]["step"]) for row in found]
+    assert not [row for row, flops in zip(found, right, strict=True) if row["exact"] and flops_of_window(row) != flops]
+    assert flops_of_window(found[-1]) == right[-1]
+    assert not found[8]["exact"], "the row of the change"

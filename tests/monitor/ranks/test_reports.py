@@ -1,6 +1,7 @@
 """What ranks tell each other: exact sums, extremes and where, in a message of fixed size."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,7 @@ from flopwatch.monitor.ranks.reports import (
     REPORT_BYTES,
     Amount,
     Profile,
+    RankDoubt,
     RankReport,
     extend,
     merge,
@@ -51,6 +53,8 @@ def test_a_report_comes_out_of_its_512_bytes_as_it_went_in():
     assert len(merged.pack()) == REPORT_BYTES == 512
     assert RankReport.unpack(merged.pack()) == merged
     assert RankReport.unpack(report(3).pack()) == report(3)
+    doubting = replace(report(3), doubt=RankDoubt(0, 3))
+    assert RankReport.unpack(doubting.pack()) == doubting
 
 
 def test_a_report_that_knows_nothing_comes_out_the_same():

@@ -2,7 +2,8 @@
 
 The training goes on until five rows are exact, because the name server decides how soon the ranks meet.
 
-Run by tests/monitor/ranks/test_counted_steps.py under torchrun. The argument names the ranks that ask the teacher.
+Run by tests/monitor/ranks/test_counted_steps.py under torchrun. The second argument names the ranks that ask the
+teacher, the third those that run one more product from `CHANGE` on, of which no module and no gradient tells.
 """
 
 import json
@@ -19,7 +20,7 @@ from torch import nn
 import flopwatch
 
 STEPS, WINDOW, WIDTH, SAMPLES = 120, 10, 64, 8
-PATIENCE_S = 90
+PATIENCE_S, CHANGE = 90, 86
 
 
 def two_layers() -> nn.Module:
@@ -41,11 +42,12 @@ def goes_on(folder: str, deadline: float) -> bool:
     return decided[0]
 
 
-def main(folder: str, asking: set[int]) -> None:
+def main(folder: str, asking: set[int], changing: set[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, teacher = nn.parallel.DistributedDataParallel(two_layers()), two_layers()
+    weight = torch.randn(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
     with flopwatch.TrainingMonitor(
         folder, model=model, log_every=WINDOW, peak_flops_per_s=1e12, strict=True
@@ -59,6 +61,9 @@ def main(folder: str, asking: set[int]) -> None:
                 if dist.get_rank() in asking:
                     with torch.no_grad():
                         target = teacher(batch)
+                if dist.get_rank() in changing and step > CHANGE:
+                    with torch.no_grad():
+                        batch @ weight
                 (model(batch) - target).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -70,4 +75,4 @@ def main(folder: str, asking: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], {int(rank) for rank in sys.argv[2].split(",") if rank})
+    main(sys.argv[1], *({int(rank) for rank in ranks.split(",") if rank} for ranks in sys.argv[2:]))

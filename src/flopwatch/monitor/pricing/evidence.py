@@ -48,10 +48,13 @@ class _Claims:
 
     Attributes:
         first: The first such step of the run; None if there was none.
+        broken_at: The last step whose count differed. Steps before it that have no row so far are not exact, because
+            it is not known with which of them the change came.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
+        self.broken_at = -1
         self._ranges: list[list[int]] = []
 
     def add(self, step: int) -> None:
@@ -74,6 +77,7 @@ class _Known:
     """What was counted of one kind of step."""
 
     count: StepCount
+    before: StepCount | None = None
     agreeing: int = 0
     changes: int = 0
     counts: int = 0
@@ -99,7 +103,9 @@ class _Known:
         self.total += flops
         agrees = self.count.agrees(count)
         self.agreeing = self.agreeing + 1 if agrees else 1
-        self.changes += not agrees
+        if not agrees:
+            self.changes += 1
+            self.before = self.count
         self.count = count
         return agrees
 
@@ -169,6 +175,7 @@ class Evidence:
         agrees = known.add(count)
         doubt = None
         if not agrees:
+            known.claims.broken_at = step
             doubt = self._compared(known, step, before, count)
             self._changed[_families(kind)] = self._changed.get(_families(kind), 0) + 1
         if agrees and not is_late:
@@ -177,7 +184,10 @@ class Evidence:
             known.claims.add(step)
         if predicted is not None and not predicted.agrees(count):
             # A count of other sizes proves nothing about these, so that all that the formula has claimed is in doubt.
-            doubted = [each for key in _keys(kind) for each in self._fit_of(key)[1].take()]
+            claims = [self._fit_of(key)[1] for key in _keys(kind)]
+            doubted = [each for claim in claims for each in claim.take()]
+            for claim in (*claims, known.claims):
+                claim.broken_at = step
             if doubted:
                 known_doubted = () if doubt is None else doubt.steps
                 doubt = Doubt(tuple(sorted({*known_doubted, *doubted})), _shown(step, predicted, count))
@@ -221,13 +231,18 @@ class Evidence:
             count = self._by_formula(kind)
             if count is None:
                 return Verdict(None, self._why_unknown(kind))
-            self._fit_of(_keys(kind)[0])[1].add(step)
+            claims = self._fit_of(_keys(kind)[0])[1]
+            if step < claims.broken_at:
+                return Verdict(count, _changed(claims.broken_at))
+            claims.add(step)
             return Verdict(count)
         count = known.count
         if not count.is_whole:
             ops = ", ".join(count.uncounted)
             return Verdict(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
         if known.is_settled or self._is_predicted(kind, known):
+            if step < known.claims.broken_at:
+                return Verdict(known.before or count, _changed(known.claims.broken_at))
             known.claims.add(step)
             return Verdict(count, count.doubt)
         if known.low != known.high:
@@ -317,6 +332,10 @@ def _mean(known: _Known) -> StepCount:
 
     by_dtype = {name: scaled(flops) for name, flops in known.count.by_dtype.items()}
     return replace(known.count, phases=sum(by_dtype.values(), PhaseFlops()), by_dtype=by_dtype, by_scale={})
+
+
+def _changed(step: int) -> str:
+    return f"step {step} ran other FLOPs than equal calls before, and it is not known with which step that began"
 
 
 def _varies(known: _Known) -> str:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import layout, meeting, wire
 from flopwatch.monitor.ranks.job_store import OPEN_SECONDS, JobStore, find_job_store, probe
 from flopwatch.monitor.ranks.meeting import DeviceCensus, RunKey, Terms
-from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
+from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankDoubt, RankReport, aligned, extend
 from flopwatch.records.reading import first_line
 
 _MOST_WAITING = 64
@@ -83,6 +83,8 @@ class RankLink:
         self.cpu_seconds = 0.0
         self.ranks_on_device: int | None = None
         self.absent: tuple[int, ...] = ()
+        self._doubt: RankDoubt | None = None
+        """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
         _links.add(self)
@@ -103,6 +105,16 @@ class RankLink:
                 report = extend(self._waiting.pop(), report)
             self._waiting.append(report)
             self._changed.notify()
+
+    def add_doubt(self, doubt: RankDoubt | None) -> None:
+        """Doubt steps that were called exact, also those of windows that were sent."""
+        with self._changed:
+            self._doubt = min((each for each in (self._doubt, doubt) if each is not None), default=None)
+
+    def take_doubt(self) -> RankDoubt | None:
+        with self._changed:
+            doubt, self._doubt = self._doubt, None
+        return doubt
 
     def finish(self, seconds: float) -> bool:
         """End this rank's reports and wait for the other ranks; False if they took longer than `seconds`."""
@@ -166,7 +178,7 @@ class RankLink:
             reports = aligned([self._own_reports(), *map(self._reports_of, children)])
             for report in reports:
                 if above is not None:
-                    wire.send(above, report.pack())
+                    wire.send(above, replace(report, doubt=self.take_doubt()).pack())
                 else:
                     with self._changed:
                         self.merged.append(report)
@@ -174,7 +186,7 @@ class RankLink:
                 self.cpu_seconds = time.thread_time()
             self._has_all_reports = True
             if above is not None:
-                wire.send(above, _THE_END.pack())
+                wire.send(above, replace(_THE_END, doubt=self.take_doubt()).pack())
             else:
                 self._end_run(job_store)
         except Exception as error:  # for example, a rank has died or never joined
@@ -299,6 +311,7 @@ class RankLink:
                 report = RankReport.unpack(wire.receive(child, REPORT_BYTES))
             except Exception:  # the child has died, so later windows lack it and the ranks below it in the tree
                 return
+            self.add_doubt(report.doubt)
             if report.is_last:
                 return
             yield report

@@ -16,7 +16,7 @@ from flopwatch.monitor.ranks.job_store import is_possible
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.meeting import RunKey
-from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
+from flopwatch.monitor.ranks.reports import Profile, RankDoubt, RankReport, report_of
 
 _runs_of: Counter[int] = Counter()
 """Number of runs that monitors of this process have joined, by logging rank."""
@@ -142,6 +142,15 @@ class Rank(Generic[Step]):
             profile = self.profile(steps, busy_seconds_per_step)
             measured = [step.measured for step in steps]
             self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
+
+    def doubt(self, first_step: int) -> None:
+        """Tell the logging rank that steps from this one on are not exact on this rank, although they were sent so."""
+        if self.link is not None and not self.is_logging:
+            self.link.add_doubt(RankDoubt(first_step, self.rank))
+
+    def take_doubt(self) -> RankDoubt | None:
+        """On the logging rank, what other ranks doubt since the last call."""
+        return self.link.take_doubt() if self.link is not None and self.is_logging else None
 
     def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow[Step]]:
         """On the logging rank, yield the windows that all ranks have sent; with `give_up`, incomplete ones too."""

@@ -17,6 +17,13 @@ _INT_BYTES = 16
 _NO_RANK = -1
 
 
+class RankDoubt(NamedTuple):
+    """The first step that was called exact and is doubted now, and the rank whose count has shown it."""
+
+    first_step: int
+    rank: int
+
+
 class Amount(NamedTuple):
     """A sum over ranks, and how many ranks contributed to it."""
 
@@ -76,6 +83,7 @@ class RankReport:
         fastest: The rank with the shortest busy time.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
+        doubt: What the ranks of this report doubt since their last one, also of earlier windows. The link fills it in.
     """
 
     first_step: int
@@ -99,6 +107,7 @@ class RankReport:
     fastest: Extreme | None = None
     longest_wait: Extreme | None = None
     exact_ranks: int = 0
+    doubt: RankDoubt | None = None
 
     def total(self, name: str) -> Amount:
         return self.totals[AMOUNTS.index(name)]
@@ -110,7 +119,8 @@ class RankReport:
         """Convert the report to `REPORT_BYTES` bytes."""
         slowest, profile = self.slowest or (_NO_RANK, _NO_TIME)
         steps = self.timed_steps, self.batch_steps, self.counted_steps, self.exact_ranks
-        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps)
+        doubt = self.doubt or (0, _NO_RANK)
+        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps, *doubt)
         amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
         capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
         times = _TIMES.pack(
@@ -125,7 +135,8 @@ class RankReport:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "RankReport":
-        first, last, ranks, is_last, timed_steps, batch_steps, counted_steps, exact_ranks = _HEAD.unpack_from(packed)
+        first, last, ranks, is_last, *counts, doubted, doubting = _HEAD.unpack_from(packed)
+        timed_steps, batch_steps, counted_steps, exact_ranks = counts
         at = _HEAD.size
         amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
         at += len(amounts) * _AMOUNT_BYTES
@@ -154,10 +165,11 @@ class RankReport:
             None if fastest == _NO_RANK else Extreme(fastest, fast),
             None if waiting == _NO_RANK else Extreme(waiting, wait),
             exact_ranks,
+            None if doubting == _NO_RANK else RankDoubt(doubted, doubting),
         )
 
 
-_HEAD = struct.Struct("<qqi?3qi")
+_HEAD = struct.Struct("<qqi?3qiqi")
 _TIMES = struct.Struct("<4d3di3dd")
 _EXTREMES = struct.Struct("<i3didid")
 _AMOUNT_BYTES = _INT_BYTES + 4
