@@ -159,20 +159,19 @@ class MonitoredRun:
     def model(self) -> nn.Module | None:
         return self.counter.model
 
-    def _doubt_rows(self, doubt: Doubt) -> None:
+    def _doubt_rows(self, doubt: Doubt, *, by_other_rank: bool = False) -> None:
         """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
         level, code, message = notices.rows_in_doubt(doubt.steps, doubt.shown)
         self.outlets.notify(level, code, message, step=self.last_step, doubted=doubt.steps)
-        self.rows.doubt(doubt.steps, message)
-        self.ranks.doubt(min(first for first, _ in doubt.steps))
+        self.rows.doubt(doubt.steps, message, by_other_rank=by_other_rank)
+        if not by_other_rank:
+            self.ranks.doubt(min(first for first, _ in doubt.steps))
 
-    def _doubt_rows_of_ranks(self) -> None:
-        doubt = self.ranks.take_doubt()
-        if doubt is not None and self.last_step is not None:
-            steps = ((doubt.first_step, self.last_step),)
-            level, code, message = notices.rows_in_doubt(steps, notices.doubt_of_rank(doubt.rank))
-            self.outlets.notify(level, code, message, step=self.last_step, doubted=steps)
-            self.rows.doubt(steps, message, by_other_rank=True)
+    def _take_doubt_of_ranks(self) -> None:
+        found = self.ranks.take_doubt()
+        if found is not None and self.last_step is not None:
+            steps = ((found.first_step, self.last_step),)
+            self._doubt_rows(Doubt(steps, notices.doubt_of_rank(found.rank)), by_other_rank=True)
 
     def set_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -462,7 +461,7 @@ class MonitoredRun:
         """Send rows of the windows that all ranks have reported; with `give_up`, of all windows."""
         if not self.ranks.is_logging:
             return
-        self._doubt_rows_of_ranks()
+        self._take_doubt_of_ranks()
         for window in self.ranks.complete(give_up=give_up):
             row = self.rows.row(
                 window, self.pricer.peak, self._more_values(), with_percentiles=now, later_seconds=self._later_seconds()
