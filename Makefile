@@ -65,6 +65,9 @@ campaign: install matrix
 	$(BIN)/python benchmarks/startup/start_cost.py
 	$(BIN)/python benchmarks/pages/loops_table.py
 	$(BIN)/python benchmarks/late_changes.py
+	$(BIN)/python benchmarks/compiled/trainings.py
+	for backend in aot_eager inductor; do $(BIN)/python benchmarks/compiled/harm.py --backend $$backend; done
+	$(BIN)/python benchmarks/ranks/counted_at_random.py --runs 200
 	PYTHONPATH=src:benchmarks:. $(BIN)/python benchmarks/live_formulas.py --shapes 500
 	FLOPWATCH_LONG=1 FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
 	$(BIN)/python benchmarks/reliability/kills.py --kills 50

@@ -112,6 +112,7 @@ def pytest_runtest_setup() -> None:
     live = sys.modules.get("flopwatch.flops.tracing.live")
     if live is not None:
         live._has_compiled.clear()
+        live.regions._state.missed = None
         # A monitor leaves its hook when code was compiled beside it, and torch warns of it in the next compiling test.
         sys.modules["torch"].nn.modules.module._global_forward_pre_hooks.clear()
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flopwatch
 from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
-from flopwatch.flops.tracing import live
+from flopwatch.flops.tracing import live, regions
 from flopwatch.torch_internals import PRIVATE_NAMES
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
@@ -263,8 +263,45 @@ def cached_backends(monkeypatch):
 
     monkeypatch.setattr(live, "_has_compiled", [])
     monkeypatch.delattr(compiler, "cached_backends")
-    assert "torch.compile" in live.obstacle()
+    assert live.may_compile()
     assert PRIVATE_NAMES["cached_backends"].without in torch_internals.what_is_missing()[0]
+
+
+@without("call_user_compiler")
+def call_user_compiler(monkeypatch):
+    from torch._dynamo.output_graph import OutputGraph
+
+    monkeypatch.delattr(OutputGraph, "call_user_compiler")
+    monkeypatch.setattr(regions, "_state", regions._State())
+    regions.install()
+    assert regions.why_unseen() == regions.UNSEEN
+
+
+@without("counters")
+def counters(monkeypatch):
+    import torch._dynamo.utils
+
+    monkeypatch.delattr(torch._dynamo.utils, "counters")
+    assert torch_internals.compiled_graphs() == 0
+
+
+@without("_aot_autograd")
+def aot_autograd(monkeypatch):
+    monkeypatch.setattr(torch_internals.autograd, "_AOT", "_absent")
+    monkeypatch.setattr(regions, "_state", regions._State())
+    monkeypatch.setattr(regions, "wrap_backend_calls", lambda _: True)
+    regions.install()
+    assert regions.why_unseen() == regions.UNSEEN
+
+
+@without("kernel_side_table")
+def kernel_side_table(monkeypatch):
+    # A graph that cannot be counted makes a step not exact: tests/monitor/test_compiled.py.
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    monkeypatch.delattr(triton_kernel_wrap, "kernel_side_table")
+    with pytest.raises(AttributeError):
+        torch_internals.graph_kernel(0, 0)
 
 
 @without("_get_default_store")

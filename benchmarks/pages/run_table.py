@@ -78,14 +78,16 @@ def _compared(seen: Outcome, written: Outcome, names: set[str]) -> str:
     assert written.steps is not None
     pairs = [
         (
-            {n: v for n, v in values.items() if n in names},
+            {n: v for n, v in values.items() if n in names and v is not None},
             {n: v for n, v in written.steps[number].items() if n in names},
         )
         for number, values in seen.steps.items()
     ]
-    if all(ours == theirs for ours, theirs in pairs):
-        return "equal"
-    return "**different**" if any(ours for ours, _ in pairs) else "absent"
+    known = [(ours, theirs) for ours, theirs in pairs if ours]
+    if not known:
+        return "absent" if any(theirs for _, theirs in pairs) else "equal"
+    equal = "equal" if len(known) == len(pairs) else "equal, not in the first step"
+    return equal if all(ours == theirs for ours, theirs in known) else "**different**"
 
 
 def _address(script: Script) -> str:

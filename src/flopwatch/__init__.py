@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         MissingDependencyError,
         UntraceableError,
     )
-    from flopwatch.flops import FlopLaw, count_flops, fit_flops_law, register_formula
+    from flopwatch.flops import FlopLaw, count_flops, fit_flops_law, formula, register_formula
     from flopwatch.hardware import measure_peak, peak_flops
     from flopwatch.models import load_model
     from flopwatch.monitor import TrainingMonitor
@@ -52,6 +52,7 @@ __all__ = [
     "errors",
     "fit_flops_law",
     "flops",
+    "formula",
     "hardware",
     "load_model",
     "measure_peak",
@@ -72,7 +73,7 @@ _NAMES_BY_PACKAGE = {
     "automatic": ("watch",),
     "errors": ("FlopwatchError", "InputError", "MeasurementError", "MissingDependencyError", "UntraceableError"),
     "compat": ("calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"),
-    "flops": ("FlopLaw", "count_flops", "fit_flops_law", "register_formula"),
+    "flops": ("FlopLaw", "count_flops", "fit_flops_law", "formula", "register_formula"),
     "hardware": ("measure_peak", "peak_flops"),
     "models": ("load_model",),
     "monitor": ("TrainingMonitor",),

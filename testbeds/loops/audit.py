@@ -29,13 +29,14 @@ class Audit:
 
     Attributes:
         is_counting: Which of the two.
+        compiles: Whether the model is compiled in place before its first step, in a loop that does not do so itself.
         flops: By step number, what was counted.
         monitor: The monitor, switched off while steps are counted.
     """
 
-    def __init__(self, folder: Path, *, is_counting: bool) -> None:
+    def __init__(self, folder: Path, *, is_counting: bool, compiles: bool = False) -> None:
         self.folder = folder
-        self.is_counting = is_counting
+        self.is_counting, self.compiles = is_counting, compiles
         self.flops: dict[int, int] = {}
         self._next = 0
         self._open: OpCounter | None = None
@@ -53,6 +54,9 @@ class Audit:
     def watch(
         self, model: nn.Module | None, kind: Callable[..., TrainingMonitor] = TrainingMonitor, **more: Any
     ) -> None:
+        if self.compiles and not self.is_counting and model is not None:
+            for part in model if isinstance(model, nn.Sequential) else [model]:  # torch leaves a container as it is
+                part.compile(backend="aot_eager")
         options = {"model": model, "peak_flops_per_s": 1e12, "log_every": LOG_EVERY, **more}
         self._monitor = kind(self.folder, **options)
 
@@ -191,11 +195,11 @@ class Outcome:
         return any(re.search(words, note) for note in self.reasons)
 
 
-def audit(loop: Loop, folder: Path) -> Outcome:
+def audit(loop: Loop, folder: Path, *, compiles: bool = False) -> Outcome:
     counted = Audit(folder / "counted", is_counting=True)
     with mock.patch.dict(os.environ, {"FLOPWATCH_DISABLE": "1"}):
         plain = _run(loop, counted)
-    monitored = Audit(folder / "monitored", is_counting=False)
+    monitored = Audit(folder / "monitored", is_counting=False, compiles=compiles)
     modules = _run(loop, monitored)
     records = [json.loads(line) for line in _log(monitored.folder).read_text().splitlines()]
     doubts = [record for record in records if record.get("doubted")]
@@ -211,7 +215,7 @@ def _run(loop: Loop, run: Audit) -> list[nn.Module]:
     run.folder.mkdir(parents=True)
     with ExitStack() as stack:
         stack.callback(run.close)
-        if loop.is_compiled:
+        if loop.is_compiled or run.compiles:
             _forget_compilations()
             stack.callback(torch._dynamo.utils.counters.clear)  # else later loops would count as compiled ones
             stack.callback(_forget_compilations)

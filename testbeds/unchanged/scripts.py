@@ -25,6 +25,7 @@ class Script:
             script uses a monitor itself, or cannot.
         ranks: Processes that torchrun starts.
         lacks: Values of a step that `flopwatch run` cannot know, but the monitor that is written in can.
+        lacks_first: Such values of the first step only.
         not_measured: Steps that `flopwatch run` does not measure, as notices say.
         notice: Code of the notice that says why.
     """
@@ -34,6 +35,7 @@ class Script:
     edits: tuple[tuple[str, str], ...] = ()
     ranks: int = 1
     lacks: tuple[str, ...] = ()
+    lacks_first: tuple[str, ...] = ()
     not_measured: tuple[int, ...] = ()
     notice: str | None = None
 
@@ -94,13 +96,13 @@ SCRIPTS = (
         "loops/compiled.py",
         "`torch.compile(model)`",
         _in_loop(_UNNUMBERED_50, "loss = (compiled", "features", "model=compiled"),
-        not_measured=(0,),
+        lacks_first=("samples",),
     ),
     Script(
         "loops/compiled_in_place.py",
         "`model.compile()`",
         _in_loop(_UNNUMBERED_50, "loss = (model", "features"),
-        not_measured=(0,),
+        lacks_first=("samples",),
     ),
     Script(
         "loops/evaluation.py",

@@ -40,7 +40,7 @@ class TestNoTrace:
             torch._dynamo.reset()
             counters.clear()
             model = tiny_run.model()
-            options = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}
+            options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "num_train_epochs": 1}
             hf_trainer(tmp_path, *callbacks, model=model, **options).train()
             return counters["stats"]["unique_graphs"], tiny_run.parameters(model)
 

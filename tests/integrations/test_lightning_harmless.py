@@ -61,7 +61,7 @@ class TestNoTrace:
         watched, watched_parameters = graphs(callback)
         assert watched == bare > 0
         assert torch.equal(watched_parameters, bare_parameters)
-        assert counting_method(callback) == "trace"
+        assert counting_method(callback) == "step"
         of_images = 12 * ImageModule.step_flops()
         expected = of_images if what == "a module with forward" else tiny_run.truth()["total/model_flops"] // 2
         assert callback.monitor.summary.values["total/model_flops"] == expected

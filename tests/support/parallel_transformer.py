@@ -131,11 +131,18 @@ def micro_batches(batch, step: int, group: int, groups: int, accumulation: int) 
 @cache
 def true_flops(steps: int) -> int:
     """Each document alone, run eagerly with attention written out, counted by torch."""
-    model, known = build(written_out=True), {}
-    lengths = [int(length) for step in range(steps) for length in global_batch(step)["attention_mask"].sum(1)]
-    for length in set(lengths):
-        ids = torch.zeros(1, length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(ids, torch.ones_like(ids), ids)["loss"].backward()
-        known[length] = int(counter.get_total_flops())
-    return sum(known[length] for length in lengths)
+    return sum(_flops_of_row(int(n)) for step in range(steps) for n in global_batch(step)["attention_mask"].sum(1))
+
+
+def padded_flops(steps: int, multiple: int = 1) -> int:
+    """The same with padding; lengths are rounded up to a multiple."""
+    shapes = [global_batch(step)["input_ids"].shape for step in range(steps)]
+    return sum(rows * _flops_of_row(-(-length // multiple) * multiple) for rows, length in shapes)
+
+
+@cache
+def _flops_of_row(length: int) -> int:
+    model, ids = build(written_out=True), torch.zeros(1, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, torch.ones_like(ids), ids)["loss"].backward()
+    return int(counter.get_total_flops())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from flopwatch.automatic.optimizers import has_optimizer
+from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
 from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
 from flopwatch.monitor.pricing.calls import CallKind, RootCalls, batch_of_call
@@ -49,7 +50,7 @@ class FirstStep:
             self._calls.take()
             self._nodes = recorded_operations()
             is_apart = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
-            if obstacle() is None and not is_apart:
+            if obstacle() is None and not is_apart and not regions.is_calling():
                 self._live = LiveStep(self._attention)
                 if self._optimizer is not None:  # the call comes from its closure
                     self._live.enter_optimizer(*self._optimizer)

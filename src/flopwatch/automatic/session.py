@@ -200,11 +200,8 @@ class WatchedProcess:
             and os.environ.get("RANK", "0") == "0"
         ):
             has_torch = "torch" in sys.modules
-            if self._watcher is None:
-                why = "no optimizer step was seen in this process" if has_torch else "the script has not imported torch"
-                self._print(
-                    f"{why}, so there is nothing to measure; a compiled step() and other processes are not seen"
-                )
+            why = "no optimizer step was seen in this process" if has_torch else "the script has not imported torch"
+            self._print(f"{why}, so there is nothing to measure; a compiled step() and other processes are not seen")
 
     def _report(self, error: Exception) -> None:
         self._print(f"cannot watch this training, which goes on without flopwatch: {type(error).__name__}: {error}")

@@ -44,7 +44,6 @@ from flopwatch.torch_internals import (
 
 FIRST_STEP = "the first step is not in the totals, because {why}; steps count from 0, so the log begins with step 1"
 SEVERAL_OPTIMIZERS = "the training has several optimizers, and which of them ends a step is known when they step again"
-COMPILES = "the process uses torch.compile, and which model is trained is known when the optimizer has stepped"
 NO_CALL = "it called no module, so that nothing showed where it began"
 NO_MODULE = (
     "the parameters of {optimizer} belong to no nn.Module (or gc.freeze() hides it), so there are no tokens and samples"
@@ -194,9 +193,9 @@ class Watcher:
         if not self._has_monitor():
             return
         assert self.monitor is not None
-        if is_first and (may_compile() or not self._first.has_begun):
+        if is_first and not self._first.has_begun:
             self._find_model(optimizer)
-            self._begin_again(COMPILES if may_compile() else NO_CALL)
+            self._begin_again(NO_CALL)
             return
         if is_first:
             self._first.hand_over(self.monitor)

@@ -8,7 +8,7 @@ backward really run and need their memory.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from flopwatch.flops.steering import PythonReads, Steering, following, python_dr
 from flopwatch.flops.tracing.copies import Copies, NotCopyableError
 from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError, run_op
 from flopwatch.flops.tracing.fakes import Faker, quiet_fakes
+from flopwatch.flops.tracing.kernels import watch_launches
 from flopwatch.flops.tracing.passes import (
     AutocastState,
     LossFn,
@@ -33,7 +34,6 @@ from flopwatch.flops.tracing.passes import (
     run_step,
     threads_followed,
     threads_noticed,
-    triton_launches_noticed,
     under_autocast,
 )
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
@@ -73,9 +73,10 @@ def count_by_step(
         replica, own_batch, own_loss = copies.all_of(model, _apart(batch), loss_fn)
         steering.name_weights((*replica.parameters(), *replica.buffers()))
         steering.name_batch(own_batch)
-        noticed = threads_followed(modes_of_thread, mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
+        noticed = threads_followed(modes_of_thread, mode.add_threads)
         reads = PythonReads(steering) if training else nullcontext()
-        with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
+        with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed, ExitStack() as ends:
+            ends.callback(watch_launches(mode.add_kernel))
             copy_context().run(
                 run_step, replica, *as_call(own_batch), own_loss, mode, training=training, autocast=under
             )

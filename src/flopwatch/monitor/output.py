@@ -221,6 +221,14 @@ def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
     )
 
 
+def repeated_weights(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"the model is tensor parallel, but {shown} is not divided, so that its products, which every rank may run "
+        "alike, are counted on each; divide it too, or read MFU as an upper bound"
+    )
+
+
 def doubt_of_rank(rank: int) -> str:
     return f"on rank {rank}, a counted step ran other FLOPs than equal calls had run until then"
 
@@ -245,7 +253,7 @@ def flops_unknown(error: BaseException) -> NoticeText:
     return _warning(
         "flops_unknown",
         f"the FLOPs of this model could not be counted: {first_line(error)}. Pass as batch= what the model is called "
-        "with, pass loss_fn=... if the model returns no loss, or pass flops_fn=..., which returns the FLOPs of a batch",
+        "with, or pass flops_fn=..., which returns the FLOPs of a batch",
     )
 
 

@@ -22,7 +22,7 @@ from flopwatch.monitor.pricing.evidence import Doubt
 from flopwatch.monitor.pricing.price import StepCost, StepPricer
 from flopwatch.monitor.pricing.step_counter import NO_MODEL, NOTHING, StepCounter, checked_flops
 from flopwatch.monitor.ranks.job_values import explain_straggler
-from flopwatch.monitor.ranks.layout import data_parallel_size
+from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
@@ -104,7 +104,6 @@ class MonitoredRun:
         *,
         rank: int,
         world_size: int,
-        loss_fn: Callable[[Any], torch.Tensor] | None,
         flops_fn: Callable[[Any], int] | None,
         peak_flops_per_s: float | None,
     ) -> None:
@@ -121,7 +120,6 @@ class MonitoredRun:
             checked_mode(config, self._notify),
             clock,
             is_alone=world_size == 1,
-            loss_fn=loss_fn,
             on_call=lambda has_grad: self.step_clock.model_is_called(has_grad),
             on_doubt=self._doubt_rows,
             off_the_clock=lambda: self.phase("count"),
@@ -206,7 +204,9 @@ class MonitoredRun:
     def _look_at_layout(self) -> None:
         size = self._config.data_parallel_size or data_parallel_size(self.counter.model, self._world_size)
         self.rows.layout = JobLayout(self._world_size, size)
-        self.counter.set_shares_batches(size < self._world_size)
+        self.pricer.devices_per_batch = self.rows.layout.devices_per_batch
+        repeated = repeated_weights(self.counter.model) if self._world_size > 1 else []
+        self.pricer.repeated = notices.repeated_weights(repeated) if repeated else None
 
     def note_step(
         self,
@@ -448,7 +448,7 @@ class MonitoredRun:
         is_unreadable = "batch" in window.left_out or "batch" in self.outlets.failed_parts
         noted = [step.noted for step in window.steps]
         has_batch = is_unreadable or any(step.readings or step.user_flops for step in noted)
-        is_counted = self.counter.is_on and has_model and all(step.trace.traced is None for step in noted)
+        is_counted = self.counter.is_on and has_model and all(step.trace.estimates is None for step in noted)
         if not (has_model and has_batch):
             self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, is_counted=is_counted))
 

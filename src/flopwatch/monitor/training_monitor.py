@@ -181,7 +181,6 @@ class TrainingMonitor:
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.
-        loss_fn: Computes the loss from the model's output, if the model does not return a loss.
         flops_fn: Returns the model FLOPs of a batch; used instead of counting.
         peak_flops_per_s: Dense peak of one device; needed if flopwatch does not know the device.
         dtype: Compute type whose peak is used for MFU; by default the type in which the model computes.
@@ -219,7 +218,6 @@ class TrainingMonitor:
         mode: str | None = None,
         sinks: Sequence[str | Sink] | str | Sink | None = None,
         attention: str | None = None,
-        loss_fn: Callable[[Any], torch.Tensor] | None = None,
         flops_fn: Callable[[Any], int] | None = None,
         peak_flops_per_s: float | None = None,
         dtype: str | torch.dtype | None = None,
@@ -276,7 +274,6 @@ class TrainingMonitor:
             clock,
             rank=rank,
             world_size=world_size,
-            loss_fn=loss_fn,
             flops_fn=flops_fn,
             peak_flops_per_s=peak_flops_per_s,
         )

@@ -11,20 +11,25 @@ documents although their paths have an underscore ("Extending PyTorch", "Fake te
 registered ops (`aten::_grouped_mm`): an op that a release does not register never matches.
 """
 
+from flopwatch.torch_internals.autograd import compiled_graphs as compiled_graphs
 from flopwatch.torch_internals.autograd import compiled_original as compiled_original
 from flopwatch.torch_internals.autograd import current_autograd_node as current_autograd_node
 from flopwatch.torch_internals.autograd import current_graph_task_id as current_graph_task_id
 from flopwatch.torch_internals.autograd import engine_code as engine_code
+from flopwatch.torch_internals.autograd import graph_kernel as graph_kernel
 from flopwatch.torch_internals.autograd import is_checkpoint_recomputing as is_checkpoint_recomputing
 from flopwatch.torch_internals.autograd import is_compiled_function as is_compiled_function
 from flopwatch.torch_internals.autograd import knows_nodes as knows_nodes
 from flopwatch.torch_internals.autograd import recorded_operations as recorded_operations
 from flopwatch.torch_internals.autograd import requested_compilations as requested_compilations
+from flopwatch.torch_internals.autograd import runs_compiled_backward as runs_compiled_backward
 from flopwatch.torch_internals.autograd import runs_forward_again as runs_forward_again
 from flopwatch.torch_internals.autograd import runs_forward_code as runs_forward_code
 from flopwatch.torch_internals.autograd import saves_through_hooks as saves_through_hooks
+from flopwatch.torch_internals.autograd import sees_compiled_backward as sees_compiled_backward
 from flopwatch.torch_internals.autograd import sees_graph_tasks as sees_graph_tasks
 from flopwatch.torch_internals.autograd import sequence_nr as sequence_nr
+from flopwatch.torch_internals.autograd import wrap_backend_calls as wrap_backend_calls
 from flopwatch.torch_internals.modules import ANY_BATCH_NORM as ANY_BATCH_NORM
 from flopwatch.torch_internals.modules import ANY_DROPOUT as ANY_DROPOUT
 from flopwatch.torch_internals.modules import LocalBatchNorm as LocalBatchNorm

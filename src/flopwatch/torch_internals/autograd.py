@@ -5,6 +5,7 @@ from __future__ import annotations  # earlier torch releases raise an error for 
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import CodeType, FrameType
 from typing import Any, cast
 
@@ -198,6 +199,22 @@ def is_checkpoint_recomputing() -> bool:
     return False
 
 
+_AOT = declare(
+    "torch._functorch._aot_autograd",
+    "tell the backward pass of compiled code from hooks on its results, by the files of the running functions",
+    "steps with compiled code are not exact",
+)
+
+
+def sees_compiled_backward() -> bool:
+    return find_spec(f"torch._functorch.{_AOT}") is not None
+
+
+def runs_compiled_backward() -> bool:
+    """Whether compiled code runs its backward pass: a hook of the training on its node has the same running node."""
+    return _runs_in_engine(lambda code: _AOT in code.co_filename)
+
+
 def runs_forward_again() -> bool:
     """Whether a module or checkpointing runs inside a backward pass, which happens only in recomputation."""
     return _runs_in_engine(runs_forward_code)
@@ -228,8 +245,56 @@ _EVAL_FRAME = declare(
 _BACKENDS = declare(
     "torch._dynamo.eval_frame.cached_backends",
     "know whether this process uses `torch.compile`",
-    "no step is counted live once the compiler is loaded",
+    "once the compiler is loaded, calls of modules are not recorded, as in a training that is compiled",
 )
+
+
+_OUTPUT_GRAPH = declare(
+    "torch._dynamo.output_graph.OutputGraph.call_user_compiler",
+    "count the graphs of compiled code",
+    "the FLOPs of compiled code are not known",
+)
+_COUNTERS = declare(
+    "torch._dynamo.utils.counters",
+    "know whether code was compiled before the monitor existed",
+    "the FLOPs of code that was compiled before the monitor existed are missing",
+)
+
+
+_KERNELS = declare(
+    "torch._higher_order_ops.triton_kernel_wrap.kernel_side_table",
+    "know which Triton kernel a graph of the compiler launches",
+    "the FLOPs of steps with Triton kernels in compiled code are not known",
+)
+
+
+def graph_kernel(kernel: int, constants: int) -> tuple[Any, Mapping[str, Any]]:
+    """A Triton kernel, and its constant arguments, by the numbers that stand for them in graphs."""
+    table = getattr(sys.modules["torch._higher_order_ops.triton_kernel_wrap"], _KERNELS)
+    return table.get_kernel(kernel), table.get_constant_args(constants)
+
+
+def compiled_graphs() -> int:
+    """How many graphs the compiler has handed to a backend so far."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), _COUNTERS, {})
+    return int(counters["stats"]["unique_graphs"]) if "stats" in counters else 0
+
+
+def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> bool:
+    """Let `compile_with` compile each graph from now on; return False if the compiler has no such place.
+
+    It gets the graph and the function that compiles it.
+    """
+    owner: Any = getattr(sys.modules.get("torch._dynamo.output_graph"), "OutputGraph", None)
+    original = getattr(owner, _OUTPUT_GRAPH, None)
+    if original is None:
+        return False
+
+    def call_user_compiler(self: Any, module: Any, *rest: Any) -> Any:  # torch 2.6 passes the graph alone
+        return compile_with(module, lambda: original(self, module, *rest))
+
+    owner.call_user_compiler = call_user_compiler
+    return True
 
 
 def _compiler() -> Any:

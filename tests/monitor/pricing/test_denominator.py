@@ -174,7 +174,6 @@ def test_autocast_decides_in_compiled_code(what: str, is_decorated: bool, tmp_pa
     assert_divided_by(run(tmp_path, called, step, lambda loss: loss.item()), "bf16")
 
 
-@pytest.mark.xfail(strict=True, reason="a container of torch's own, compiled in place, is called unseen")
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore")  # of dynamo
 def test_autocast_decides_in_a_container_that_is_compiled_in_place(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 import flopwatch
 from flopwatch.monitor import run as monitor_run
 from support.parallel_transformer import (
+    VOCABULARY,
+    WIDTH,
     PipelineStage,
     Transformer,
     allowed_pairs,
@@ -111,7 +113,13 @@ def pp_dp() -> Layout:
     def backward(batch: Batch, weight: float, _: bool) -> float:
         # torch fixes the buffers between stages at the first batch's shapes, and ours change: so a schedule for each,
         # of one sample after the other, because its chunks must be of one size.
-        running = RunningStage(stage, index, 2, torch.device("cpu"), group=pipeline)
+        length = batch["input_ids"].shape[1]
+        sizes = [torch.empty(1, length, width, device="meta", requires_grad=True) for width in (WIDTH, VOCABULARY)]
+        takes = torch.empty(1, length, dtype=torch.long, device="meta") if index == 0 else sizes[0]
+        # With the sizes, torch does not run the stage once more to find them.
+        running = RunningStage(
+            stage, index, 2, torch.device("cpu"), input_args=takes, output_args=sizes[index], group=pipeline
+        )
         schedule = ScheduleGPipe(
             running,
             n_microbatches=len(batch["input_ids"]),

@@ -4,7 +4,18 @@ A multiply-add is 2 FLOPs. Importing this package registers all of our formulas.
 """
 
 from flopwatch.flops.formulas import attention, layers, matrices
-from flopwatch.flops.formulas.registry import Formula, OpCall, OpFlops, bind, find_formula, register_formula
+from flopwatch.flops.formulas.registry import (
+    Formula,
+    OpCall,
+    OpFlops,
+    bind,
+    find_formula,
+    find_kernel_formula,
+    register_formula,
+)
+
+formula = register_formula
+"""The short name of it for users: `@flopwatch.formula("mylib::foo")`."""
 
 __all__ = [
     "Formula",
@@ -13,6 +24,8 @@ __all__ = [
     "attention",
     "bind",
     "find_formula",
+    "find_kernel_formula",
+    "formula",
     "layers",
     "matrices",
     "register_formula",

@@ -16,7 +16,8 @@ import torch
 from flopwatch.torch_internals import OpOverload, op_name, op_schema
 
 _ELEMENTS = """
-__irshift__ __lshift__ __rshift__ abs add bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+__and__ __irshift__ __lshift__ __or__ __rshift__ __xor__ abs add bitwise_and bitwise_left_shift bitwise_or
+bitwise_right_shift bitwise_xor
 copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy ldexp
 """
 _LOSSES = """
@@ -142,7 +143,9 @@ _FREE_ATEN_OPS = frozenset(
 )
 # torch's namespaces for control flow, profiling, random numbers and element-wise work, without matrix products.
 _FREE_NAMESPACES = frozenset(("prim", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops"))
-COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
+COLLECTIVE_NAMESPACES = frozenset(
+    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem")
+)
 # By namespace, prefixes of ops that only change how numbers are stored (torchao 0.18, bitsandbytes 0.50, torch.ao)
 # or select positions (torchvision 0.29). Other ops in these namespaces have formulas or are reported as uncounted.
 _FREE_PREFIXES = {
@@ -175,7 +178,7 @@ def costs_nothing(func: OpOverload) -> bool:
         return name.startswith(tuple(_FREE_PREFIXES.get(namespace, "").split()))
     if name.startswith("_foreach_"):
         return not name.endswith("mm")
-    plain = name.removesuffix("_")
+    plain = name if name.endswith("__") else name.removesuffix("_")
     return plain in _FREE_ATEN_OPS or any(tag in func.tags for tag in _FREE_TAGS) or func.is_view or _has_no_data(func)
 
 

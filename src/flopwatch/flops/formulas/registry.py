@@ -49,6 +49,8 @@ Formula = Callable[[OpCall], OpFlops | int | None]
 """Returns the FLOPs of a call, or None if this call cannot be counted, although other calls of the op can."""
 
 _formulas: dict[str, Formula] = {}
+_kernels: dict[str, Callable[..., int]] = {}
+"""The user's formulas of Triton kernels, which are no ops."""
 
 
 def formula(*names: str) -> Callable[[Formula], Formula]:
@@ -67,10 +69,10 @@ def register_formula(
     """Register a function that returns the FLOPs of an op.
 
     The function gets the arguments of the op's call, and the op's result as `out`. Read only the shapes of tensors, not
-    their values, because the tensors may be fake.
+    their values, because the tensors may be fake. That of a Triton kernel gets the kernel's arguments by their names.
 
     Args:
-        op: `torch.ops.mylib.foo` or its name, `"mylib::foo"`.
+        op: `torch.ops.mylib.foo` or its name, `"mylib::foo"`; `"triton::name"` for the Triton kernel of this name.
         replace: True replaces a formula that is already registered.
 
     Example:
@@ -81,10 +83,14 @@ def register_formula(
     name = op if isinstance(op, str) else str(op_name(op) if isinstance(op, OpOverload) else packet_name(op))
     if "::" not in name:
         raise InputError(f"the name of an op must have the form 'mylib::foo', got {name!r}")
-    if name in _formulas and not replace:
+    if (name in _formulas or name in _kernels) and not replace:
         raise InputError(f"{name} has a formula already; pass replace=True to replace it")
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
+        if name.startswith("triton::"):
+            _kernels[name] = function
+            return function
+
         def as_called(call: OpCall) -> int:
             args, kwargs = unbind(call)
             return function(*args, **kwargs, out=call.out)
@@ -93,6 +99,11 @@ def register_formula(
         return function
 
     return register
+
+
+def find_kernel_formula(name: str) -> Callable[..., int] | None:
+    """The user's formula for a Triton kernel, such as `triton::my_kernel`; None without one."""
+    return _kernels.get(name)
 
 
 def find_formula(func: OpOverload[Any, Any]) -> Formula | None:

@@ -3,7 +3,7 @@
 The mode also finds kernels that bypass torch's dispatcher, and prevents one rank from running a collective alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, costs_nothi
 from flopwatch.flops.formulas.layers import TAKE_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
+from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase, Tally, float_tensors
@@ -47,7 +48,6 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 THREADS = "threads"
 THREADS_NOTE = "the model started threads, and ops that ran in them are not counted"
-TRITON_KERNEL = "Triton kernel"
 UNSEEN_KERNEL = "kernel past the dispatcher"
 UNSEEN_KERNEL_NOTE = (
     "the model reads a tensor that no op of torch has filled; if a kernel that bypasses torch's dispatcher (Triton, a "
@@ -99,6 +99,11 @@ class Unwritten:
             self._storages.drop(storage_of(tensor))
         return bool(read)
 
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Record a kernel that may have written to these tensors, and that is counted or reported by itself."""
+        for tensor in tensors:
+            self._storages.drop(storage_of(tensor))
+
     def _values_read(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -111,7 +116,10 @@ class Unwritten:
         ]
 
     def _made(self, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and storage_of(tensor) is not None:
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel() or storage_of(tensor) is None:
+            return
+        # Torch fills some integer tensors on the CPU without an op, such as the order of the buckets of DDP.
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type != "cpu":
             self._storages.put(storage_of(tensor), True)
 
     def _known(self, tensor: torch.Tensor) -> bool:
@@ -270,16 +278,20 @@ class CountingMode(TorchDispatchMode):
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._execute(func, args, kwargs)
-        name = func.name()
+        self._count_higher_order(func.name(), args, kwargs)
+        return out
+
+    def _count_higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "flex_attention":
             sizes = flex_sizes(args[0], args[1], args[2], args[3], args[4], self._attention)
             self.add(name, forward_flops(sizes), compute_type(args[0].dtype))
         elif name == "flex_attention_backward":
             sizes = flex_sizes(args[0], args[1], args[2], args[7], args[9], self._attention)
             self.add(name, backward_flops(sizes, ()), compute_type(args[0].dtype))
+        elif name.startswith("triton_kernel_wrapper"):
+            self.add_kernel(*kernels.launch_in_graph(kwargs))
         else:
             self._add_uncounted(name, args)
-        return out
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
         """Add one op's FLOPs to the tally, under the current phase and module."""
@@ -294,8 +306,14 @@ class CountingMode(TorchDispatchMode):
         self.tally.add_uncounted(THREADS, "", ())
         self.tally.note(THREADS_NOTE)
 
-    def add_triton_kernel(self) -> None:
-        self._add_uncounted(TRITON_KERNEL)
+    def add_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        """Add the FLOPs of a Triton kernel that is launched past torch's dispatcher."""
+        flops = kernels.flops_of(kernel, arguments)
+        self._unwritten.write(tensors_in(list(arguments.values())))
+        if flops is None:
+            self._add_uncounted(kernels.name_of(kernel), list(arguments.values()))
+        elif flops:
+            self.add(kernels.name_of(kernel), OpFlops(flops), type_of_product(arguments))
 
     def _add_uncounted(self, name: str, arguments: Sequence[Any] = ()) -> None:
         self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(arguments))

@@ -11,21 +11,26 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import repeat
 from operator import is_
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.free_ops import RISKY as RISKY_OPS
 from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
-from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
+from flopwatch.flops.tracing import regions
+from flopwatch.flops.tracing.counter import METADATA_OPS, UNSEEN_KERNEL, CountingMode
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
+from flopwatch.flops.tracing.kernels import watch_launches
 from flopwatch.flops.tracing.passes import is_inside_mode
+from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
 from flopwatch.flops.tracing.tally import Phase
@@ -34,6 +39,7 @@ from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.records.reading import first_line
 from flopwatch.torch_internals import (
     TO_COPY,
+    FakeTensor,
     OpOverload,
     TorchDispatchMode,
     can_decompose,
@@ -45,6 +51,7 @@ from flopwatch.torch_internals import (
     op_packet,
     recorded_operations,
     requested_compilations,
+    runs_compiled_backward,
     runs_forward_again,
     sees_dispatch_modes,
     sees_graph_tasks,
@@ -60,6 +67,11 @@ _WHOLE = frozenset(
     )
 )
 """Ops whose result changes in the last bits if they are decomposed under a dispatch mode."""
+OUTSIDE = (
+    "with torch before 2.10, only compiled code is counted in a process that compiles, and not what runs around it: "
+    "a lower bound"
+)
+LATE_BACKWARD = "a backward pass runs through compiled code whose call was not seen in the same step"
 RISKY = "an op computes other last bits while steps are counted"
 
 
@@ -77,7 +89,10 @@ class StepCount:
         optimizer: FLOPs of matrix products in the optimizer; not part of the other fields.
         doubt: Why it is not certain which ops are recomputation, so that model FLOPs may be wrong; otherwise None.
         before_calls: FLOPs that ran before the first call of a module.
+        before_grad: FLOPs without gradients with which the step began.
         coverage: Share of the calls of matmul-like ops that had a formula.
+        knows_executed: Whether all that ran is known. In compiled code with checkpointing, the compiler decides what
+            runs again, and only the FLOPs of the model are known.
     """
 
     phases: PhaseFlops
@@ -89,7 +104,9 @@ class StepCount:
     optimizer: int = 0
     doubt: str | None = None
     before_calls: int = 0
+    before_grad: int = field(default=0, compare=False)
     coverage: float = 1.0
+    knows_executed: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -117,8 +134,6 @@ _has_compiled: list[bool] = []
 
 def obstacle() -> str | None:
     """Why steps cannot be counted as they run; None if they can."""
-    if may_compile():
-        return "this process uses torch.compile, and compiled code is not counted as it runs"
     if not sees_dispatch_modes() or not sees_graph_tasks():
         return "steps cannot be counted as they run with this release of torch"
     return None
@@ -129,8 +144,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_compiles_beside = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether a mode can ask the compiler to work as if the mode were not there; so from torch 2.10 on."""
+_compiles_beside = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+"""Whether a mode can ask the compiler to work as if the mode were not there (`ignore_compile_internals`).
+
+Torch 2.9 can be asked too, but compiles again with a mode. To find this out by a compilation would take seconds.
+"""
 
 
 class LiveStep:
@@ -142,15 +160,22 @@ class LiveStep:
     """
 
     def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor] = ()) -> None:
-        self._mode = _PassingMode(attention, parameters)
+        self._mode = PassingMode(attention, parameters)
+        self.region_calls: list[SeenRegion] = []
+        self._thread = get_ident()
+        self._listener = regions.listen(self._region_is_called)
         clear_left_behind()
+        self._sees_regions_only = may_compile() and not _compiles_beside
         # Torch never compiles a function that first runs under a mode, so that it must not try.
-        self._stance = None if _compiles_beside else torch.compiler.set_stance("force_eager")
+        is_eager = not _compiles_beside and not self._sees_regions_only
+        self._stance = torch.compiler.set_stance("force_eager") if is_eager else None
         if self._stance is not None:
             self._stance.__enter__()
         self._below = _modes_now()
         self._is_in_inference = torch.is_inference_mode_enabled()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if not self._sees_regions_only:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._stop_watching = watch_launches(self._mode.add_kernel)
         _under_way.add(self)
 
     def set_paused(self, is_paused: bool) -> None:
@@ -173,6 +198,32 @@ class LiveStep:
         """Say that a module is called."""
         self._mode.note_call()
 
+    def _region_is_called(self, region: Region, args: tuple[Any, ...]) -> regions.Leave | None:
+        """Count a call of compiled code, and nothing of what runs in it."""
+        if self._listener is not None:
+            self._listener(region, args)
+        mode = self._mode
+        if mode.is_over or mode.is_paused or mode.regions_under_way or get_ident() != self._thread:
+            return None
+        seen = SeenRegion(
+            region, region.sizes(args), torch.is_grad_enabled(), mode.current_phase, mode.axes, mode.is_in_optimizer
+        )
+        # Another mode may take products from what was saved (selective checkpointing).
+        seen.may_skip = seen.phase == "recompute" and any(each is not mode for each in _modes_now())
+        self.region_calls.append(seen)
+        mode.has_grad_begun = mode.has_grad_begun or seen.has_grad
+        mode.regions_under_way += 1
+        first_own = recorded_operations() or 0
+
+        def leave(out: Any) -> None:
+            mode.regions_under_way -= 1
+            node = _compiled_node(out, first_own)
+            if node is not None:
+                mode.region_nodes.add(sequence_nr(node))
+                node.register_prehook(seen.note_backward)
+
+        return leave
+
     def end(self, axes: Axes | None = None) -> StepCount:
         """End the count, even if the training has entered or exited dispatch modes in the meantime.
 
@@ -181,40 +232,38 @@ class LiveStep:
         """
         mode = self._mode
         left_because = self._stop()
-        if may_compile():
+        for seen in self.region_calls:
+            seen.is_over = True
+        if may_compile() and not _compiles_beside and not self._sees_regions_only:
             left_because = left_because or "torch.compile was called in the step"
-        count = mode.tally.as_count("step", "full")
-        return StepCount(
-            PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
-            count.by_dtype,
-            count.by_op,
-            _by_scale(mode.by_scale, axes),
-            tuple(sorted({op.op for op in count.uncounted})),
-            mode.failure or left_because,
-            mode.optimizer_flops,
-            mode.doubt,
-            mode.before_calls or 0,
-            1.0 if count.coverage is None else count.coverage,
+        return replace(
+            mode.counted(),
+            by_scale=by_scale(mode.by_scale, axes),
+            failure=mode.failure or left_because,
+            doubt=mode.doubt
+            or (OUTSIDE if self._sees_regions_only else regions.why_unseen() if may_compile() else None),
         )
 
     def _stop(self) -> str | None:
         _under_way.discard(self)
+        saw_all = self._stop_watching() or may_compile()  # the compiler imports Triton for itself
+        regions.listen(self._listener)
         self._mode.is_over = True
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
-        if self._mode.has_left:
+        if self._mode.has_left or self._sees_regions_only:
             return None
         if torch.is_inference_mode_enabled() and not self._is_in_inference:
             _left_behind.append(self._mode)
             return "the count ended in inference mode"
-        return _leave(self._mode, self._below)
+        return _leave(self._mode, self._below) or (None if saw_all else "Triton was imported in the step")
 
     def forget(self) -> None:
         """In a forked process: end the count, because its steps are not those of the training."""
         self._stop()
 
 
-def _by_scale(flops: Mapping[Scale | Product, int], axes: Axes | None) -> dict[Scale, int]:
+def by_scale(flops: Mapping[Scale | Product, int], axes: Axes | None) -> dict[Scale, int]:
     sums: dict[Scale, int] = {}
     for key, needed in flops.items():
         scale = scale_of(key, axes) if isinstance(key, Product) else key
@@ -274,24 +323,87 @@ def _leave(mode: Any, below: Sequence[Any]) -> str | None:
     return "another dispatch mode ended in the step"
 
 
-class _PassingMode(CountingMode):
+@dataclass(eq=False)
+class SeenRegion:
+    """A call of compiled code in a counted step.
+
+    Attributes:
+        phase: When it ran: in the forward pass, or again in the backward pass.
+        axes: The shape of the micro-batch that was running.
+        backwards: How often its backward pass ran.
+        is_over: Whether the step has ended.
+        may_skip: Whether not all of its products may have run.
+    """
+
+    region: Region
+    sizes: tuple[int, ...]
+    has_grad: bool
+    phase: Phase
+    axes: Axes | None
+    is_in_optimizer: bool
+    backwards: int = 0
+    is_over: bool = False
+    may_skip: bool = False
+
+    def note_backward(self, *_: Any) -> None:
+        self.backwards += 1
+        if self.is_over:
+            regions.miss(LATE_BACKWARD)
+
+
+_COMPILED_NODE = "CompiledFunction"
+_DEEPEST_NODE = 3
+
+
+def _is_compiled_node(node: Any) -> bool:
+    """Whether a node of autograd runs the backward pass of compiled code, or of a class with the same name."""
+    return bool(node.name().startswith(_COMPILED_NODE))
+
+
+def _compiled_node(out: Any, first_own: int) -> Any:
+    """The node of autograd that runs the backward pass of a compiled function; None if it has none of its own.
+
+    Args:
+        out: The results of the function.
+        first_own: The number of the first node that the call has made. Older nodes belong to other calls.
+    """
+    nodes: list[Any] = [leaf.grad_fn for leaf in tensors_in(out)]
+    for _ in range(_DEEPEST_NODE):  # results that are views of others have a node more
+        nodes = [node for node in nodes if node is not None and sequence_nr(node) >= first_own]
+        found = next((node for node in nodes if _is_compiled_node(node)), None)
+        if found is not None or not nodes:
+            return found
+        nodes = [each for node in nodes for each, _ in node.next_functions]
+    return None
+
+
+class PassingMode(CountingMode):
     """Counts ops and runs them unchanged. If counting an op fails, the op still runs, and `failure` says why."""
+
+    counts_fakes = False
 
     def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(ModuleStack(), attention)
         self.is_over = self.is_paused = self.has_left = False
+        self.regions_under_way = 0
+        self.region_nodes: set[int] = set()
+        """Numbers of the nodes that run the backward passes of compiled code which the step has called."""
+        self._compiles = may_compile()
         self.failure: str | None = None
         self.optimizer_flops = 0
         self.before_calls: int | None = None
+        self.before_grad, self.has_grad_begun = 0, False
         self.axes: Axes | None = None
         self.by_scale: dict[Scale | Product, int] = {}
         """Needed FLOPs. Products stand for their scales while the shape of the batch is not known."""
         self._scale: Scale | Product = UNCLEAR
         self._scale_of_node: dict[int, Scale | Product] = {}
         self._weights = ByStorage()
-        with suppress(NotImplementedError):  # inside of `torch.func`, weights are replaced by wrappers without storage
+        # Inside of `torch.func`, weights are replaced by wrappers without storage.
+        with suppress(NotImplementedError), torch.no_grad():
             for parameter in parameters:
-                self._weights.put(storage_of(parameter), True)
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                self._weights.put(storage_of(own), True)
         self._closures: list[tuple[frozenset[CodeType], int]] = []
         """For each optimizer step under way, the code of its closures, and the backward pass in which it began."""
         self._plain: dict[int, OpOverload] = {}
@@ -315,14 +427,24 @@ class _PassingMode(CountingMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._compiles and self._is_in_region():
+            return func(*args, **kwargs)
+        if types:
+            if not self.counts_fakes and _holds(
+                FakeTensor, tuple(types)
+            ):  # a DTensor finds out the shapes of its results
+                return func(*args, **kwargs)
+            if _holds(DTensor, tuple(types)):  # it runs ops on this rank's part, which are counted instead
+                return NotImplemented
         if id(func) in self._plain:
             out = func(*args, **kwargs)
+            self._guarded(self._look_for_hidden_kernel, func, args, kwargs, out)
             if not self._functions.is_idle():
                 self._guarded(self._look_for_repetition, func, args, kwargs, out, None)
             return out
         if not isinstance(func, OpOverload):  # a higher-order operator, such as flex_attention
             out = func(*args, **kwargs)
-            self._guarded(lambda: self._add_uncounted(func.name(), args))
+            self._guarded(self._count_higher_order, func.name(), args, kwargs)
             return out
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
@@ -334,8 +456,47 @@ class _PassingMode(CountingMode):
             self._guarded(self._meet_whole, func)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
+        self._guarded(self._look_for_hidden_kernel, func, args, kwargs, out)
         self._guarded(self._count_op, func, args, kwargs, out)
         return out
+
+    def _look_for_hidden_kernel(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        if self._unwritten.is_read_by(func, args, kwargs, out):
+            self._add_uncounted(UNSEEN_KERNEL)
+
+    def add_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        if not (self._compiles and self._is_in_region()):
+            self._scale = UNCLEAR
+            self._guarded(super().add_kernel, kernel, arguments)
+
+    def _is_in_region(self) -> bool:
+        """Whether an op runs inside of compiled code, which is counted as a whole."""
+        if self.regions_under_way or regions.is_compiling():
+            return True
+        node = current_autograd_node() if current_graph_task_id() != -1 else None
+        if node is None or not _is_compiled_node(node) or not runs_compiled_backward():
+            return False
+        if sequence_nr(node) not in self.region_nodes and not self.is_paused:
+            self.failure = LATE_BACKWARD
+        return True
+
+    def counted(self) -> StepCount:
+        """What was counted, without its scales."""
+        count = self.tally.as_count("step", "full")
+        return StepCount(
+            PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
+            count.by_dtype,
+            count.by_op,
+            uncounted=tuple(sorted({op.op for op in count.uncounted})),
+            failure=self.failure,
+            optimizer=self.optimizer_flops,
+            doubt=self.doubt,
+            before_calls=self.before_calls or 0,
+            before_grad=self.before_grad,
+            coverage=1.0 if count.coverage is None else count.coverage,
+        )
 
     def _guarded(self, count: Callable[..., None], *call: Any) -> None:
         if self.is_over or self.is_paused:
@@ -408,12 +569,20 @@ class _PassingMode(CountingMode):
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
         """Add the FLOPs of an op; those of the optimizer itself (Muon, L-BFGS) are added to `optimizer_flops`."""
-        if self._closures and self._is_of_optimizer():
+        if self.is_in_optimizer:
             self.optimizer_flops += flops.needed + flops.extra
             return
+        if torch.is_grad_enabled() or self._phase() != "forward":
+            self.has_grad_begun = True
+        elif not self.has_grad_begun:
+            self.before_grad += flops.needed
         if self._phase() != "recompute" and not self._runs_again:
             self.by_scale[self._scale] = self.by_scale.get(self._scale, 0) + flops.needed
         super().add(name, flops, dtype)
+
+    @property
+    def is_in_optimizer(self) -> bool:
+        return bool(self._closures) and self._is_of_optimizer()
 
     def _is_of_optimizer(self) -> bool:
         # A backward pass that begins inside of the optimizer is the training's.
@@ -425,6 +594,10 @@ class _PassingMode(CountingMode):
             frame = frame.f_back
         return frame is None
 
+    @property
+    def current_phase(self) -> Phase:
+        return self._phase()
+
     def _phase(self) -> Phase:
         if current_graph_task_id() == -1:
             return "forward"
@@ -432,6 +605,11 @@ class _PassingMode(CountingMode):
 
     def _module(self, phase: Phase) -> str:
         return ""
+
+
+@cache
+def _holds(kind: type, types: tuple[type, ...]) -> bool:
+    return any(issubclass(each, kind) for each in types)
 
 
 def _codes_of(closure: Any) -> tuple[CodeType, ...]:

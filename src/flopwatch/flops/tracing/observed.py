@@ -11,7 +11,7 @@ the step, torch ends this recording by itself, and it is left as it is.
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.autograd.profiler import emit_itt, emit_nvtx, profile, record_function
 
 from flopwatch.errors import MeasurementError
+from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.live import StepCount, may_compile
 from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
@@ -104,6 +105,7 @@ class ObservedStep:
         self._failure: str | None = None
         self._recordings: list[Any] = []
         self._is_paused = False
+        self._stop_watching = kernels.watch_launches(self._meet_kernel)
         self._start()
 
     def set_paused(self, is_paused: bool) -> None:
@@ -118,6 +120,7 @@ class ObservedStep:
     def end(self, axes: Axes | None = None) -> StepCount:
         """End the count, and return the FLOPs of what was recorded."""
         self._stop()
+        self._stop_watching()
         ops = RecordedOps(self._attention)
         if self._failure is None:
             # A new thread has no dispatch modes, autocast or default device of the training.
@@ -169,6 +172,10 @@ class ObservedStep:
             is_ours = isinstance(error, MeasurementError)
             self._failure = first_line(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         return True
+
+    def _meet_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        if not self._is_paused and kernels.flops_of(kernel, arguments) != 0:
+            self._failure = f"the kernel {kernels.name_of(kernel)} is not in the profiler's record of ops"
 
     def _begin_recording(self) -> None:
         check_schemas()

@@ -314,25 +314,6 @@ def is_inside_mode(frame: FrameType | None) -> bool:
     return False
 
 
-@contextmanager
-def triton_launches_noticed(report: Report) -> Iterator[None]:
-    """Call `report` for each Triton kernel that is launched in the block, through Triton's hook for profilers."""
-    knobs = getattr(sys.modules.get("triton"), "knobs", None)
-    chain: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
-    if not hasattr(chain, "add") or not hasattr(chain, "remove"):  # no Triton, or a release without chained hooks
-        yield
-        return
-
-    def on_launch(*_: Any, **__: Any) -> None:
-        report()
-
-    chain.add(on_launch)
-    try:
-        yield
-    finally:
-        chain.remove(on_launch)
-
-
 CHECKPOINTING_IN_EVAL_MODE = (
     "the model is in eval mode, which switches its gradient checkpointing off, so no recomputation is counted; "
     "call model.train() first if your training does"

@@ -39,6 +39,8 @@ STOPPED_EARLY = (
     "torch stops there unless set_checkpoint_early_stop(False) is used"
 )
 _ENGINE = "autograd::engine::evaluate_function"
+_SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
+"""Events inside an op that a tensor subclass, or a dispatch mode, runs in Python."""
 BEGIN = "flopwatch: a recording begins"
 TAKEN = "a profiler of the training started within the step, or the step ended in another thread than it began"
 IN_OPTIMIZER = "products without gradients in an optimizer's step may be its own or its closure's; they are counted"
@@ -229,6 +231,9 @@ class RecordedOps:
         return self._walk(event.children, place)
 
     def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
+        inside = next((each for each in event.children if each.name == _SUBCLASS), None)
+        if inside is not None:  # a DTensor: the ops on this rank's part are counted
+            return self._walk([each for each in inside.children if not _finds_shapes(each)], place)
         if kind.formula is not None:
             if self._was_stopped(event, place):
                 return 0
@@ -374,6 +379,11 @@ def _has_graph(events: list[Any]) -> bool:
                 if numbers:
                     return bool(numbers[-1] >= 0)
     return False
+
+
+def _finds_shapes(event: Any) -> bool:
+    """Whether a DTensor runs an op on fake tensors, to know the shape of its result."""
+    return any(each.name == _MODE for each in event.children)
 
 
 def _tensors(event: Any) -> list[Any]:

@@ -23,11 +23,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.formulas.free_ops import is_inside_autocast
+from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import may_compile
 from flopwatch.flops.tracing.passes import current_autocast
+from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.torch_internals import (
     arguments_by_name,
+    compiled_graphs,
     current_graph_task_id,
     is_in_transform,
     recorded_operations,
@@ -40,6 +43,7 @@ _DEEPEST = 4
 _LISTENED_PARAMETERS = 4
 """Number of parameters with a gradient hook. The first, the last and two in between show which parts are trained."""
 _MOST_BACKWARDS = 1 << 12
+COMPILED, BATCH = "compiled code", "batch"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,7 +111,11 @@ class RootCalls:
     def start(self) -> None:
         """Listen from now on, in this thread."""
         self._thread = threading.get_ident()
-        if self._place is None and not may_compile():
+        regions.install()
+        regions.listen(self._note_region)
+        if may_compile():
+            self.leave_modules()
+        elif self._place is None:
             self._place = _place_of(register_module_forward_pre_hook(_GlobalHook(self)))
         self._is_on = True
         if self._inside is not None:  # a call that ended by Ctrl-C, after which torch calls no hooks
@@ -118,6 +126,42 @@ class RootCalls:
     def stop(self) -> None:
         self._set_hook(False)
         self._is_on = False
+        regions.listen(None)
+
+    def leave_modules(self) -> None:
+        """Where code is compiled, only its calls are recorded. A hook for all modules would be compiled into it."""
+        if self._place is not None and not compiled_graphs():
+            self._place.remove()
+
+    def _note_region(self, region: Region, args: tuple[Any, ...]) -> None:
+        """Record a call of compiled code, as `note` does."""
+        if threading.get_ident() != self._thread or not self.is_listening or current_graph_task_id() != -1:
+            return
+        if self.listener is not None:
+            self.listener.about_to_call()
+        sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
+        model = -1 - region.number if weight is None else id(weight)
+        key = COMPILED, region.number, has_grad, model, sizes
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            # Without gradients, it may be an evaluation: whether the module is in training mode is not seen.
+            kind = CallKind(key[:3], sizes, model, COMPILED, has_grad, has_grad, weight is not None)
+            self._kinds[key] = kind
+        if len(self.calls) < _MOST_CALLS:
+            self.calls.append(kind)
+            self.nodes.append(0)
+
+    def batch_kind(self, batch: Any) -> CallKind:
+        """A batch of the monitor, as if it were a call."""
+        facts: list[Any] = []
+        _add_facts(batch, facts, [], attrgetter("shape"), _DEEPEST)
+        key = BATCH, *facts
+        if key not in self._kinds:
+            structure, sizes = _divided(facts)
+            self._kinds[key] = CallKind((BATCH, *structure), sizes, -1, BATCH, False, True, False)
+        return self._kinds[key]
 
     def _set_hook(self, is_on: bool) -> None:
         """Insert or remove the hook. Torch would compile code again after a change, so that there is none from then."""
@@ -204,11 +248,16 @@ _numbers = itertools.count()
 def _new_kind(
     module: nn.Module, head: tuple[Any, ...], facts: list[Any], numbers: tuple[float, ...], reads_numbers: bool
 ) -> CallKind:
-    structure = tuple(len(fact) if isinstance(fact, torch.Size) else fact for fact in facts)
-    sizes = tuple(size for fact in facts if isinstance(fact, torch.Size) for size in fact)
+    structure, sizes = _divided(facts)
     family = (*head, *structure, *(numbers if reads_numbers else ()))
     name, has_parameters = type(module).__name__, next(nn.Module.parameters(module), None) is not None
     return CallKind(family, sizes, head[0], name, head[1], head[2], has_parameters, numbers)
+
+
+def _divided(facts: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """What stays equal when only sizes differ, and the sizes."""
+    structure = tuple(len(fact) if isinstance(fact, torch.Size) else fact for fact in facts)
+    return structure, tuple(size for fact in facts if isinstance(fact, torch.Size) for size in fact)
 
 
 def _add_facts(
@@ -355,7 +404,10 @@ class _GlobalHook:
         if torch.compiler.is_compiling():  # first, so that the compiler needs to look at nothing else
             return
         calls = self._calls()
-        if calls is None or may_compile():
+        if calls is None:
+            return
+        if may_compile():
+            calls.leave_modules()
             return
         try:
             calls.note(module, args, 1)

@@ -58,4 +58,4 @@ class Evaluations:
         steps = self._steps - first + 1
         if first == 1 and steps == 1:
             return module not in self._trained
-        return steps > 1 and 2 * self._met[module] >= steps
+        return steps > 1 and 2 * (self._met[module] - 1) >= steps - 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from flopwatch.flops.live_formula import Calls, Formula, FormulaFit
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Scale
-from flopwatch.monitor.pricing.calls import CallKind
+from flopwatch.monitor.pricing.calls import BATCH, CallKind
 from flopwatch.records.flops import PhaseFlops
 
 _MOST_KINDS = 4096
@@ -20,7 +20,7 @@ ENOUGH = 3
 """Uncounted steps of a kind are exact once so many counted steps of it agree."""
 UNPROVEN = "equal calls have changed their cost before, and the run ended before another count"
 UNKNOWN = -1
-_NODES, _BACKWARDS = "nodes", "backwards"
+_NODES, _BACKWARDS, _UNKNOWN = "nodes", "backwards", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,14 @@ class Evidence:
         counts: Number of live counts.
         uncounted: Names of ops without a formula that counted steps ran.
         coverage: The smallest share of products with a formula in a counted step.
+        failure: Why the last step that could not be counted could not be; None if all could.
     """
 
     def __init__(self) -> None:
         self.counts = 0
         self.uncounted: tuple[str, ...] = ()
         self.coverage = 1.0
+        self.failure: str | None = None
         self._known: dict[StepKind, _Known] = {}
         self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
         self._changed: dict[Hashable, int] = {}
@@ -251,13 +253,17 @@ class Evidence:
         return Verdict(count, f"such a step was counted {times} so far")
 
     def _alike(self, kind: StepKind) -> _Known | None:
-        """What was counted of steps like the first one, of which less was seen."""
-        if kind.backwards != UNKNOWN:
+        """What was counted of steps like one of which less was seen: the first, or one in which code was compiled."""
+        if kind.backwards != UNKNOWN and kind.nodes is not None:
             return None
-        return next(
-            (known for other, known in self._known.items() if other.nodes == kind.nodes and other.calls == kind.calls),
-            None,
-        )
+        found = [
+            known
+            for other, known in self._known.items()
+            if other.calls in (kind.calls, (*kind.calls, *_batches(other)))
+            and (kind.nodes is None or other.nodes == kind.nodes)
+            and (kind.backwards == UNKNOWN or (other.backwards, other.batches) == (kind.backwards, kind.batches))
+        ]
+        return found[0] if found and all(each.count.agrees(found[0].count) for each in found) else None
 
     def _is_predicted(self, kind: StepKind, known: _Known) -> bool:
         """Whether a formula gives the only count of this kind."""
@@ -265,6 +271,8 @@ class Evidence:
         return predicted is not None and predicted.agrees(known.count)
 
     def _why_unknown(self, kind: StepKind) -> str:
+        if self.failure is not None and not self._known:
+            return f"no step could be counted: {self.failure}"
         if not kind.calls:
             return "no step of this kind was counted"
         names = ", ".join(dict.fromkeys(call.name for call in kind.calls))
@@ -292,6 +300,11 @@ class Evidence:
         return self._fits.setdefault(key, (FormulaFit(), _Claims()))
 
 
+def _batches(kind: StepKind) -> tuple[CallKind, ...]:
+    """The batches of the monitor among the calls; they come last, and are not known for the first step of a run."""
+    return tuple(call for call in kind.calls if call.name == BATCH)
+
+
 def _families(kind: StepKind) -> Hashable:
     return frozenset(call.family for call in kind.calls), kind.batches
 
@@ -308,7 +321,7 @@ def _outputs(kind: StepKind, count: StepCount) -> dict[Hashable, int]:
     for scale, needed in count.by_scale.items():
         general = replace(scale, axes=None)
         outputs[general] = outputs.get(general, 0) + needed
-    return {**outputs, _NODES: kind.nodes or 0, _BACKWARDS: kind.backwards}
+    return {**outputs, _NODES: kind.nodes or 0, _BACKWARDS: kind.backwards, _UNKNOWN: int(not count.knows_executed)}
 
 
 def _count_of(values: Mapping[Hashable, int]) -> StepCount:
@@ -320,7 +333,8 @@ def _count_of(values: Mapping[Hashable, int]) -> StepCount:
         elif isinstance(name, Scale):
             by_scale[name] = value
     by_dtype = {name: PhaseFlops(**phases) for name, phases in types.items()}
-    return StepCount(sum(by_dtype.values(), PhaseFlops()), by_dtype, by_scale=by_scale)
+    phases = sum(by_dtype.values(), PhaseFlops())
+    return StepCount(phases, by_dtype, by_scale=by_scale, knows_executed=not values.get(_UNKNOWN))
 
 
 def _mean(known: _Known) -> StepCount:

@@ -14,10 +14,10 @@ from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
+from flopwatch.monitor.pricing.estimates import sum_of_costs
 from flopwatch.monitor.pricing.evidence import Verdict
 from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
 from flopwatch.monitor.pricing.step_counter import StepCounter, StepTrace
-from flopwatch.monitor.pricing.traced import sum_of_costs
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
@@ -44,6 +44,15 @@ class StepFlops:
     model_by_dtype: Mapping[str, int] = field(default_factory=dict)
     hardware_by_dtype: Mapping[str, int] = field(default_factory=dict)
 
+    def times(self, factor: int) -> "StepFlops":
+        return StepFlops(
+            self.model * factor,
+            None if self.hardware is None else self.hardware * factor,
+            None if self.recompute is None else self.recompute * factor,
+            {name: flops * factor for name, flops in self.model_by_dtype.items()},
+            {name: flops * factor for name, flops in self.hardware_by_dtype.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -64,6 +73,9 @@ class StepPricer:
 
     Attributes:
         peaks: Peak FLOP/s of this rank's device, by compute type.
+        devices_per_batch: Number of ranks that work on one batch (tensor, context or pipeline parallel). Counts are of
+            this rank's part alone, and are multiplied by it, because reports of ranks that share a batch are averaged.
+        repeated: Why ranks that share a batch may run the same products; None if they do not.
     """
 
     def __init__(
@@ -74,6 +86,8 @@ class StepPricer:
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
         self._notify = notify
         self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
+        self.devices_per_batch = 1
+        self.repeated: str | None = None
         self._main_type: str | None = None
         self._last: tuple[Any, StepFlops] | None = None
         self._written: Any = None
@@ -100,13 +114,15 @@ class StepPricer:
         if user_flops is not None:
             flops: StepFlops | None = StepFlops(user_flops)
             reason: str | None = "the FLOPs are those of the user's flops_fn"
-        elif trace.traced is not None:
-            flops, reason = self._traced(trace, works)
+        elif trace.estimates is not None:
+            flops, reason = self._estimated(trace, works)
         elif trace.kind is None:
             flops, reason = None, trace.doubt
         else:
             flops, reason = self._counted(trace, step, works)
-            reason = trace.doubt or reason
+            reason = trace.doubt or reason or self.repeated
+            if flops is not None and self.devices_per_batch > 1:
+                flops = flops.times(self.devices_per_batch)
         return StepCost(flops, *self._peak_seconds(flops), reason)
 
     def _counted(
@@ -132,9 +148,9 @@ class StepPricer:
         padding, is_clear = _padding(count, works)
         return _flops_of(count, padding), verdict.reason or (None if is_clear else PADDED)
 
-    def _traced(self, trace: StepTrace, works: Sequence[Work] | None) -> tuple[StepFlops | None, str | None]:
-        assert trace.traced is not None
-        costs = [trace.traced.cost(work) for work in works or ()]
+    def _estimated(self, trace: StepTrace, works: Sequence[Work] | None) -> tuple[StepFlops | None, str | None]:
+        assert trace.estimates is not None
+        costs = [trace.estimates.cost(work) for work in works or ()]
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None, trace.doubt
@@ -197,6 +213,8 @@ def _flops_of(count: StepCount, padding: int) -> StepFlops:
     total, recompute = count.phases.total, count.phases.recompute
     model = total - recompute - padding
     types = count.by_dtype
+    if not count.knows_executed:
+        return StepFlops(model, None, None, _shares(types, model))
     return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total))
 
 

@@ -1,6 +1,7 @@
 """Counts the training's own steps: begins and ends live counts, and records what every step shows of itself."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,26 +12,40 @@ from torch.nn.parameter import is_lazy
 
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
-from flopwatch.flops.methods import MethodChoice
-from flopwatch.flops.tracing.live import RISKY, LiveStep, StepCount, clear_left_behind, is_capturing, obstacle
+from flopwatch.flops.tracing import regions
+from flopwatch.flops.tracing.live import (
+    RISKY,
+    LiveStep,
+    SeenRegion,
+    StepCount,
+    clear_left_behind,
+    is_capturing,
+    may_compile,
+    obstacle,
+)
 from flopwatch.flops.tracing.observed import ObservedStep
-from flopwatch.flops.tracing.passes import LossFn, current_autocast
+from flopwatch.flops.tracing.region_counts import with_regions
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import BatchLayout, BatchReader, Reading
-from flopwatch.monitor.pricing.calls import CallKind, CallListener, RootCalls, TrainedParameters, batch_of_call
-from flopwatch.monitor.pricing.evaluations import Evaluations
-from flopwatch.monitor.pricing.evidence import UNKNOWN, Doubt, Evidence, StepKind
-from flopwatch.monitor.pricing.schedule import Schedule
-from flopwatch.monitor.pricing.traced import AutocastHook, TracedCosts
-from flopwatch.monitor.ranks.layout import is_sharded
-from flopwatch.torch_internals import dispatch_mode_stack, recorded_operations
-
-SHARED = (
-    "the model is shared by several ranks, so its steps are not counted as they run: FLOPs are those of model(batch)"
+from flopwatch.monitor.pricing.calls import (
+    COMPILED,
+    CallKind,
+    CallListener,
+    RootCalls,
+    TrainedParameters,
+    batch_of_call,
 )
+from flopwatch.monitor.pricing.estimates import EstimatedCosts
+from flopwatch.monitor.pricing.evaluations import Evaluations
+from flopwatch.monitor.pricing.evidence import ENOUGH, UNKNOWN, Doubt, Evidence, StepKind
+from flopwatch.monitor.pricing.schedule import Schedule
+from flopwatch.records.flops import PhaseFlops
+from flopwatch.torch_internals import compiled_graphs, dispatch_mode_stack, recorded_operations
+
 NOTHING_RAN = "no operation of the training was seen in this thread, so the FLOPs are estimated from the batch"
+FIRST = "the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch"
 NO_MODEL = "no model was given, so there are no FLOPs"
 ESTIMATED = "the FLOPs are estimated from the model's shapes"
 _FUTILE = 2
@@ -48,7 +63,7 @@ class StepTrace:
         was_counted: Whether counting has slowed the step down.
         is_partial: Whether it was not known if something ran before the count began.
         doubt: Why the FLOPs are not exact or not known; None if no such reason is known.
-        traced: The costs of `model(batch)`, if steps are not counted as they run.
+        estimates: Estimates of `model(batch)`, if steps are not counted as they run.
     """
 
     kind: StepKind | None = None
@@ -57,7 +72,7 @@ class StepTrace:
     was_counted: bool = False
     is_partial: bool = False
     doubt: str | None = None
-    traced: TracedCosts | None = None
+    estimates: EstimatedCosts | None = None
 
 
 NOTHING = StepTrace()
@@ -98,7 +113,6 @@ class StepCounter:
         clock: Clock,
         *,
         is_alone: bool,
-        loss_fn: LossFn | None,
         on_call: Callable[[bool], None],
         on_doubt: Callable[[Doubt], None],
         off_the_clock: Callable[[], AbstractContextManager[None]],
@@ -110,7 +124,6 @@ class StepCounter:
         self.listener: CallListener | None = None
         self.counts_without_model = False
         self.is_on = True
-        self._loss_fn = loss_fn
         self._reader = BatchReader()
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
@@ -133,12 +146,19 @@ class StepCounter:
         """Whether counted steps ran nothing before their first call of a module, so that a count may begin there."""
         self._observes = False
         self._why_not_live: str | None = None
-        self._traced: TracedCosts | None = None
-        self._autocast = AutocastHook()
+        self._estimates: EstimatedCosts | None = None
         self._examples: list[tuple[Any, BatchLayout]] = []
-        self._shares_batches = self._opens_steps = self._is_open = False
+        self._opens_steps = self._is_open = False
         self._nodes_before: int | None = None
+        self._graphs_before = 0
+        self._batches: list[CallKind] = []
+        self._batches_met: Counter[tuple[int, int | None]] = Counter()
+        self._is_all_compiled = False
+        self._all_compiled: dict[Any, bool] = {}
+        """For families of compiled code, whether counted steps ran no product outside of it."""
         self._nodes_apart = 0
+        self._before_grad: list[int] = []
+        """Products without gradients with which the last two counted steps began."""
         self._steps = self._futile = 0
         self._began = 0.0
         self._wants_next = self._is_wanted = self._is_extra = False
@@ -169,21 +189,13 @@ class StepCounter:
         self._trained.state()
         self._reader.read_targets(bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)))
         self._structure = None
-        self._autocast.stop()
-        self._autocast = AutocastHook()
-        if self.is_on and self._obstacle() is not None:
-            self._autocast.listen_to(model)
-        elif not self._opens_steps and not self._steps and not self._is_open:
+        if not self._opens_steps and not self._steps and not self._is_open:
             self._awaits_first = True  # a loop without `step()` begins its first step with a call of a module
             self._calls.start()
 
     def count_every(self, steps: int) -> None:
         """Count at least every so many steps; 0 sets no such limit."""
         self._schedule.every = steps
-
-    def set_shares_batches(self, shares: bool) -> None:
-        """Set whether several ranks work on one batch, so that the calls on this rank are only a part of the work."""
-        self._shares_batches = shares
 
     def look_at_model(self) -> None:
         """Once per logging window: a model with other parameters gets new evidence, and the next step is counted."""
@@ -194,14 +206,14 @@ class StepCounter:
         structure = hash(tuple((p.shape, p.dtype, p.requires_grad) for p in parameters))
         if self._structure is not None and structure != self._structure:
             self._wants_next = True
-            if self._traced is not None:
-                self._traced = None
+            if self._estimates is not None:
+                self._estimates = None
                 self._notify("info", "flops_counted_anew", "the model has changed, so its FLOPs are counted again")
         self._structure = structure
 
     def _renew(self) -> None:
         self.evidence = Evidence()
-        self._traced = None
+        self._estimates = None
         self._schedule.next_index = min(self._schedule.next_index, self._steps + 1)
         self.starts_free = None
 
@@ -214,19 +226,14 @@ class StepCounter:
     def close(self) -> None:
         self._end_count()
         self._calls.stop()
-        self._autocast.stop()
         if self._trained is not None:
             self._trained.stop()
 
     def facts(self) -> FlopFacts | None:
         """How the FLOPs are found; None while they are not."""
         notes = ("mode hybrid: this version reads no hardware counters",) if self._config.mode == "hybrid" else ()
-        if self._traced is not None and (self._why_not_live is not None or not self.evidence.counts):
-            laws = list(self._traced.laws.values())
-            known = [law.coverage for law in laws if law.coverage is not None]
-            more = tuple(dict.fromkeys(note for law in laws for note in law.notes))
-            method = laws[0].method if laws else self._traced.method
-            return FlopFacts(str(method), False, min(known) if known else None, (*notes, *more))
+        if self._estimates is not None and not self.evidence.counts:
+            return FlopFacts("estimate", False, None, (*notes, *self._estimates.notes))
         if not self.evidence.counts:
             return None
         uncounted = self.evidence.uncounted
@@ -241,6 +248,8 @@ class StepCounter:
         if remark:
             self._notify("warning", "positions_not_understood", remark)
         self._plan = reading.plan
+        if may_compile():  # calls of modules are not seen, and what they cost follows the sizes of the batch
+            self._batches.append(self._calls.batch_kind(batch))
         if self._live is not None:
             self._live.set_axes(self._plan.axes)
         # At the end of the first steps it is known whether anything runs here, and whether ranks share the model.
@@ -249,8 +258,8 @@ class StepCounter:
         return reading
 
     def _needs_example(self, plan: BatchLayout) -> bool:
-        if self._traced is not None:
-            return not self._traced.knows(plan)
+        if self._estimates is not None:
+            return not self._estimates.knows(plan)
         return self.is_on
 
     def look_at_held(self, reading: Reading) -> Reading | None:
@@ -277,7 +286,7 @@ class StepCounter:
 
     def await_call(self) -> None:
         """Listen for the next call of a module, without beginning a step."""
-        if self._obstacle() is None:
+        if obstacle() is None:
             self._calls.start()
 
     def _open(self) -> None:
@@ -285,7 +294,7 @@ class StepCounter:
             return
         self._is_open = True
         clear_left_behind()
-        self._why_not_live = self._obstacle()
+        self._why_not_live = obstacle()
         self._may_count = self._why_not_live is None and self._can_count()
         if not self._may_count:
             self._calls.take()
@@ -293,9 +302,6 @@ class StepCounter:
                 self._calls.stop()
             else:  # which needs the batches
                 self._calls.start()
-            # A hook that comes later would make the model compile again.
-            if self._why_not_live is not None and self.model is not None and not self._steps:
-                self._autocast.listen_to(self.model)
             return
         if self._calls.calls:
             self._calls.take()
@@ -303,25 +309,35 @@ class StepCounter:
             self._trained.backwards = 0
         self._plan = self._optimizer_call = None
         self._nodes_before, self._nodes_apart = recorded_operations(), 0
+        self._graphs_before = compiled_graphs() if may_compile() and not regions.is_calling() else 0
         self._began = self._clock()
         self._calls.start()
         is_due = self._schedule.is_due(self._steps)
-        is_new = self._wants_next or self._schedule.is_expected(self._steps)
+        is_new = self._wants_next or self._schedule.is_expected(self._steps) or self._has_new_batch()
         self._is_wanted = is_due or (is_new and self._schedule.may_add(self._steps))
         self._is_extra = not is_due
-        looks_before = self.starts_free is not True or (is_due and self._schedule.looks_before())
-        if self._is_wanted and (self._opens_steps or looks_before):
+        # In compiled code, no call of a module shows that a step begins.
+        looks_before = self.starts_free is not True or may_compile() or (is_due and self._schedule.looks_before())
+        # Torch forgets a mode that begins in a call of compiled code, so that the next step is counted instead.
+        if self._is_wanted and (self._opens_steps or looks_before) and not regions.is_calling():
             self._begin_count(is_extra=self._is_extra)
+
+    def _has_new_batch(self) -> bool:
+        """Whether such a batch came only a few times so far. In compiled code, a call cannot begin a count."""
+        if self._coming is None or not may_compile():
+            return False
+        try:
+            plan = self._reader.read(self._coming).plan
+        except Exception:  # a batch that cannot be read is reported when the step ends
+            return False
+        sizes = plan.batch_size, plan.seq_len
+        self._batches_met[sizes] += 1
+        return self._batches_met[sizes] <= ENOUGH + 1  # the first may be compiled, which makes it unlike the others
 
     def _can_count(self) -> bool:
         if self._config.mode == "estimate" or self._futile >= _FUTILE:
             return False
         return self.model is not None or self.counts_without_model
-
-    def _obstacle(self) -> str | None:
-        if self._shares_batches or (not self._is_alone and is_sharded(self.model)):
-            return SHARED
-        return obstacle()
 
     def _begin_count(self, *, is_extra: bool, is_late: bool = False) -> None:
         # A training that leaves its own mode within a step of unknown begin or end would leave ours instead.
@@ -369,7 +385,7 @@ class StepCounter:
         self._is_open = self._is_late = self._is_adopted = True
         self._live, self._nodes_before, self._nodes_apart = live, nodes, 0
         self._calls, calls.listener = calls, self
-        self._why_not_live = self._obstacle()
+        self._why_not_live = obstacle()
 
     def optimizer_begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._calls.is_in_thread():
@@ -431,6 +447,7 @@ class StepCounter:
         self._end_count()
         self._calls.stop()
         self._calls.take()
+        self._batches = []
         self._examples.clear()
 
     @contextmanager
@@ -454,6 +471,7 @@ class StepCounter:
         """End a step and return what it ran. `readings` are the batches that the loop has passed to the monitor."""
         if not self.is_on:
             return NOTHING
+        now, apart = recorded_operations(), self._nodes_apart  # before graphs are counted, which records operations
         count = self._end_count(readings)
         was_counted = count is not None and self._config.count != "every"  # else no step would be left for the rates
         is_first_of_run, self._is_adopted = self._is_adopted, False
@@ -461,6 +479,7 @@ class StepCounter:
         self._coming = None
         self._steps += 1
         was_open, self._is_open = self._is_open, False
+        evaluated_outside = count is not None and self._ran_evaluation(count)
         if self._opens_steps:
             self._calls.stop()
         if self._why_not_live is not None or not self._can_count():
@@ -468,16 +487,19 @@ class StepCounter:
         if not was_open:  # the first step of a loop that opens none
             self._futile += self._steps == 1
             return self._untold(readings)
-        now = recorded_operations()
         noted = self._calls.take()
         calls, nodes_apart, has_evaluated = [call for call, _ in noted], 0, False
         if not self._opens_steps:
             calls, nodes_apart, has_evaluated = self._evaluations.left_out(noted)
+            has_evaluated = has_evaluated or evaluated_outside
         backwards = UNKNOWN if is_first_of_run else 0 if self._trained is None else self._trained.take()
-        apart = self._nodes_apart + nodes_apart
-        nodes = None if now is None or self._nodes_before is None else now - self._nodes_before - apart
+        nodes = None if now is None or self._nodes_before is None else now - self._nodes_before - apart - nodes_apart
+        if may_compile() and compiled_graphs() != self._graphs_before:  # the compiler has recorded operations too
+            nodes = None
         trained = 0 if self._trained is None else self._trained.state()
         sizes = () if calls else tuple((reading.plan.batch_size, reading.plan.seq_len) for reading in readings)
+        calls += self._batches
+        self._batches = []
         batches = trained, *sizes
         seen = self.evidence, self.evidence.counts, nodes, backwards, batches, *calls
         if count is None and seen == self._last_seen and not has_evaluated and doubt is None:
@@ -486,10 +508,15 @@ class StepCounter:
             return self._last_trace
         kind = StepKind(tuple(calls), nodes, backwards, batches)
         if count is not None and not has_evaluated and doubt is None:
+            families = _compiled_families(kind)
+            self._all_compiled[families] = self._is_all_compiled and self._all_compiled.get(families, True)
             count = self._take_in(kind, step, count)
         elif count is None:
             self._schedule.note_step(self._clock() - self._began)
         needs_count = self.evidence.needs_count(kind)
+        if needs_count and count is None and kind.calls and kind.calls[0].name == COMPILED:
+            count = self._by_graphs(kind, step, readings)
+            needs_count = self.evidence.needs_count(kind)
         if needs_count:
             self._schedule.expect(kind, self._steps - 1)
         self._wants_next = has_evaluated or needs_count
@@ -502,6 +529,14 @@ class StepCounter:
         self._last_trace = trace
         return trace
 
+    def _ran_evaluation(self, count: StepCount) -> bool:
+        """Whether a step that was counted began with an evaluation outside of compiled code, whose calls are not seen.
+
+        Products without gradients that came first in three counts, and were equal, are taken for a part of the step.
+        """
+        before, self._before_grad = self._before_grad, [*self._before_grad[-1:], count.before_grad]
+        return may_compile() and bool(count.before_grad) and before != [count.before_grad] * 2
+
     def _take_in(self, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
         """Add a count to the evidence; None if it is not complete."""
         self._schedule.note_count(self._steps - 1, self._clock() - self._began)
@@ -510,6 +545,7 @@ class StepCounter:
                 self._observes = True
                 self._schedule.next_index = self._steps
                 return None
+            self.evidence.failure = count.failure
             self._notify("info", f"count_failed:{count.failure}", f"step {step} could not be counted: {count.failure}")
             return None
         if not count.phases.total and not count.uncounted and not kind.calls:
@@ -531,38 +567,71 @@ class StepCounter:
         live, self._live = self._live, None
         if live is None:
             return None
-        axes = {reading.plan.axes for reading in readings}
-        return live.end(axes.pop() if len(axes) == 1 else None)
+        shapes = {reading.plan.axes for reading in readings}
+        axes = shapes.pop() if len(shapes) == 1 else None
+        count = live.end(axes)
+        self._is_all_compiled = False
+        if isinstance(live, LiveStep) and live.region_calls:
+            once = all(seen.backwards == seen.has_grad and seen.phase == "forward" for seen in live.region_calls)
+            self._is_all_compiled = once and not count.phases.total and not count.uncounted and not count.doubt
+            with self._off_the_clock():
+                count = with_regions(count, live.region_calls, self._config.attention, axes)
+        return count
+
+    def _by_graphs(self, kind: StepKind, step: int, readings: Sequence[Reading]) -> StepCount | None:
+        """The FLOPs of a step with new sizes, if all that such steps run is compiled: those of its graphs."""
+        if self._all_compiled.get(_compiled_families(kind)) is not True or not self._schedule.may_add(self._steps):
+            return None
+        compiled = [call for call in kind.calls if call.name == COMPILED]
+        found = [(regions.region_of(call.family[1]), call) for call in compiled]  # type: ignore[index]
+        shapes = {reading.plan.axes for reading in readings}
+        axes = shapes.pop() if len(shapes) == 1 else None
+        seen = [
+            SeenRegion(region, call.sizes, call.has_grad, "forward", axes, False, int(call.has_grad))
+            for region, call in found
+            if region is not None
+        ]
+        if len(seen) < len(found):
+            return None
+        self._schedule.note_extra()
+        with self._off_the_clock():
+            count = with_regions(StepCount(PhaseFlops()), seen, self._config.attention, axes)
+        if count.failure is not None:
+            return None
+        self.evidence.add(kind, step, count, is_late=True)  # a later count of the step itself proves or doubts it
+        return count
 
     # --- Steps that are not counted as they run -----------------------------------------------------------------------
 
     def _untold(self, readings: Sequence[Reading]) -> StepTrace:
-        """A step whose FLOPs are those of `model(batch)`: in compiled code, with a shared model, or an estimate."""
+        """A step whose FLOPs are those of `model(batch)`: an estimate."""
         model = self.model
         if model is None:
             self._examples.clear()
             return StepTrace(doubt=NO_MODEL)
-        if self._traced is None:
-            is_traced = self._why_not_live is not None and self._config.mode != "estimate"
-            method: MethodChoice = "auto" if is_traced else "estimate"
-            self._traced = TracedCosts(self._clock, method, self._config.attention, self._loss_fn)
+        if self._estimates is None:
+            self._estimates = EstimatedCosts(self._config.attention)
         examples, self._examples = self._examples, []
         for batch, plan in examples:
-            if self._traced.knows(plan):
+            if self._estimates.knows(plan):
                 continue
             try:
                 with self._off_the_clock():
-                    self._traced.learn(model, batch, plan, self._autocast.state or current_autocast())
+                    self._estimates.learn(model, batch, plan)
             except Exception as error:  # the model may raise anything
                 self._notify(*notices.flops_unknown(error))
                 if self._config.strict:
                     raise
-        return StepTrace(traced=self._traced, doubt=self._why_untold())
+        return StepTrace(estimates=self._estimates, doubt=self._why_untold())
 
     def _why_untold(self) -> str:
         if self._config.mode == "estimate":
             return ESTIMATED
-        return self._why_not_live or NOTHING_RAN
+        return self._why_not_live or (FIRST if may_compile() and self._steps == 1 else NOTHING_RAN)
+
+
+def _compiled_families(kind: StepKind) -> Any:
+    return tuple(call.family for call in kind.calls), kind.backwards
 
 
 def _counted_every(config: MonitorConfig) -> int:

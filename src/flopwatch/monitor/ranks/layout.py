@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flopwatch.records.flops import Peak
@@ -92,13 +92,25 @@ def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
     return max(1, world_size // mesh_size)
 
 
-def is_sharded(model: nn.Module | None) -> bool:
-    """Whether a rank has only parts of the parameters, because of FSDP, FSDP2 or tensor parallelism."""
+def repeated_weights(model: nn.Module | None) -> list[str]:
+    """Weights of a tensor parallel model that are not divided over its ranks, so that each rank may run them alike."""
     if model is None:
-        return False
-    return any(isinstance(p, DTensor | FlatParameter) for p in model.parameters()) or any(
-        isinstance(module, FullyShardedDataParallel) for module in model.modules()
-    )
+        return []
+    data_ranks = next((size for module in model.modules() if (size := _fsdp_size(module))), 1)
+    # FSDP2 puts its own dimensions of the mesh before those of tensor parallelism.
+    divided = {
+        id(p)
+        for p in model.parameters()
+        if isinstance(p, DTensor) and p.device_mesh.size() > data_ranks and not p.placements[-1].is_replicate()
+    }
+    if not divided:
+        return []
+    return [
+        f"{owner}.{name}".removeprefix(".")
+        for owner, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.dim() > 1 and id(p) not in divided and not isinstance(module, nn.Embedding)
+    ]
 
 
 def _fsdp_size(module: nn.Module) -> int | None:

@@ -1,0 +1,89 @@
+"""Sees the Triton kernels that a training launches itself, which no op of torch shows.
+
+Only while a step is counted, Triton's own method for launches is wrapped. Inside of compiled code, torch writes such
+launches into its graphs instead. Neither was run on a GPU so far.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from flopwatch.flops.formulas import find_kernel_formula
+from flopwatch.torch_internals import graph_kernel
+
+PREFIX = "triton::"
+OnLaunch = Callable[[Any, Mapping[str, Any]], None]
+
+_LAUNCHER, _TUNER = "triton.runtime.jit", "triton.runtime.autotuner"
+_WITHOUT_PRODUCTS = "liger_kernel."
+"""Liger computes products by torch's ops. Its kernels (norms, activations, losses, rotary embeddings) have none, except
+those whose source calls `dot` (neighborhood attention, experts); so in all 91 kernels of Liger 0.8.5."""
+
+
+def name_of(kernel: Any) -> str:
+    """The name of a kernel's function, also where Triton has wrapped it to choose its parameters."""
+    return PREFIX + str(getattr(_function_of(kernel), "__name__", "kernel"))
+
+
+def flops_of(kernel: Any, arguments: Mapping[str, Any]) -> int | None:
+    """FLOPs of a launch; None if they are not known."""
+    formula = find_kernel_formula(name_of(kernel))
+    if formula is not None:
+        return formula(**arguments)
+    is_known = str(getattr(_function_of(kernel), "__module__", "")).startswith(_WITHOUT_PRODUCTS)
+    source = getattr(_jit_of(kernel), "src", "dot(")
+    return 0 if is_known and "dot" not in source else None
+
+
+def launch_in_graph(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and its arguments by name, that torch's op for launches gets in a graph."""
+    kernel, constants = graph_kernel(arguments["kernel_idx"], arguments["constant_args_idx"])
+    return kernel, {**constants, **arguments["kwargs"]}
+
+
+def watch_launches(on_launch: OnLaunch) -> Callable[[], bool]:
+    """Call `on_launch` before each launch, until the function is called that is returned.
+
+    It returns False if Triton was imported in the meantime, so that launches may have been missed.
+    """
+    owner: Any = getattr(sys.modules.get(_LAUNCHER), "JITFunction", None)
+    launch = None if owner is None else vars(owner).get("run")
+    if launch is None:
+        return lambda: _LAUNCHER not in sys.modules or owner is not None
+    is_on = [True]
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_on and not kwargs.get("warmup") and not _is_tuning(sys._getframe(1)):
+            names = list(getattr(self, "arg_names", ()))
+            on_launch(self, {**dict(zip(names, args, strict=False)), **{n: kwargs[n] for n in names if n in kwargs}})
+        return launch(self, *args, **kwargs)
+
+    def stop() -> bool:
+        is_on.clear()
+        if vars(owner).get("run") is run:  # otherwise another tool has wrapped it too
+            owner.run = launch
+        return True
+
+    owner.run = run
+    return stop
+
+
+def _is_tuning(frame: FrameType | None) -> bool:
+    """Whether Triton times a kernel to choose its parameters."""
+    tuner = getattr(sys.modules.get(_TUNER), "__file__", None)
+    while frame is not None:
+        if frame.f_code.co_name == "_bench" and frame.f_code.co_filename == tuner:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _jit_of(kernel: Any) -> Any:
+    while hasattr(getattr(kernel, "fn", None), "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
+def _function_of(kernel: Any) -> Any:
+    return getattr(_jit_of(kernel), "fn", None)

@@ -1,0 +1,301 @@
+"""Counts the FLOPs of compiled code from its graphs, on fake tensors.
+
+A graph is torch's own, so that no code of the user runs. What a backend does with it is not followed: a product that it
+computes again or leaves out changes the executed FLOPs, not those of the model.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from flopwatch.flops.formulas import find_formula
+from flopwatch.flops.tracing.custom_functions import storage_of, written
+from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
+from flopwatch.flops.tracing.passes import no_autocast, under_autocast
+from flopwatch.flops.tracing.regions import InputSpec, Region, number, spec_of
+from flopwatch.flops.tracing.scaling import Axes, Product, Scale
+from flopwatch.flops.tracing.tally import Phase, Tally
+from flopwatch.flops.tree import leaves_of, tensors_in
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.reading import first_line
+from flopwatch.torch_internals import FakeTensorMode, OpOverload, apart
+
+_MOST_SIZES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCount:
+    """FLOPs of one call of compiled code, its forward and its backward pass each."""
+
+    forward: StepCount
+    forward_scales: Mapping[Scale | Product, int]
+    backward: StepCount
+    backward_scales: Mapping[Scale | Product, int]
+    writes_weights: bool = False
+    """As an optimizer does, whose products are not those of the training."""
+
+
+def with_regions(
+    count: StepCount, seen: Sequence[SeenRegion], attention: AttentionConvention, axes: Axes | None
+) -> StepCount:
+    """Add what the compiled code of a step ran to what was counted around it."""
+    for each in seen:
+        try:
+            region = count_region(each.region, each.sizes, has_grad=each.has_grad, attention=attention)
+        except Exception as error:  # a graph that fake tensors cannot run
+            why = f"compiled code could not be counted ({type(error).__name__}: {first_line(error)})"
+            return replace(count, failure=count.failure or why)
+        count = _added(count, each, region, each.axes or axes)
+    return count
+
+
+def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes | None) -> StepCount:
+    if seen.is_in_optimizer or region.writes_weights:
+        return replace(count, optimizer=count.optimizer + region.forward.phases.total)
+    forward = region.forward
+    scales: list[Mapping[Scale, int]] = []
+    if seen.phase != "forward":
+        forward = _moved(forward, seen.phase)
+    if seen.phase != "recompute":
+        scales.append(by_scale(region.forward_scales, axes))
+    if seen.may_skip:
+        forward = replace(forward, knows_executed=False)
+    parts = [count, forward, *[region.backward] * seen.backwards]
+    scales += [by_scale(region.backward_scales, axes)] * seen.backwards
+    return replace(
+        count,
+        phases=sum((part.phases for part in parts), PhaseFlops()),
+        by_dtype=_sums(part.by_dtype for part in parts),
+        by_op=_sums(part.by_op for part in parts),
+        by_scale=_sum_of_scales([count.by_scale, *scales]),
+        uncounted=tuple(sorted({op for part in parts for op in part.uncounted})),
+        coverage=min(part.coverage for part in parts),
+        failure=next((part.failure for part in parts if part.failure), None),
+        doubt=next((part.doubt for part in parts if part.doubt), None),
+        knows_executed=all(part.knows_executed for part in parts),
+    )
+
+
+def _moved(count: StepCount, phase: Phase) -> StepCount:
+    """The forward pass of compiled code that is called in a backward pass."""
+
+    def moved(flops: PhaseFlops) -> PhaseFlops:
+        return PhaseFlops(**{phase: flops.total})
+
+    return _changed(count, moved)
+
+
+def _changed(count: StepCount, change: Callable[[PhaseFlops], PhaseFlops]) -> StepCount:
+    return replace(
+        count,
+        phases=change(count.phases),
+        by_dtype={name: change(flops) for name, flops in count.by_dtype.items()},
+        by_op={name: change(flops) for name, flops in count.by_op.items()},
+    )
+
+
+def _sums(parts: Iterable[Mapping[str, PhaseFlops]]) -> dict[str, PhaseFlops]:
+    sums: dict[str, PhaseFlops] = {}
+    for part in parts:
+        for name, flops in part.items():
+            sums[name] = sums.get(name, PhaseFlops()) + flops
+    return sums
+
+
+def _sum_of_scales(parts: Iterable[Mapping[Scale, int]]) -> dict[Scale, int]:
+    sums: dict[Scale, int] = {}
+    for part in parts:
+        for scale, flops in part.items():
+            sums[scale] = sums.get(scale, 0) + flops
+    return sums
+
+
+def count_region(
+    region: Region, sizes: tuple[int, ...], *, has_grad: bool, attention: AttentionConvention
+) -> RegionCount:
+    """FLOPs of one call with these sizes; each graph is counted once for each sizes."""
+    key = sizes, has_grad, attention
+    if key not in region.counts:
+        if len(region.counts) >= _MOST_SIZES:
+            region.counts.clear()
+        region.counts[key] = _counted_apart(region, sizes, has_grad, attention)
+    found: RegionCount = region.counts[key]
+    return found
+
+
+def _counted_apart(
+    region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention
+) -> RegionCount:
+    """Count in a thread of its own: a graph that fails half-way leaves autocast or grad mode as it has set them."""
+    found: list[RegionCount | Exception] = []
+
+    def count() -> bool:
+        try:
+            found.append(_counted(region, sizes, has_grad, attention))
+        except Exception as error:
+            found.append(error)
+        return True
+
+    apart(count)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _counted(region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention) -> RegionCount:
+    foreign = region.foreign_call()
+    if foreign is not None:
+        raise TypeError(f"the graph calls {foreign}, which is not torch's and is not run a second time")
+    values = region.values(sizes)
+    fake = FakeTensorMode(allow_non_fake_inputs=False)  # a tensor of the training raises, and is never written to
+    with fake:
+        inputs = [_made(spec, values) for spec in region.inputs]
+    weights = [each for each, spec in zip(inputs, region.inputs, strict=True) if spec is not None and spec.is_weight]
+    mode = _GraphMode(attention, weights)
+    with torch.set_grad_enabled(has_grad), fake, under_autocast(region.autocast, "cpu", stand_in=False), mode:
+        mode.knows_executed = not region.calls_transforms()
+        out = _OnFakes(region.module, region.graph, mode).run(*inputs)
+    forward, forward_scales = mode.taken()
+    # A compiled backward pass computes the gradients of all results, also where the training passes none.
+    wanted = [tensor for tensor in tensors_in(out) if tensor.requires_grad and tensor.grad_fn is not None]
+    writes_weights = mode.writes_weights and not wanted
+    if has_grad and wanted:
+        with fake, torch.autograd.set_multithreading_enabled(False), no_autocast(), mode:
+            torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+    backward, backward_scales = mode.taken()
+    return RegionCount(forward, forward_scales, _without_recomputation(backward), backward_scales, writes_weights)
+
+
+def _without_recomputation(count: StepCount) -> StepCount:
+    """A backward pass without what checkpointing runs again, which the compiler decides."""
+    if not count.phases.recompute:
+        return count
+
+    def needed(flops: PhaseFlops) -> PhaseFlops:
+        return replace(flops, recompute=0)
+
+    return _changed(replace(count, knows_executed=False), needed)
+
+
+class _OnFakes(fx.Interpreter):
+    """Runs a graph with fake tensors in place of those that it holds, such as the state of a compiled optimizer.
+
+    A compiler leaves out products whose results are not used, so that what is executed is then not known.
+    """
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph, mode: "_GraphMode") -> None:
+        super().__init__(module, graph=graph)
+        self._mode = mode
+        self._unused = _unused_nodes(graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._mode.needed
+        out = super().run_node(n)
+        if n in self._unused and self._mode.needed != before:
+            self._mode.knows_executed = False
+        return out
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        if not isinstance(value, torch.Tensor):
+            return value
+        made: torch.Tensor = _made(spec_of(value), {})
+        if isinstance(value, nn.Parameter):
+            self._mode.add_weight(made)
+        return made
+
+
+def _unused_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose results neither the output nor an op that writes in place depends on."""
+    unused: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        name = str(getattr(node.target, "__name__", node.target))
+        is_free = node.op in ("call_function", "call_method") and not name.endswith("_") and name != "setitem"
+        if is_free and all(user in unused for user in node.users):
+            unused.add(node)
+    return unused
+
+
+def _made(spec: InputSpec | None, values: Mapping[Any, int]) -> Any:
+    """A fake tensor, or a number, as the graph takes it."""
+    if spec is None:
+        raise TypeError("the graph takes something else than tensors and sizes")
+    if spec.kind is not None:
+        raise TypeError(f"the graph takes a {spec.kind}")
+    sizes = [number(size, values) for size in spec.sizes]
+    if spec.dtype is None:
+        return sizes[0]
+    strides = [number(size, values) for size in spec.strides]
+    made = torch.empty_strided(sizes, strides, dtype=spec.dtype, device=spec.device)
+    made.requires_grad_(spec.needs_grad)
+    # The graph may write to an activation, which torch forbids for a tensor that no op has computed.
+    return made.clone() if spec.needs_grad and not spec.is_weight else made
+
+
+class _GraphMode(PassingMode):
+    """Counts a graph that runs on fake tensors."""
+
+    counts_fakes = True
+
+    def __init__(self, attention: AttentionConvention, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__(attention, weights)
+        self._compiles = False
+        self.writes_weights, self.knows_executed = False, True
+        self._numbers: dict[Any, int] = {}
+        self._values: dict[int, Any] = {}
+        """For each tensor, what it was computed from; equal values have equal entries."""
+        self._kept: list[Any] = []
+        """Keeps all tensors alive, so that none gets the id of another."""
+
+    @property
+    def needed(self) -> int:
+        return sum(self.by_scale.values())
+
+    def add_weight(self, weight: torch.Tensor) -> None:
+        self._weights.put(storage_of(weight), True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, OpOverload) and func.namespace != "prim":
+            if any(self._weights.get(storage_of(each)) for each in written(func, args, kwargs or {})):
+                self.writes_weights = True
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            self._look_for_twin(func, args, kwargs or {}, out)
+            return out
+        # Ops of `prim` only query a tensor.
+        return (
+            func(*args, **kwargs or {})
+            if isinstance(func, OpOverload)
+            else self._higher_order(func, args, kwargs or {})
+        )
+
+    def _look_for_twin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """A compiler computes equal products of equal values only once, so that what is executed is then not known."""
+        results = tensors_in(out) if out is not NotImplemented else []
+        self._kept.append((args, kwargs, out))
+        if any(True for _ in written(func, args, kwargs)) or torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in (*tensors_in((args, kwargs)), *results):
+                self._values[id(tensor)] = "new", len(self._kept)
+            return
+        value = func, *map(self._value_of, leaves_of((args, sorted(kwargs.items()))))
+        is_twin = value in self._numbers
+        number_of_value = self._numbers.setdefault(value, len(self._numbers))
+        for place, tensor in enumerate(results):
+            self._values.setdefault(id(tensor), (place, number_of_value))
+        if is_twin and find_formula(func) is not None:
+            self.knows_executed = False
+
+    def _value_of(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._values.get(id(leaf), id(leaf))
+        return leaf if isinstance(leaf, int | float | bool | str | None) else str(leaf)
+
+    def taken(self) -> tuple[StepCount, dict[Scale | Product, int]]:
+        """What was counted since the last time."""
+        count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.by_scale
+        self.tally, self.by_scale = Tally(), {}
+        return count, scales

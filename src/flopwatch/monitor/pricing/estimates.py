@@ -1,0 +1,167 @@
+"""Estimated FLOPs of `model(batch)`, for mode `estimate` and for trainings of which nothing runs in this thread.
+
+They follow from the shapes of weights and batch, and no code of the user runs. Rows with them are never called exact.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from flopwatch.errors import FlopwatchError
+from flopwatch.flops.batch_contents import describe
+from flopwatch.flops.batch_layout import SAMPLES
+from flopwatch.flops.count import is_padded, with_full_masks
+from flopwatch.flops.fit import fit_flops_law
+from flopwatch.flops.law import FlopLaw, StepShape
+from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.tracing.replica import unwrap
+from flopwatch.models import dummy_batch
+from flopwatch.monitor.pricing.batch_reader import BatchLayout, Work, has_image_axes
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
+
+PACKING = (
+    *("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_k", "cu_seqlens_k"),
+    *("max_length_q", "max_length_k", "position_ids"),
+)
+"""Names of arguments that say where packed documents begin and end."""
+MADE_UP = "only attention_mask was given, so a batch of its shape was assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCost:
+    """FLOPs of one call `model(batch)` and its backward pass: needed, executed, by compute type, and a remark."""
+
+    needed: PhaseFlops
+    executed: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    remark: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    executed: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops]
+    law: FlopLaw | None = None
+    shape: StepShape | None = None
+    remark: str | None = None
+
+
+class EstimatedCosts:
+    """Estimates of `model(batch)` by the layout of the batch."""
+
+    def __init__(self, attention: AttentionConvention) -> None:
+        self._attention = attention
+        self._laws: dict[Any, FlopLaw] = {}
+        self._known: dict[int, tuple[BatchLayout, _Estimate | None]] = {}
+        """By the id of a `BatchLayout`, because different shapes can have equal layouts."""
+
+    def knows(self, plan: BatchLayout) -> bool:
+        return id(plan) in self._known
+
+    def learn(self, model: nn.Module, batch: Any, plan: BatchLayout) -> None:
+        """Estimate the FLOPs of a new layout of batches."""
+        self._known[id(plan)] = plan, None  # if it fails, it is not tried again with such batches
+        example, remark = example_batch(model, batch, plan)
+        description = describe(example)
+        law = self._laws.get(description.structure)
+        if law is None or _by_law(law, description, remark) is None:
+            full = with_full_masks(example) if is_padded(example) else example
+            law = fit_flops_law(model, full, method="estimate", attention=self._attention)
+            self._laws[description.structure] = law
+        estimate = _by_law(law, description, remark)
+        if estimate is None:
+            count = count_as_is(
+                model, example, method="estimate", attention=self._attention, loss_fn=None, training=True
+            )
+            phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+            estimate = _Estimate(phases, count.by_dtype, remark=remark)
+        self._known[id(plan)] = plan, estimate
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(note for law in self._laws.values() for note in law.notes))
+
+    def cost(self, work: Work) -> BatchCost | None:
+        """The FLOPs of a batch; None if they are not known."""
+        _, estimate = self._known.get(id(work.plan), (None, None))
+        if estimate is None:
+            return None
+        needed, executed, unclear = _needed(estimate, work)
+        return BatchCost(needed, executed, estimate.by_dtype, estimate.remark or unclear)
+
+
+def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
+    """The FLOPs of a batch by a formula; None if it has not been verified for such sizes."""
+    values = law.layout.match(description) if law.layout is not None and law.coefficients else None
+    if values is None:
+        return None
+    samples = values.get(SAMPLES, 1)
+    others = tuple((name, values[name]) for name in sorted(values) if name not in (SAMPLES, "s"))
+    shape = StepShape(samples, values.get("s"), law.sample_grids * samples, others)
+    if not law.covers_shape(shape):
+        return None
+    return _Estimate(law.cost(shape), law.cost_by_dtype(shape), law, shape, remark)
+
+
+def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
+    """FLOPs without padding, executed FLOPs, and why padding could not be left out, or None."""
+    executed, law, shape = estimate.executed, estimate.law, estimate.shape
+    if work.documents is None:
+        return executed, executed, None
+    unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
+    if law is None or shape is None or shape.seq_len is None:
+        return executed, executed, unclear
+    try:
+        if work.lengths is not None:
+            rows = [{"s": length, **dict(shape.others)} for length in work.lengths]
+            return law.phase_flops_of_rows(rows, image_grids=shape.grids or None), executed, None
+        alone = law.phase_flops_of_documents(
+            work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+        )
+    except FlopwatchError:
+        return executed, executed, unclear
+    return alone, executed, None
+
+
+def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any, str | None]:
+    """The batch without arguments that `forward` does not accept or that describe packed documents, and a remark.
+
+    If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
+    """
+    if isinstance(batch, Mapping):
+        tensors = {name: value for name, value in batch.items() if name not in PACKING or has_image_axes(value)}
+        if set(tensors) <= {"attention_mask"}:
+            return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1), MADE_UP
+        parameters = _parameters(model)
+        if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            tensors = {name: value for name, value in tensors.items() if name in parameters}
+        return tensors, None
+    if isinstance(batch, tuple | list):
+        parameters = _parameters(model)
+        if parameters is not None and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+            batch = tuple(batch)[: len(parameters)]
+    return batch, None
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(unwrap(model).forward).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def sum_of_costs(costs: Sequence[BatchCost]) -> BatchCost:
+    by_dtype: dict[str, PhaseFlops] = {}
+    for cost in costs:
+        for name, flops in cost.by_dtype.items():
+            by_dtype[name] = by_dtype.get(name, PhaseFlops()) + flops
+    remarks = [cost.remark for cost in costs if cost.remark]
+    return BatchCost(
+        sum((cost.needed for cost in costs), PhaseFlops()),
+        sum((cost.executed for cost in costs), PhaseFlops()),
+        by_dtype if all(cost.by_dtype for cost in costs) else {},
+        remarks[0] if remarks else None,
+    )

@@ -1,0 +1,1 @@
+"""Trainings that use `torch.compile` in different ways."""

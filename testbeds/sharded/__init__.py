@@ -1,0 +1,1 @@
+"""One training in every way to divide it over ranks."""
