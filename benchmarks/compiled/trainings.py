@@ -115,8 +115,8 @@ def of_architectures(only: list[str]) -> Iterator[Result]:
 def of_architecture(each: Any, part: str, door: str) -> tuple[list[dict[str, Any]], int]:
     forget_compilations()
     batch = each.batch(2, 16)
-    truth = architectures.true_flops(each.build(eager=True), batch)
-    model = each.build(eager=True)
+    truth = architectures.true_flops(without_chance(each.build(eager=True)), batch)
+    model = without_chance(each.build(eager=True))
     lists = [found for found in model.modules() if isinstance(found, nn.ModuleList)]
     for block in lists[0] if part == "blocks" and lists else [model]:
         block.compile(backend="aot_eager")
@@ -129,6 +129,13 @@ def of_architecture(each: Any, part: str, door: str) -> tuple[list[dict[str, Any
 
     with tempfile.TemporaryDirectory() as folder:
         return trained(Path(folder), door, model, lambda _: batch, step), truth
+
+
+def without_chance(model: nn.Module) -> nn.Module:
+    """The model without layers that are left out at random, so that every step costs the same."""
+    if hasattr(model.config, "layerdrop"):
+        model.config.layerdrop = 0.0
+    return model
 
 
 def of_loops(only: list[str]) -> Iterator[Result]:

@@ -105,6 +105,19 @@ SCRIPTS = (
         lacks_first=("samples",),
     ),
     Script(
+        "loops/nanogpt.py",
+        "as nanoGPT: compiled, accumulation, autocast, evaluation",
+        (
+            ("for step in range(40):", _MONITOR.format(options="model=model") + "for step in range(40):"),
+            ("        with torch.no_grad():", '        with torch.no_grad(), monitor.phase("eval"):'),
+            ("    for _ in range(ACC", "    monitor.start_step()\n    for _ in range(ACC"),
+            ("        with torch.auto", "        monitor.micro_batch((ids, targets))\n        with torch.auto"),
+            ("to_none=True)\n", "to_none=True)\n    monitor.log_step(step)\n"),
+            ("\ndigest =", "\nmonitor.close()\ndigest ="),
+        ),
+        lacks_first=("samples", "tokens", "real_tokens"),
+    ),
+    Script(
         "loops/evaluation.py",
         "evaluation between steps",
         (
@@ -162,6 +175,16 @@ SCRIPTS = (
             ("\nshards =", "\nmonitor.close()\nshards ="),
         ),
         ranks=2,
+    ),
+    Script(
+        "ranks/torchtitan_like.py",
+        "as torchtitan: compiled blocks and FSDP2, 2 ranks",
+        (
+            *_in_loop(_UNNUMBERED_40, _LANGUAGE_LOSS, "ids[:, :-1]")[:2],
+            ("\nshards =", "\nmonitor.close()\nshards ="),
+        ),
+        ranks=2,
+        lacks_first=("samples", "tokens", "real_tokens"),
     ),
     Script(
         "frameworks/hf_trainer.py",

@@ -4,14 +4,14 @@ A graph is torch's own, so that no code of the user runs. What a backend does wi
 computes again or leaves out changes the executed FLOPs, not those of the model.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from flopwatch.flops.formulas import find_formula
+from flopwatch.flops.formulas import OpFlops, find_formula
 from flopwatch.flops.tracing.custom_functions import storage_of, written
 from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast
@@ -85,15 +85,11 @@ def _moved(count: StepCount, phase: Phase) -> StepCount:
     def moved(flops: PhaseFlops) -> PhaseFlops:
         return PhaseFlops(**{phase: flops.total})
 
-    return _changed(count, moved)
-
-
-def _changed(count: StepCount, change: Callable[[PhaseFlops], PhaseFlops]) -> StepCount:
     return replace(
         count,
-        phases=change(count.phases),
-        by_dtype={name: change(flops) for name, flops in count.by_dtype.items()},
-        by_op={name: change(flops) for name, flops in count.by_op.items()},
+        phases=moved(count.phases),
+        by_dtype={name: moved(flops) for name, flops in count.by_dtype.items()},
+        by_op={name: moved(flops) for name, flops in count.by_op.items()},
     )
 
 
@@ -166,18 +162,7 @@ def _counted(region: Region, sizes: tuple[int, ...], has_grad: bool, attention: 
         with fake, torch.autograd.set_multithreading_enabled(False), no_autocast(), mode:
             torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
     backward, backward_scales = mode.taken()
-    return RegionCount(forward, forward_scales, _without_recomputation(backward), backward_scales, writes_weights)
-
-
-def _without_recomputation(count: StepCount) -> StepCount:
-    """A backward pass without what checkpointing runs again, which the compiler decides."""
-    if not count.phases.recompute:
-        return count
-
-    def needed(flops: PhaseFlops) -> PhaseFlops:
-        return replace(flops, recompute=0)
-
-    return _changed(replace(count, knows_executed=False), needed)
+    return RegionCount(forward, forward_scales, backward, backward_scales, writes_weights)
 
 
 class _OnFakes(fx.Interpreter):
@@ -253,6 +238,13 @@ class _GraphMode(PassingMode):
     @property
     def needed(self) -> int:
         return sum(self.by_scale.values())
+
+    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+        """Add the FLOPs of an op, but not of what checkpointing runs again, which the compiler decides."""
+        if self.current_phase == "recompute" or self._runs_again:
+            self.knows_executed = False
+        else:
+            super().add(name, flops, dtype)
 
     def add_weight(self, weight: torch.Tensor) -> None:
         self._weights.put(storage_of(weight), True)
