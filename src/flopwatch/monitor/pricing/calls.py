@@ -144,11 +144,8 @@ class RootCalls:
         key = COMPILED, region.number, has_grad, model, sizes
         kind = self._kinds.get(key)
         if kind is None:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
             # Without gradients, it may be an evaluation: whether the module is in training mode is not seen.
-            kind = CallKind(key[:3], sizes, model, COMPILED, has_grad, has_grad, weight is not None)
-            self._kinds[key] = kind
+            kind = self._keep(key, CallKind(key[:3], sizes, model, COMPILED, has_grad, has_grad, weight is not None))
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
@@ -158,10 +155,17 @@ class RootCalls:
         facts: list[Any] = []
         _add_facts(batch, facts, [], attrgetter("shape"), _DEEPEST)
         key = BATCH, *facts
-        if key not in self._kinds:
+        kind = self._kinds.get(key)
+        if kind is None:
             structure, sizes = _divided(facts)
-            self._kinds[key] = CallKind((BATCH, *structure), sizes, -1, BATCH, False, True, False)
-        return self._kinds[key]
+            kind = self._keep(key, CallKind((BATCH, *structure), sizes, -1, BATCH, False, True, False))
+        return kind
+
+    def _keep(self, key: Any, kind: CallKind) -> CallKind:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = kind
+        return kind
 
     def _set_hook(self, is_on: bool) -> None:
         """Insert or remove the hook. Torch would compile code again after a change, so that there is none from then."""
@@ -227,9 +231,7 @@ class RootCalls:
         key = (*head, *facts, *(numbers if self.reads_numbers else ()))
         kind = self._kinds.get(key)
         if kind is None:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
-            kind = self._kinds[key] = _new_kind(module, head, facts, tuple(numbers), self.reads_numbers)
+            kind = self._keep(key, _new_kind(module, head, facts, tuple(numbers), self.reads_numbers))
         return kind
 
     def _number(self, module: nn.Module) -> int:

@@ -25,6 +25,7 @@ from flopwatch.flops.tracing.live import (
 )
 from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.region_counts import with_regions
+from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
@@ -48,6 +49,7 @@ NOTHING_RAN = "no operation of the training was seen in this thread, so the FLOP
 FIRST = "the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch"
 NO_MODEL = "no model was given, so there are no FLOPs"
 ESTIMATED = "the FLOPs are estimated from the model's shapes"
+_MOST_BATCHES = 4096
 _FUTILE = 2
 """After so many counted steps in which nothing ran, no further step is counted."""
 
@@ -152,7 +154,7 @@ class StepCounter:
         self._nodes_before: int | None = None
         self._graphs_before = 0
         self._batches: list[CallKind] = []
-        self._batches_met: Counter[tuple[int, int | None]] = Counter()
+        self._batches_met: Counter[CallKind] = Counter()
         self._is_all_compiled = False
         self._all_compiled: dict[Any, bool] = {}
         """For families of compiled code, whether counted steps ran no product outside of it."""
@@ -326,13 +328,11 @@ class StepCounter:
         """Whether such a batch came only a few times so far. In compiled code, a call cannot begin a count."""
         if self._coming is None or not may_compile():
             return False
-        try:
-            plan = self._reader.read(self._coming).plan
-        except Exception:  # a batch that cannot be read is reported when the step ends
-            return False
-        sizes = plan.batch_size, plan.seq_len
-        self._batches_met[sizes] += 1
-        return self._batches_met[sizes] <= ENOUGH + 1  # the first may be compiled, which makes it unlike the others
+        kind = self._calls.batch_kind(self._coming)
+        if len(self._batches_met) >= _MOST_BATCHES:
+            self._batches_met.clear()
+        self._batches_met[kind] += 1
+        return self._batches_met[kind] <= ENOUGH + 1  # the first may be compiled, which makes it unlike the others
 
     def _can_count(self) -> bool:
         if self._config.mode == "estimate" or self._futile >= _FUTILE:
@@ -567,8 +567,7 @@ class StepCounter:
         live, self._live = self._live, None
         if live is None:
             return None
-        shapes = {reading.plan.axes for reading in readings}
-        axes = shapes.pop() if len(shapes) == 1 else None
+        axes = _axes_of(readings)
         count = live.end(axes)
         self._is_all_compiled = False
         if isinstance(live, LiveStep) and live.region_calls:
@@ -584,8 +583,7 @@ class StepCounter:
             return None
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.region_of(call.family[1]), call) for call in compiled]  # type: ignore[index]
-        shapes = {reading.plan.axes for reading in readings}
-        axes = shapes.pop() if len(shapes) == 1 else None
+        axes = _axes_of(readings)
         seen = [
             SeenRegion(region, call.sizes, call.has_grad, "forward", axes, False, int(call.has_grad))
             for region, call in found
@@ -628,6 +626,12 @@ class StepCounter:
         if self._config.mode == "estimate":
             return ESTIMATED
         return self._why_not_live or (FIRST if may_compile() and self._steps == 1 else NOTHING_RAN)
+
+
+def _axes_of(readings: Sequence[Reading]) -> Axes | None:
+    """The shape of the step's micro-batches; None if they differ."""
+    shapes = {reading.plan.axes for reading in readings}
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def _compiled_families(kind: StepKind) -> Any:
