@@ -16,6 +16,7 @@ from flopwatch.random_state import same_random_states
 
 if TYPE_CHECKING:
     from flopwatch.automatic.watcher import Watcher
+    from flopwatch.monitor.config import MonitorConfig
     from flopwatch.monitor.training_monitor import TrainingMonitor
 
 RUNS_FOLDER = "flopwatch-runs"
@@ -131,7 +132,7 @@ class WatchedProcess:
             return
         try:
             self._watcher = import_module("flopwatch.automatic.watcher").Watcher(
-                self._make_monitor, self._report, self._options.get("attention") or "full"
+                self._make_monitor, self._report, self._options.get("attention") or self._settings().attention
             )
             if not self._is_quiet:
                 import_module("flopwatch.sinks.console")
@@ -148,7 +149,9 @@ class WatchedProcess:
         if open_monitors() and gc.collect() is not None and open_monitors():
             self._print("the script uses flopwatch.TrainingMonitor itself, so `flopwatch run` adds nothing")
             return None
-        options = {"dtype": _precision_of_accelerate(), **self._monitor_options()}
+        options = self._monitor_options()
+        if options.get("dtype") is None and self._settings().dtype is None:
+            options["dtype"] = _precision_of_accelerate()
         return TrainingMonitor(self._next_output_dir(), **options)
 
     def _next_output_dir(self) -> Path:
@@ -160,12 +163,20 @@ class WatchedProcess:
             if not self._is_new or _claim(folder):
                 return folder
 
+    def _settings(self) -> "MonitorConfig":
+        """What the configuration file says; the monitor reports its mistakes."""
+        from flopwatch.monitor.config import read_config
+
+        return read_config(self._options.get("config"), self._options.get("preset"))[0]
+
     def _monitor_options(self) -> dict[str, Any]:
         options = dict(self._options)
         if not self._is_quiet and sys.stderr is not None:
             from flopwatch.sinks.console import ConsoleSink
 
-            wanted = options.get("sinks") or ()
+            wanted = options.get("sinks")
+            if wanted is None:  # a list that is passed on to the monitor replaces that of the file
+                wanted = self._settings().sinks
             wanted = [wanted] if isinstance(wanted, str) else list(wanted)
             others = [sink for sink in wanted if sink != "console"]
             options["sinks"] = [*others, ConsoleSink(sys.stderr)]

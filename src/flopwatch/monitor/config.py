@@ -204,7 +204,20 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             found[name] = value
         elif section in _SECTIONS and (name or value is not None):  # a section without settings is no mistake
             unknown.append(_unknown(path, name, fields))
+    if not found and not unknown and not ours_alone:
+        unknown += _unused(content, fields)
     return found, unknown
+
+
+def _unused(content: Mapping[str, Any], fields: Any) -> list[str]:
+    """A message if none of a file's settings is used, because other keys stand beside them."""
+    ours = [key for key in content if key in fields or key in _MONITORING]
+    others = [key for key in content if key not in ours and key not in _SECTIONS]
+    close = {key: match[0] for key in others if (match := get_close_matches(str(key), fields, n=1))}
+    if not ours or not close:
+        return []
+    wrong = ", ".join(f"{key} (did you mean {match!r}?)" for key, match in close.items())
+    return [f"{', '.join(ours)}: beside keys that are not known, {wrong}; put the settings below `flopwatch:`"]
 
 
 def _leaves(content: Mapping[str, Any], fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,113 @@
+"""Settings in the file of `flopwatch run --config`: each that the documentation names is used, or refused aloud."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.warm_python import start_warm
+
+COMMAND = "from flopwatch.cli import main; main()"
+SETTINGS_PAGE = Path(__file__).parents[2] / "docs/reference/settings.md"
+OTHER_THAN_DEFAULT = {
+    "mode": "profiler",
+    "count": "every",
+    "attention": "causal",
+    "log_every": 2,
+    "log_seconds": 77.0,
+    "detailed_log_every": 3,
+    "reduced_logging": True,
+    "local_log_every": 5,
+    "local_log_seconds": 2.5,
+    "flops_profile_freq": 4,
+    "recalibration_frequency": 9,
+    "initial_profiling": False,
+    "calibration_enabled": False,
+    "hardware_counters_enabled": False,
+    "fallback_to_profiler": False,
+    "phase_frequencies": {"main": 3},
+    "log_dataset_metrics": False,
+    "dataset_metrics_every": 3,
+    "warm_up_steps": 1,
+    "peak_tflops": 0.25,
+    "dtype": "bf16",
+    "total_steps": 6,
+    "batch_size": 2,
+    "seq_length": 8,
+    "logging_rank": -1,
+    "data_parallel_size": 1,
+    "sinks": ["tensorboard"],
+    "sink_options": {"tensorboard": {"log_dir": "events"}},
+    "strict": True,
+    "eval_steps": 4,
+    "save_steps": 5,
+}
+STEPS, SAMPLES, POSITIONS, WIDTH = 6, 2, 8, 4
+SCRIPT = f"""
+import torch
+layer = torch.nn.Linear({WIDTH}, 3 * {WIDTH})
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range({STEPS}):
+    q, k, v = layer(torch.randn({SAMPLES}, {POSITIONS}, {WIDTH})).chunk(3, -1)
+    attended = torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+    attended.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    """A function that runs the script with these lines in the file; it returns the log's records and stderr."""
+
+    def run(settings, *options):
+        (tmp_path / "train.py").write_text(SCRIPT)
+        (tmp_path / "settings.yaml").write_text(settings)
+        command = ("run", "--output-dir", "run", "--config", "settings.yaml", *options, "train.py")
+        process = start_warm(COMMAND, *command, cwd=tmp_path, env=dict(os.environ))
+        _, stderr = process.communicate()
+        assert process.returncode == 0, stderr
+        log = (tmp_path / "run/training_log.jsonl").read_text()
+        return [json.loads(line) for line in log.splitlines()], stderr
+
+    return run
+
+
+def test_every_setting_that_the_page_names_reaches_the_monitor(run_with, tmp_path):
+    named = re.findall(r"^\| `([a-z_]+)` \|", SETTINGS_PAGE.read_text().partition("<!-- end of settings")[0], re.M)
+    assert sorted(named) == sorted(OTHER_THAN_DEFAULT)
+    records, stderr = run_with(yaml.safe_dump({"flopwatch": OTHER_THAN_DEFAULT}))
+    assert records[0]["config"] == OTHER_THAN_DEFAULT
+    assert "not used" not in stderr
+    assert list((tmp_path / "events").iterdir())
+    assert "MFU" in stderr  # the lines are printed besides
+
+
+def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
+    records, _ = run_with("flopwatch: {attention: causal, log_every: 1, peak_tflops: 1}")
+    linear = 2 * (2 * SAMPLES * POSITIONS * WIDTH * 3 * WIDTH)  # forward and the weight's gradient
+    pairs = SAMPLES * POSITIONS * (POSITIONS + 1) // 2
+    attention = 3 * 2 * (2 * pairs * WIDTH)  # forward and twice as much backward, of two products
+    assert records[-1]["values"]["total/model_flops"] == STEPS * (linear + attention)
+
+
+def test_sinks_of_the_command_line_replace_those_of_the_file(run_with):
+    records, _ = run_with("flopwatch: {sinks: [prometheus]}", "--sinks", "tensorboard")
+    assert records[0]["config"]["sinks"] == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("flopwatch: {log_evry: 2}", "flopwatch.log_evry: not a known key; did you mean 'log_every'?"),
+        ("log_every: 2\nsinkz: [tensorboard]", "sinkz (did you mean 'sinks'?)"),
+        ("flopwatch: {log_every: often}", "log_every='often'"),
+        ("flopwatch: {sinks: [tensorbord]}", "did you mean 'tensorboard'?"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_and_the_training_goes_on(run_with, settings, message):
+    _, stderr = run_with(settings)
+    assert message in " ".join(stderr.split())
