@@ -31,7 +31,7 @@ def test_every_form_is_written_in_one_call(flopwatch, run, tmp_path):
     assert status == 0
     assert out.split("\n")[:4] == [f"Written: {path}" for path in (rows, page, text, data)]
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert text.read_text().startswith("## Run runs/by-hand\n")
+    assert text.read_text().startswith("## Run by-hand\n")
     assert json.loads(data.read_text())["steps"] == 7
     assert rows.read_text().startswith("step,unix_time,exact,")
 
@@ -78,7 +78,7 @@ def test_markdown_has_the_same_numbers(flopwatch, run, tmp_path):
 def test_the_short_form_is_printed(flopwatch, run):
     status, out, _ = flopwatch("report", run)
     assert status == 0
-    for words in ("Run runs/by-hand", "7 of 8 planned steps", "31.4 %", "34.1 %", "2 evaluations", "! slow: Step 2"):
+    for words in ("Run by-hand", "7 of 8 planned steps", "31.4 %", "34.1 %", "2 evaluations", "! slow: Step 2"):
         assert words in out, words
 
 

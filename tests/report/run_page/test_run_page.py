@@ -6,12 +6,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flopwatch.cli import main
 from flopwatch.report.html_page.svg import linear_ticks
 from flopwatch.report.run_page.charts import waterfall_svg
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.page import run_page, waterfall_section
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
-from support.hand_made_run import provenance, records, row, start, write_run
+from support.hand_made_run import PEAK, provenance, records, row, start, write_run
+from support.ledgers import write_ledger
 
 LOADING = {"src", "srcset", "href", "data", "poster", "action", "formaction", "background", "xlink:href"}
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -136,8 +138,56 @@ def test_the_table_behind_the_waterfall_has_evidence_and_advice():
         assert words in section
 
 
-def test_a_run_without_a_waterfall_says_why():
-    assert "the log has no peak, no FLOPs or no wall time" in "".join(waterfall_section(None))
+def shown_text(page):
+    return " ".join(html.unescape(" ".join(Page(page).text)).split())
+
+
+def test_the_page_begins_with_the_words_of_flopwatch_why(tmp_path, capsys):
+    times = {"wall": 1600.0, "train": 1570.0, "input_wait": 608.0, "model_at_peak": 500.0, "hardware_at_peak": 500.0}
+    run = write_ledger(tmp_path, times)
+    page = run_page(read_report(run))
+    shown = shown_text(page)
+    verdict = "Waiting for input costs 38 points, more than anything else: the loader cannot keep up."
+    assert page.index(verdict) < page.index("Next: Raise num_workers") < page.index('class="tiles"')
+    assert shown.count("Raise num_workers and prefetch_factor of the DataLoader") == 2, "once before the table"
+    assert "(608 ms per step) waiting for batches." in shown
+    with pytest.raises(SystemExit):
+        main(["why", run])
+    told = " ".join(capsys.readouterr().out.split())
+    assert verdict in told
+
+
+def test_the_title_is_the_name_of_the_run_and_the_folder_stands_below(tmp_path):
+    page = page_of(tmp_path, [start("one", 0.0, output_dir="/home/ann/experiments/tiny-7")])
+    assert "<title>Run tiny-7</title>" in page
+    assert "/home/ann/experiments/tiny-7" not in page[: page.index('id="where"')]
+    assert "/home/ann/experiments/tiny-7" in page
+
+
+@pytest.mark.parametrize(
+    ("peak", "values", "spent", "words"),
+    [
+        (None, {"total/model_flops": 10}, {"wall": 9.0}, "The peak FLOP/s of the device is unknown"),
+        (PEAK, {}, {"wall": 9.0}, "The FLOPs of this run are unknown"),
+        (PEAK, {"total/model_flops": 10}, {}, "The log does not have the times that show where the peak went"),
+    ],
+    ids=["no peak", "no FLOPs", "no wall time"],
+)
+def test_a_run_without_a_waterfall_says_which_thing_is_missing(tmp_path, peak, values, spent, words):
+    lines = [start("one", 0.0), provenance(peak=peak), row([1], [1.0], [1.0], 1.0, spent, values=values)]
+    page = page_of(tmp_path, lines)
+    top = page[: page.index('class="tiles"')]
+    assert words in top
+    assert sum(text in top for text in ("is unknown", "are unknown", "does not have the times")) == 1
+
+
+def test_every_notice_of_the_legend_is_in_the_charts(tmp_path):
+    page = page_of(tmp_path, [*records()[:2], notice(None), *records()[2:]])
+    assert "2 notices" in page
+    charts = [drawn for drawn in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if 'class="l ' in drawn]
+    assert charts
+    assert all(drawn.count('class="notice ') == 2 for drawn in charts)
+    assert "notice before step 1: odd: An odd log." in page
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from flopwatch.cli.run_logs.watch_panels import bar, line
 from flopwatch.number_format import percent
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
+from flopwatch.runs.waterfall.conclusion import LEAST_DRAWN_POINTS
 from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
 
-LEAST_DRAWN_POINTS = 0.05
-"""A smaller loss would be printed as 0.0 points; all of them share one line."""
 _POINTS_WIDTH = 8
 _WIDEST_BAR = 90
 _LOSS, _LARGE_LOSS, _MFU, _PEAK = "yellow", "red", "green", "bright_black"

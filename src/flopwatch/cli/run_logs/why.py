@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from flopwatch.records.trace_split import TraceSplit
     from flopwatch.runs.reading import RunLog
+    from flopwatch.runs.waterfall.conclusion import Conclusion
     from flopwatch.runs.waterfall.losses import Loss, Waterfall
-    from flopwatch.runs.waterfall.verdicts import RunFacts, Verdict
+    from flopwatch.runs.waterfall.verdicts import RunFacts
 
 
 def why(
@@ -30,20 +31,21 @@ def why(
 ) -> None:
     """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next."""
     from flopwatch.runs import find_log, read_around
+    from flopwatch.runs.waterfall.conclusion import conclusion_of, what_is_missing
     from flopwatch.runs.waterfall.losses import waterfall_of
-    from flopwatch.runs.waterfall.verdicts import facts_of, verdict_of
+    from flopwatch.runs.waterfall.verdicts import facts_of
 
     log = read_around(find_log(run_dir))
     traces, problems = traces_of_run(run_dir, trace or ())
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
-        raise InputError(_what_is_missing(log))
+        raise InputError(what_is_missing(log))
     facts = facts_of(log)
-    verdict = verdict_of(waterfall, facts)
+    conclusion = conclusion_of(log, waterfall)
     if as_json:
-        print_json(_as_json(log, waterfall, facts, verdict, problems))
+        print_json(_as_json(log, waterfall, facts, conclusion, problems))
     else:
-        _print(log, waterfall, facts, verdict, problems)
+        _print(log, waterfall, facts, conclusion, problems)
 
 
 def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[TraceSplit, ...], list[str]]":
@@ -62,43 +64,17 @@ def traces_of_run(run_dir: str, files: Sequence[str] = ()) -> "tuple[tuple[Trace
         return (), [f"The trace of this run is not used: {error}."]
 
 
-def _what_is_missing(log: "RunLog") -> str:
-    """Why a log gives no waterfall, and what to do."""
-    from flopwatch.runs.comparison import total
-    from flopwatch.runs.waterfall.losses import seconds_of
-    from flopwatch.runs.waterfall.texts import in_shell
-
-    path, place = repr(str(log.path)), in_shell(str(log.path.parent))
-    if not log.rows:
-        return f"{path} has no row of metrics yet; the first one is written after log_every steps"
-    if not total(log, "total/model_flops"):
-        return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
-    if not log.provenances or log.provenances[-1].peak is None:
-        return (
-            "the peak FLOP/s of the device is unknown, so there is no MFU to explain; pass peak_flops_per_s to the "
-            "monitor, or measure the peak with `flopwatch peak --measure`, and run the training again"
-        )
-    seconds = seconds_of(log)
-    if not seconds.get("wall") or "model_at_peak" not in seconds:
-        return (
-            f"{path} does not have the times that this command needs (time/wall_seconds, time/model_at_peak_seconds); "
-            "either no step was timed yet, or an earlier version of flopwatch wrote it: run the training again"
-        )
-    return f"{path} has no step that was timed and whose FLOPs are known yet; wait for the next row"
-
-
 def _as_json(
-    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None", problems: list[str]
+    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", conclusion: "Conclusion", problems: list[str]
 ) -> dict[str, Any]:
-    from flopwatch.runs.waterfall.verdicts import why_no_verdict
-
+    verdict = conclusion.verdict
     content = waterfall.to_json()
     return {
         "log": str(log.path),
         "steps": facts.steps,
         "exact": facts.exact,
         "verdict": None if verdict is None else verdict.to_json(),
-        "no_verdict": why_no_verdict(waterfall, facts),
+        "no_verdict": conclusion.sentence if verdict is None else None,
         "largest": [loss.key for loss in waterfall.largest()],
         **content,
         "notes": [*content["notes"], *problems],
@@ -106,23 +82,22 @@ def _as_json(
 
 
 def _print(
-    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None", problems: list[str]
+    log: "RunLog", waterfall: "Waterfall", facts: "RunFacts", conclusion: "Conclusion", problems: list[str]
 ) -> None:
     from rich.console import Console
 
     from flopwatch.cli.run_logs.watch_panels import line
-    from flopwatch.cli.run_logs.waterfall_bars import LEAST_DRAWN_POINTS, floating_bars
+    from flopwatch.cli.run_logs.waterfall_bars import floating_bars
     from flopwatch.runs.waterfall.losses import undivided_note
 
     console = Console(highlight=False)
     rows = [line(), *_header(log, waterfall, facts), line()]
     rows += floating_bars(waterfall, console.width, ascii_only=console.options.ascii_only)
-    rows += [line(), *_verdict_lines(waterfall, facts, verdict), line()]
-    explained = [loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS]
-    for number, loss in enumerate(explained, 1):
+    rows += [line(), *_verdict_lines(conclusion), line()]
+    for number, loss in enumerate(conclusion.losses, 1):
         rows += [*_loss_lines(number, loss), line()]
     # The advice of this loss says the same.
-    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in explained) else None
+    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in conclusion.losses) else None
     notes = [note for note in (*waterfall.notes, *problems) if note != said]
     rows += [row for note in notes for row in _paragraph(f"Note: {note}", style="dim", indent="      ")]
     _print_lines(console, [*rows, *([line()] if notes else [])])
@@ -161,7 +136,7 @@ def _on_what(log: "RunLog") -> str:
 
 def _difference(log: "RunLog", waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
-    from flopwatch.cli.run_logs.waterfall_bars import LEAST_DRAWN_POINTS
+    from flopwatch.runs.waterfall.conclusion import LEAST_DRAWN_POINTS
     from flopwatch.runs.waterfall.texts import IN_STEPS
 
     outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
@@ -186,15 +161,10 @@ def _logged_mfu(log: "RunLog", step_mfu_percent: float) -> str:
     return f" ({percent(logged / 100)} in the log, which counts stalls, but leaves out the steps that flopwatch slowed)"
 
 
-def _verdict_lines(waterfall: "Waterfall", facts: "RunFacts", verdict: "Verdict | None") -> "Iterator[Text]":
-    from flopwatch.runs.waterfall.verdicts import why_no_verdict
-
-    if verdict is None:
-        yield from _paragraph(why_no_verdict(waterfall, facts) or "", style="italic")
-        return
-    yield from _paragraph(verdict.sentence, style="bold")
-    if verdict.reservation:
-        yield from _paragraph(verdict.reservation)
+def _verdict_lines(conclusion: "Conclusion") -> "Iterator[Text]":
+    yield from _paragraph(conclusion.sentence, style="italic" if conclusion.verdict is None else "bold")
+    if conclusion.reservation:
+        yield from _paragraph(conclusion.reservation)
 
 
 def _loss_lines(number: int, loss: "Loss") -> "Iterator[Text]":

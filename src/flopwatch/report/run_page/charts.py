@@ -161,7 +161,9 @@ def range_text(point: Point, write: Callable[[float], str]) -> str:
 def moment_words(moment: Moment) -> str:
     """What happened, where, and how long it took."""
     where = "" if moment.last_step is None else f" at step {moment.last_step:,}"
-    if moment.first_step is not None and moment.last_step is not None and moment.first_step < moment.last_step:
+    if moment.first_step is None:
+        where = where.replace("at", "before")
+    elif moment.last_step is not None and moment.first_step < moment.last_step:
         where = f" between steps {moment.first_step:,} and {moment.last_step:,}"
     took = f", {duration(moment.seconds)}" if moment.seconds is not None else ""
     words = f": {moment.words}" if moment.words else ""

@@ -14,6 +14,7 @@ from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Poi
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_log
 from flopwatch.runs.state import is_gone, is_running
+from flopwatch.runs.waterfall.conclusion import conclusion_of
 from flopwatch.runs.waterfall.losses import Waterfall, seconds_of, waterfall_of
 
 MOST_USER_CURVES = 12
@@ -65,6 +66,7 @@ def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None)
         moment_counts=Counter(moment.kind for moment in moments),
         goodput=goodput_of(seconds),
         waterfall=waterfall,
+        conclusion=conclusion_of(log, waterfall),
         stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
         exactness=collector.exactness(),
         provenances=_changes(log.provenances),
@@ -219,7 +221,8 @@ class _Collector:
             host = start.environment.get("host")
             yield Moment("restart", where, where, start.unix_time, words=f"resumed on {host}" if host else "resumed")
         for notice in log.notices:
-            yield _noticed(notice)
+            # One without a step was given before the first step.
+            yield _noticed(notice, notice.step if notice.step is not None else self.first_step)
 
     def exactness(self) -> Exactness:
         counts = self._exact
@@ -231,8 +234,8 @@ class _Collector:
         return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
 
 
-def _noticed(notice: Notice) -> Moment:
-    return Moment("notice", notice.step, notice.step, words=f"{notice.code}: {notice.message}", level=notice.level)
+def _noticed(notice: Notice, step: int | None) -> Moment:
+    return Moment("notice", notice.step, step, words=f"{notice.code}: {notice.message}", level=notice.level)
 
 
 def _grown(later: tuple[int, float, dict[str, float]], step: int | None, seconds: Mapping[str, float]) -> list[Moment]:

@@ -7,6 +7,7 @@ from typing import Literal
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Number, Provenance, RunStart
 from flopwatch.report.run_page.curves import Curve
+from flopwatch.runs.waterfall.conclusion import Conclusion
 from flopwatch.runs.waterfall.losses import Waterfall
 
 MAIN_KEYS = (
@@ -88,6 +89,7 @@ class RunReport:
         values: The newest value of each metric, and the step of its window.
         moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
         moment_counts: How many there were of each kind.
+        conclusion: What the log says in words; `flopwatch why` says the same.
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
@@ -110,6 +112,7 @@ class RunReport:
     moment_counts: Mapping[str, int]
     goodput: Goodput | None
     waterfall: Waterfall | None
+    conclusion: Conclusion
     stragglers: Mapping[int, int]
     exactness: Exactness
     provenances: tuple[Provenance, ...]

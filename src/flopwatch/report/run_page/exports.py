@@ -9,6 +9,7 @@ from flopwatch.report.exports import escaped, json_document, markdown_table, rec
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import lost_text, moment_words
 from flopwatch.report.run_page.contents import RunReport
+from flopwatch.runs.waterfall.losses import Waterfall
 
 MOST_MOMENTS = 40
 MOST_PROVENANCES = 5
@@ -18,6 +19,7 @@ def run_json(report: RunReport) -> str:
     """Write everything that the page shows as JSON."""
     content = record_fields(report)
     content["waterfall"] = asdict(report.waterfall) if report.waterfall is not None else None
+    content["conclusion"] = asdict(report.conclusion)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
     content["starts"] = tuple(start.to_json() for start in report.starts)
@@ -34,9 +36,11 @@ def run_markdown(report: RunReport) -> str:
 def _lines(report: RunReport) -> Iterator[str]:
     yield f"## Run {escaped(words.title_of(report))}"
     yield f"\n{escaped(words.state_sentence(report))}\n"
+    yield from (f"{escaped(text)}\n" for text in words.verdict_lines(report))
     yield from markdown_table(("", ""), ((text, f"**{escaped(value)}**") for value, text in words.tiles(report)), "l")
-    yield "### Where the rest of the peak went\n"
-    yield from _waterfall(report)
+    if report.waterfall is not None:
+        yield "### Where the rest of the peak went\n"
+        yield from _waterfall(report.waterfall)
     yield "### Where the wall time went\n"
     yield from _times(report)
     yield from _curves(report)
@@ -52,10 +56,7 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield from markdown_table(("", ""), ((name, escaped(text)) for name, text in facts), "ll")
 
 
-def _waterfall(report: RunReport) -> Iterator[str]:
-    if report.waterfall is None:
-        yield f"{words.NO_WATERFALL}\n"
-        return
+def _waterfall(waterfall: Waterfall) -> Iterator[str]:
     rows = [("peak of the devices", "100 %", "", "", "")]
     rows += [
         (
@@ -65,11 +66,11 @@ def _waterfall(report: RunReport) -> Iterator[str]:
             escaped(loss.evidence),
             escaped(loss.advice),
         )
-        for loss in report.waterfall.losses
+        for loss in waterfall.losses
     ]
-    rows.append((f"**{words.WHOLE_MFU}**", f"**{percent(report.waterfall.mfu_percent / 100)}**", "", "", ""))
+    rows.append((f"**{words.WHOLE_MFU}**", f"**{percent(waterfall.mfu_percent / 100)}**", "", "", ""))
     yield from markdown_table(("loss", "points of MFU", "time", "evidence", "what to try"), rows, "l11ll")
-    yield from (f"{escaped(note)}\n" for note in report.waterfall.notes)
+    yield from (f"{escaped(note)}\n" for note in waterfall.notes)
 
 
 def _times(report: RunReport) -> Iterator[str]:

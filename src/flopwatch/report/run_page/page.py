@@ -23,7 +23,7 @@ from flopwatch.report.run_page.charts import (
 from flopwatch.report.run_page.contents import Moment, RunReport
 from flopwatch.report.run_page.curves import Curve, in_groups
 from flopwatch.report.run_page.tables import behind, facts, paragraph, table
-from flopwatch.runs.waterfall.losses import Waterfall
+from flopwatch.runs.waterfall.losses import Loss, Waterfall
 
 TABLE_ROWS = 100
 MOST_SESSIONS = 50
@@ -52,19 +52,22 @@ def _header(report: RunReport) -> Iterator[str]:
     begun = f", {words.utc(report.starts[0].unix_time)} UTC" if report.starts else ""
     yield f"<header><h1><small>flopwatch run{esc(begun)}</small>{esc(words.title_of(report))}</h1>"
     yield f'<p class="soft">{esc(words.state_sentence(report))}</p></header>'
-    links = ["waterfall:Waterfall", "time:Wall time", "curves:Over time", "events:Events"]
+    links = ["waterfall:Waterfall"] if report.waterfall is not None else []
+    links += ["time:Wall time", "curves:Over time", "events:Events"]
     links += ["ranks:Ranks"] if _has_ranks(report) else []
     links += ["memory:Memory", "where:What ran where", "provenance:Provenance"]
     yield "<nav>" + "".join('<a href="#{}">{}</a>'.format(*link.split(":")) for link in links) + "</nav>"
 
 
 def _sections(report: RunReport) -> Iterator[str]:
+    yield from _verdict(report)
     tiles = words.tiles(report)
     drawn = "".join(f'<div class="tile"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in tiles)
     yield f'<div class="tiles">{drawn}</div>'
     yield from (f'<div class="warn">{esc(text)}</div>' for text in words.warnings(report)[:MOST_WARNINGS])
     yield '<div class="pair">'
-    yield from waterfall_section(report.waterfall)
+    if report.waterfall is not None:
+        yield from waterfall_section(report.waterfall)
     yield from _time_section(report)
     yield "</div>"
     yield from _curve_section(report)
@@ -74,6 +77,21 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield from _memory_section(report)
     yield from _place_section(report)
     yield from _provenance_section(report)
+
+
+def _verdict(report: RunReport) -> Iterator[str]:
+    """The verdict and what to try next; below them the largest losses, each with what the verdict has not said yet."""
+    sentence, *others = words.verdict_lines(report)
+    yield f'<section class="verdict"><p><b>{esc(sentence)}</b></p>' + "".join(f"<p>{esc(text)}</p>" for text in others)
+    losses = report.conclusion.losses
+    if losses:
+        yield "<ol>" + "".join(_loss(loss, report.conclusion.next_step) for loss in losses) + "</ol>"
+    yield "</section>"
+
+
+def _loss(loss: Loss, said: str) -> str:
+    advice = f" Next: {loss.advice}" if loss.advice and loss.advice != said else ""
+    return f"<li><b>{esc(loss.name)}: {points_text(loss.points)}.</b> {esc(loss.evidence + advice)}</li>"
 
 
 def _curve_section(report: RunReport) -> Iterator[str]:
@@ -126,15 +144,16 @@ def _curve_table(curve: Curve, style: ChartStyle) -> str:
 
 def _mark_legend(report: RunReport) -> str:
     shown = [kind for kind in KINDS if report.moment_counts.get(kind)]
-    items = "".join(f'<span><i class="{kind}"></i>{plural(report.moment_counts[kind], kind)}</span>' for kind in shown)
+    levels = {moment.level for moment in report.moments}
+    worst = next((level for level in ("error", "warning") if level in levels), "")
+    items = "".join(
+        f'<span><i class="{kind} {worst}"></i>{plural(report.moment_counts[kind], kind)}</span>' for kind in shown
+    )
     return f'<div class="marks">{items}</div>' if items else ""
 
 
-def waterfall_section(waterfall: Waterfall | None) -> Iterator[str]:
+def waterfall_section(waterfall: Waterfall) -> Iterator[str]:
     yield '<section id="waterfall"><h2>Where the rest of the peak went</h2>'
-    if waterfall is None:
-        yield f"<p>{words.NO_WATERFALL}</p></section>"
-        return
     rows = [
         (loss.name, points_text(loss.points), duration(loss.seconds), loss.evidence, loss.advice)
         for loss in waterfall.losses

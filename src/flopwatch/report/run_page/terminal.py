@@ -13,6 +13,7 @@ from flopwatch.records.reading import one_line
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import lost_text
 from flopwatch.report.run_page.contents import RunReport
+from flopwatch.runs.waterfall.losses import Waterfall
 
 _BAR_COLUMNS = 30
 _MOST_NOTICES = 3
@@ -30,9 +31,11 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
     where = [f"torch {text}" if name == "torch" else text for name, text in places]
     yield Text(", ".join(where), style="dim")
     yield Text()
+    yield from (Text(f"{text}\n") for text in words.verdict_lines(report))
     yield _pairs((text, value) for value, text in words.tiles(report))
-    yield Text("\nWhere the rest of the peak went", style="bold")
-    yield _waterfall(report) if report.waterfall is not None else Padding(Text(words.NO_WATERFALL), (0, 2))
+    if report.waterfall is not None:
+        yield Text("\nWhere the rest of the peak went", style="bold")
+        yield _waterfall(report.waterfall)
     uses = words.time_uses(report)
     if report.goodput is not None:
         wall = report.goodput.wall_seconds
@@ -57,21 +60,20 @@ def _pairs(lines: Iterator[tuple[str, str]]) -> RenderableType:
     return Padding(table, (0, 2))
 
 
-def _waterfall(report: RunReport) -> RenderableType:
-    assert report.waterfall is not None
+def _waterfall(waterfall: Waterfall) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, show_header=False, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
     left = 100.0
     table.add_row("100 %", Text("█" * _BAR_COLUMNS, style="bright_black"), "peak of the devices")
-    for loss in report.waterfall.losses:
+    for loss in waterfall.losses:
         start, end = (round(_BAR_COLUMNS * share / 100) for share in (left - loss.points, left))
         start = min(start, _BAR_COLUMNS - 1)
         bar = " " * start + ("▒" * (end - start) if end > start else "▏")
         table.add_row(lost_text(loss.points), Text(bar, style="yellow"), Text(one_line(loss.name)))
         left -= loss.points
-    mfu = report.waterfall.mfu_percent
+    mfu = waterfall.mfu_percent
     full = "█" * round(_BAR_COLUMNS * min(mfu, 100.0) / 100)
     table.add_row(percent(mfu / 100), Text(full, style="green"), words.WHOLE_MFU)
     return Padding(table, (0, 2))

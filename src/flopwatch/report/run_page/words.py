@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, number, percent, plural, step_time
@@ -39,10 +40,6 @@ USES = {
     "rerun": "steps that were run again",
     "other": "other",
 }
-NO_WATERFALL = (
-    "The waterfall from 100 % of the peak down to the MFU is not known, because the log has no peak, no FLOPs or no "
-    "wall time, or because an earlier version of flopwatch wrote it."
-)
 WHOLE_MFU = "MFU of the whole run"
 _STATES = {
     "ended": "The run ended.",
@@ -99,8 +96,16 @@ def utc(unix_time: float | None) -> str:
 
 
 def title_of(report: RunReport) -> str:
-    """The run's folder as the run itself named it."""
-    return one_line(str(report.start.output_dir), _LONGEST) if report.start else one_line(report.log, _LONGEST)
+    """The name of the run's folder."""
+    folder = str(report.start.output_dir) if report.start else str(Path(report.log).parent)
+    return one_line(Path(folder).name or folder, _LONGEST)
+
+
+def verdict_lines(report: RunReport) -> list[str]:
+    """The verdict or why there is none, what limits it, and what to try next."""
+    said = report.conclusion
+    next_step = f"Next: {said.next_step}" if said.next_step else ""
+    return [text for text in (said.sentence, said.reservation, next_step) if text]
 
 
 def state_sentence(report: RunReport) -> str:
@@ -173,7 +178,8 @@ def places(report: RunReport) -> list[tuple[str, str]]:
         return []
     environment = dict(start.environment)
     environment.pop("process", None)
-    facts: dict[str, Any] = {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
+    facts: dict[str, Any] = {"folder": start.output_dir}
+    facts |= {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
     facts |= {"world size": start.world_size, "rank that logs": start.rank, **environment}
     return [(one_line(str(name), 60), setting_text(value)) for name, value in facts.items() if value is not None]
 

@@ -1,0 +1,72 @@
+"""What `flopwatch why` and the page of a run say first: the verdict or why there is none, and what to try next."""
+
+from dataclasses import dataclass
+
+from flopwatch.runs.comparison import total
+from flopwatch.runs.reading import RunLog
+from flopwatch.runs.waterfall.losses import Loss, Waterfall, seconds_of
+from flopwatch.runs.waterfall.texts import in_shell
+from flopwatch.runs.waterfall.verdicts import Verdict, facts_of, verdict_of, why_no_verdict
+
+LEAST_DRAWN_POINTS = 0.05
+"""A smaller loss would be printed as 0.0 points; all of them share one line of `flopwatch why`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What a run's log says in words.
+
+    Attributes:
+        sentence: The verdict, or why the log supports none.
+        verdict: None if the log supports none.
+        next_step: What to try first; empty if there is nothing to advise.
+        losses: The losses that cost most, largest first.
+    """
+
+    sentence: str
+    verdict: Verdict | None = None
+    next_step: str = ""
+    losses: tuple[Loss, ...] = ()
+
+    @property
+    def reservation(self) -> str:
+        """A sentence about what limits the verdict; empty if nothing does."""
+        return self.verdict.reservation if self.verdict else ""
+
+
+def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
+    """What to say about a run, by its waterfall and the end of its log; `read_around` is enough."""
+    if waterfall is None:
+        missing = what_is_missing(log)
+        return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
+    facts = facts_of(log)
+    verdict = verdict_of(waterfall, facts)
+    losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
+    if verdict is None:
+        return Conclusion(why_no_verdict(waterfall, facts) or "", losses=losses)
+    is_too_low = verdict.key == "peak_too_low"
+    named = [loss for loss in waterfall.losses if (loss.points < 0 if is_too_low else loss.key in verdict.losses)]
+    advice = [loss.advice for loss in sorted(named, key=lambda loss: -loss.points) if loss.advice]
+    return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses)
+
+
+def what_is_missing(log: RunLog) -> str:
+    """Why a log gives no waterfall, and what to do."""
+    place = in_shell(str(log.path.parent))
+    if not log.rows:
+        return "the log has no row of metrics yet; the first one is written after log_every steps"
+    if not total(log, "total/model_flops"):
+        return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
+    if not log.provenances or log.provenances[-1].peak is None:
+        return (
+            "the peak FLOP/s of the device is unknown, so there is no MFU to explain; pass peak_flops_per_s to the "
+            "monitor, or measure the peak with `flopwatch peak --measure`, and run the training again"
+        )
+    seconds = seconds_of(log)
+    if not seconds.get("wall") or "model_at_peak" not in seconds:
+        return (
+            "the log does not have the times that show where the peak went (time/wall_seconds and "
+            "time/model_at_peak_seconds); "
+            "either no step was timed yet, or an earlier version of flopwatch wrote it: run the training again"
+        )
+    return "the log has no step that was timed and whose FLOPs are known yet; wait for the next row"
