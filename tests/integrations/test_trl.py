@@ -49,6 +49,7 @@ def test_lora_counts_no_weight_gradient_of_frozen_weights(tmp_path, checkpointin
     sft_trainer(tmp_path, callback, peft_config=lora, gradient_checkpointing=checkpointing).train()
     flops = model_flops(lora_rank=4, input_gradients=checkpointing)
     assert callback.monitor.summary.values["total/model_flops"] == flops
+    assert callback.monitor.summary.exact, callback.monitor.summary.notes
 
 
 @pytest.mark.parametrize("input_gradients", [True, False])

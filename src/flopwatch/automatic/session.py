@@ -196,9 +196,9 @@ class WatchedProcess:
 
     @same_random_states()
     def make_callback(self, framework: str) -> Any:
-        """A callback for a framework that leaves the framework's own log as it is."""
+        """A callback that puts its metrics into the trackers of the framework, such as `report_to` of the `Trainer`."""
         kind = import_module(f"flopwatch.integrations.{framework}").AutomaticCallback
-        callback = kind(self._next_output_dir(), metrics="none", **self._monitor_options())
+        callback = kind(self._next_output_dir(), **self._monitor_options())
         self._callbacks.append(callback)
         return callback
 

@@ -15,13 +15,17 @@ _callbacks = require("transformers.trainer_callback", "hf")
 
 _log = logging.getLogger("flopwatch")
 
+_PRINTED = ("perf/mfu", "perf/tokens_per_second")
+"""What the lines show that the `Trainer` prints; trackers get more."""
+
 
 class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
     """Adds exact MFU, tokens and rates to the log rows of a `Trainer`, and writes a local log.
 
     Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`. The
-    numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside `train/loss`. They are
-    computed when the `Trainer` logs, every `logging_steps`. Evaluation and saving are not part of the step time. A run
+    numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside `train/loss`. Of these,
+    the lines that the `Trainer` prints show MFU and tokens per second. The numbers are computed when the `Trainer`
+    logs, every `logging_steps`. Evaluation and saving are not part of the step time. A run
     resumed from a checkpoint continues its totals.
 
     A `Trainer` passes neither the batch nor itself to its callbacks. So the callback finds the `Trainer` on the call
@@ -52,6 +56,8 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._monitor_options = monitor_options
         self._put_back: list[Callable[[], None]] = []
         self._steps_to_log = 0
+        self._added: dict[str, float] = {}
+        """What we add to the row that the `Trainer` is logging."""
         self.strict = bool(monitor_options.get("strict"))
         self.monitor: TrainingMonitor | None = None
         self.totals: dict[str, Any] = {}
@@ -83,6 +89,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             )
             return
         _move_to_front(self, trainer.callback_handler.callbacks)
+        self._change_rows(trainer.callback_handler.callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
         if hasattr(trainer, "get_batch_samples"):
             self._put_back.append(replace_method(trainer, "get_batch_samples", self._timing))
@@ -101,6 +108,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._added = {}
         if self.monitor is None or not logs or "loss" not in logs or not self._steps_to_log:
             return  # this row is from an evaluation or from code of the user
         self._steps_to_log = 0
@@ -108,7 +116,31 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         values = self.monitor.log_now(
             loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate"), wait=True
         )
-        logs.update(framework_metrics(values, self._metrics))
+        self._added = framework_metrics(values, self._metrics)
+        self._add_to(logs)
+
+    def _add_to(self, logs: dict[str, Any]) -> None:
+        logs.update(self._added)
+
+    def _change_rows(self, callbacks: list[Any]) -> None:
+        """Let the callbacks that print a row show a few of our values only."""
+        kinds = (_callbacks.PrinterCallback, _callbacks.ProgressCallback)
+
+        def printed(logs: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in logs.items() if key not in self._added or key in _PRINTED}
+
+        self._give_rows([each for each in callbacks if isinstance(each, kinds)], printed)
+
+    def _give_rows(self, callbacks: list[Any], row: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let these callbacks see the `Trainer`'s row as `row` returns it, where it is one with values of ours."""
+
+        def make(on_log: Callable[..., Any]) -> Callable[..., Any]:
+            def on_changed_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+                return on_log(*args, logs=row(logs) if logs and self._added else logs, **kwargs)
+
+            return on_changed_log
+
+        self._put_back += [replace_method(each, "on_log", make) for each in callbacks]
 
     @harmless
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -188,13 +220,27 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
 
 class AutomaticCallback(FlopwatchCallback):
-    """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own."""
+    """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own.
+
+    It adds values only to what the `Trainer` sends to W&B, TensorBoard and other trackers (`report_to`). What the
+    script prints, and what callbacks of its own are given, stays as it is.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(self)
         others = [] if trainer is None else trainer.callback_handler.callbacks
         if not any(isinstance(other, FlopwatchCallback) and other is not self for other in others):
             super().on_train_begin(args, state, control, **kwargs)
+
+    def _add_to(self, logs: dict[str, Any]) -> None:
+        pass
+
+    def _change_rows(self, callbacks: list[Any]) -> None:
+        self._give_rows([each for each in callbacks if _is_tracker(each)], lambda logs: {**logs, **self._added})
+
+
+def _is_tracker(callback: Any) -> bool:
+    return any(kind.__module__.startswith("transformers.integrations") for kind in type(callback).__mro__)
 
 
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:

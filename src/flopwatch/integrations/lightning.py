@@ -239,6 +239,7 @@ class AutomaticCallback(FlopwatchCallback):
     """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._metrics = "basic" if trainer.loggers else "none"  # Lightning keeps what is logged, for nobody
         if not any(isinstance(other, FlopwatchCallback) and other is not self for other in trainer.callbacks):
             super().on_train_start(trainer, pl_module)
 
