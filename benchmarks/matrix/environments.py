@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
 WORK = CACHE / "matrix"
 
-EXTRAS = "hf,lightning"
+EXTRAS = "hf,lightning,dp"
 
 
 class CannotBuildError(Exception):

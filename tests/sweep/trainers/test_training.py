@@ -29,7 +29,12 @@ def steps(name, model, batch, count=6, **settings):
 @pytest.mark.requirement("R23")
 @pytest.mark.parametrize("trainer", ALL)
 @pytest.mark.parametrize(
-    ("size", "dtype"), [("tiny", "fp32"), ("tiny", "bf16"), pytest.param("small", "fp32", marks=pytest.mark.campaign)]
+    ("size", "dtype"),
+    [
+        ("tiny", "fp32"),
+        pytest.param("tiny", "bf16", marks=pytest.mark.portable),
+        pytest.param("small", "fp32", marks=pytest.mark.campaign),
+    ],
 )
 def test_a_preset_learns_with_every_trainer(trainer, size, dtype):
     torch.manual_seed(0)
