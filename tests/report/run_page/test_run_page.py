@@ -132,7 +132,7 @@ def test_the_waterfall_goes_from_100_percent_to_the_mfu():
 
 
 def test_the_table_behind_the_waterfall_has_evidence_and_advice():
-    section = "".join(waterfall_section(WATERFALL))
+    section = "".join(waterfall_section(WATERFALL, WATERFALL.notes))
     Page(section)
     for words in ("Evaluation took 20 s.", "Evaluate less often.", "50.0 points", "30.0 %", "The peak is measured."):
         assert words in section

@@ -88,7 +88,6 @@ def _print(
 
     from flopwatch.cli.run_logs.watch_panels import line
     from flopwatch.cli.run_logs.waterfall_bars import floating_bars
-    from flopwatch.runs.waterfall.losses import undivided_note
 
     console = Console(highlight=False)
     rows = [line(), *_header(log, waterfall, facts), line()]
@@ -96,9 +95,7 @@ def _print(
     rows += [line(), *_verdict_lines(conclusion), line()]
     for number, loss in enumerate(conclusion.losses, 1):
         rows += [*_loss_lines(number, loss), line()]
-    # The advice of this loss says the same.
-    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in conclusion.losses) else None
-    notes = [note for note in (*waterfall.notes, *problems) if note != said]
+    notes = [*conclusion.notes, *problems]
     rows += [row for note in notes for row in _paragraph(f"Note: {note}", style="dim", indent="      ")]
     _print_lines(console, [*rows, *([line()] if notes else [])])
 

@@ -22,7 +22,7 @@ from flopwatch.report.run_page.charts import (
 )
 from flopwatch.report.run_page.contents import Moment, RunReport
 from flopwatch.report.run_page.curves import Curve, in_groups
-from flopwatch.report.run_page.tables import behind, facts, paragraph, table
+from flopwatch.report.run_page.tables import behind, facts, in_words, paragraph, table
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
 
 TABLE_ROWS = 100
@@ -67,7 +67,7 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield from (f'<div class="warn">{esc(text)}</div>' for text in words.warnings(report)[:MOST_WARNINGS])
     yield '<div class="pair">'
     if report.waterfall is not None:
-        yield from waterfall_section(report.waterfall)
+        yield from waterfall_section(report.waterfall, report.conclusion.notes)
     yield from _time_section(report)
     yield "</div>"
     yield from _curve_section(report)
@@ -82,7 +82,9 @@ def _sections(report: RunReport) -> Iterator[str]:
 def _verdict(report: RunReport) -> Iterator[str]:
     """The verdict and what to try next; below them the largest losses, each with what the verdict has not said yet."""
     sentence, *others = words.verdict_lines(report)
-    yield f'<section class="verdict"><p><b>{esc(sentence)}</b></p>' + "".join(f"<p>{esc(text)}</p>" for text in others)
+    yield f'<section class="verdict"><p><b>{in_words(sentence)}</b></p>' + "".join(
+        f"<p>{in_words(text)}</p>" for text in others
+    )
     losses = report.conclusion.losses
     if losses:
         yield "<ol>" + "".join(_loss(loss, report.conclusion.next_step) for loss in losses) + "</ol>"
@@ -91,7 +93,7 @@ def _verdict(report: RunReport) -> Iterator[str]:
 
 def _loss(loss: Loss, said: str) -> str:
     advice = f" Next: {loss.advice}" if loss.advice and loss.advice != said else ""
-    return f"<li><b>{esc(loss.name)}: {points_text(loss.points)}.</b> {esc(loss.evidence + advice)}</li>"
+    return f"<li><b>{esc(loss.name)}: {points_text(loss.points)}.</b> {in_words(loss.evidence + advice)}</li>"
 
 
 def _curve_section(report: RunReport) -> Iterator[str]:
@@ -152,7 +154,7 @@ def _mark_legend(report: RunReport) -> str:
     return f'<div class="marks">{items}</div>' if items else ""
 
 
-def waterfall_section(waterfall: Waterfall) -> Iterator[str]:
+def waterfall_section(waterfall: Waterfall, notes: Sequence[str]) -> Iterator[str]:
     yield '<section id="waterfall"><h2>Where the rest of the peak went</h2>'
     rows = [
         (loss.name, points_text(loss.points), duration(loss.seconds), loss.evidence, loss.advice)
@@ -162,7 +164,7 @@ def waterfall_section(waterfall: Waterfall) -> Iterator[str]:
     losses = table(("loss", "points of MFU", "time", "evidence", "what to try"), rows, "tnntt")
     yield f'<div class="chart one">{waterfall_svg(waterfall)}{behind(losses)}</div>'
     traced = [f"{split.file}: {plural(split.steps, 'step')} of rank {split.rank}" for split in waterfall.traced]
-    yield from map(paragraph, [*waterfall.notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])])
+    yield from map(paragraph, [*notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])])
     yield "</section>"
 
 

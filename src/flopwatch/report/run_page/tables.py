@@ -1,5 +1,6 @@
 """Tables and lists of a run's page. All text is escaped here."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from flopwatch.report.html_page.svg import esc
@@ -43,4 +44,13 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def paragraph(text: str) -> str:
     """A remark in small letters."""
-    return f'<p class="soft small">{esc(text)}</p>'
+    return f'<p class="soft small">{in_words(text)}</p>'
+
+
+def in_words(text: str) -> str:
+    """A text whose commands stand between backticks.
+
+    >>> in_words("Run `ls <x>`.")
+    'Run <code>ls &lt;x&gt;</code>.'
+    """
+    return re.sub("`([^`]+)`", r"<code>\1</code>", esc(text))

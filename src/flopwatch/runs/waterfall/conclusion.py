@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.waterfall.losses import Loss, Waterfall, seconds_of
+from flopwatch.runs.waterfall.losses import Loss, Waterfall, seconds_of, undivided_note
 from flopwatch.runs.waterfall.texts import in_shell
 from flopwatch.runs.waterfall.verdicts import Verdict, facts_of, verdict_of, why_no_verdict
 
@@ -21,12 +21,14 @@ class Conclusion:
         verdict: None if the log supports none.
         next_step: What to try first; empty if there is nothing to advise.
         losses: The losses that cost most, largest first.
+        notes: What limits these figures, without what the losses have said.
     """
 
     sentence: str
     verdict: Verdict | None = None
     next_step: str = ""
     losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def reservation(self) -> str:
@@ -42,12 +44,15 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     facts = facts_of(log)
     verdict = verdict_of(waterfall, facts)
     losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
+    # The advice of this loss says the same.
+    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in losses) else None
+    notes = tuple(note for note in waterfall.notes if note != said)
     if verdict is None:
-        return Conclusion(why_no_verdict(waterfall, facts) or "", losses=losses)
+        return Conclusion(why_no_verdict(waterfall, facts) or "", losses=losses, notes=notes)
     is_too_low = verdict.key == "peak_too_low"
     named = [loss for loss in waterfall.losses if (loss.points < 0 if is_too_low else loss.key in verdict.losses)]
     advice = [loss.advice for loss in sorted(named, key=lambda loss: -loss.points) if loss.advice]
-    return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses)
+    return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses, notes)
 
 
 def what_is_missing(log: RunLog) -> str:
