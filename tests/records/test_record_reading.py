@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.errors import FlopwatchError
+from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.trial import (
     Measured,
     MemoryUse,
-    PrivacySpent,
     StepCost,
     StepTimes,
     TrialResult,

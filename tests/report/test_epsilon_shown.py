@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from flopwatch.records.trial import PrivacySpent
+from flopwatch.records.privacy import PrivacySpent
 from flopwatch.report.contents import epsilon_text
 from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page

@@ -14,7 +14,8 @@ import pytest
 
 from flopwatch import report
 from flopwatch.errors import InputError, MissingDependencyError
-from flopwatch.records.trial import MemoryUse, PrivacySpent, TrialSpec
+from flopwatch.records.privacy import PrivacySpent
+from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.exports import table_csv, table_parquet
 from flopwatch.report.table import make_table

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import MAY_BE_INFINITE, read_record
+from flopwatch.records.privacy import Privacy, PrivacySpent
+from flopwatch.records.reading import read_record
 
 FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""
@@ -293,29 +294,6 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class PrivacySpent:
-    """The privacy budget that a training of `steps` steps spends, computed by one of Opacus's accountants.
-
-    Attributes:
-        epsilon: Epsilon for `delta`; None if it cannot be computed, with the reason in `note`.
-        delta: The delta of (epsilon, delta) differential privacy.
-        noise_multiplier: Standard deviation of the noise, divided by the clipping bound.
-        sample_rate: Probability that a sample is in a batch.
-        steps: Steps of the whole training, not of the trial.
-        accountant: `rdp`, `prv` or `gdp`.
-        note: A warning of Opacus, or why epsilon is None.
-    """
-
-    epsilon: float | None = field(metadata=MAY_BE_INFINITE)
-    delta: float
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-    accountant: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured in a trial. A trial that failed has the values that were measured before it failed.
 
@@ -330,6 +308,7 @@ class Measured:
         trace: Path of the Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
         privacy: The privacy budget; None without differential privacy, or if `TrialSpec.privacy` is empty.
+        declared_privacy: How the trainer says that it is private; None if it does not say so.
         not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason. The
             other measurements stay valid.
     """
@@ -345,6 +324,7 @@ class Measured:
     extra: Mapping[str, float] = field(default_factory=dict)
     privacy: PrivacySpent | None = None
     not_measured: Mapping[str, str] = field(default_factory=dict)
+    declared_privacy: Privacy | None = None
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
@@ -512,7 +492,7 @@ def canonical_trainer(name: str) -> tuple[str, str]:
 
 
 def is_private(trainer: str) -> bool | None:
-    """Whether a trainer has differential privacy; None if it is not a built-in trainer."""
+    """Whether a built-in trainer has differential privacy; None for any other, which may declare it (`Privacy`)."""
     return trainer in PRIVATE if trainer in LABELS else None
 
 

@@ -6,17 +6,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopwatch.records.trial import LABELS, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
-from flopwatch.report.records import Cell, Privacy, TrialRow
+from flopwatch.report.records import Cell, PrivacyClass, TrialRow
 
 _MICRO_BATCH = "micro-batch"
 
 
-_PRIVACY_CLASSES: Mapping[bool | None, Privacy] = {True: "private", False: "not private", None: "unknown"}
+_PRIVACY_CLASSES: Mapping[bool | None, PrivacyClass] = {True: "private", False: "not private", None: "unknown"}
 
 
-def privacy_of(spec: TrialSpec) -> Privacy:
-    """Return whether the trainer is differentially private; `unknown` for a trainer written by the user."""
-    return _PRIVACY_CLASSES[is_private(spec.trainer)]
+def privacy_of(spec: TrialSpec, *results: TrialResult | None) -> PrivacyClass:
+    """Return whether the trainer is differentially private: `unknown` for a trainer of the user that does not say so.
+
+    A trainer of the user is private if it declared that in one of its `results`.
+    """
+    known = is_private(spec.trainer)
+    if known is None and any(result and result.measured.declared_privacy for result in results):
+        known = True
+    return _PRIVACY_CLASSES[known]
 
 
 def trainer_name(spec: TrialSpec) -> str:
@@ -134,7 +140,7 @@ MOST_FINITE = sys.float_info.max
 def make_cell(result: TrialResult, column: str) -> Cell:
     """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its memory peak."""
     spec, measured = result.spec, result.measured
-    place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
+    place = (result.name, column, privacy_of(spec, result), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory

@@ -271,7 +271,7 @@ def privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
     spent = row.spent
     return (
         str(row.batch_size),
-        f"{spent.noise_multiplier:.4g}",
+        UNKNOWN if spent.noise_multiplier is None else f"{spent.noise_multiplier:.4g}",
         f"{spent.sample_rate:.4g}",
         f"{spent.steps:,}",
         f"{spent.delta:.3g}",

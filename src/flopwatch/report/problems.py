@@ -179,7 +179,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
     spec = result.spec
     ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
     advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Even batch 1 is too large."]
-    is_private = privacy_of(spec) == "private"
+    is_private = privacy_of(spec, result) == "private"
     if not spec.checkpointing and not is_private:
         advice.append("Use gradient checkpointing: it stores fewer activations, for about a third more compute.")
     if spec.trainer in ("dpsgd", "fast"):

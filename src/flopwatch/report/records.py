@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from flopwatch.records.trial import PrivacySpent
+from flopwatch.records.privacy import PrivacySpent
 
-Privacy: TypeAlias = Literal["not private", "private", "unknown"]
+PrivacyClass: TypeAlias = Literal["not private", "private", "unknown"]
 Quantity: TypeAlias = Literal["time", "memory"]
 Axis: TypeAlias = Literal["sequence", "batch"]
 
@@ -18,7 +18,7 @@ class Cell:
     Attributes:
         trial: Name of the trial.
         trainer: Column of the trial in tables: its trainer, and options or seeds where they vary.
-        privacy: Whether the trainer is differentially private; `unknown` for a trainer written by the user.
+        privacy: Whether the trainer is differentially private; `unknown` for a user's trainer that does not say so.
         outcome: How the trial ended; `missing` if it has no result yet.
         seconds: Median step time; `low_seconds` and `high_seconds` are the ends of its 95 % interval.
         is_unstable: True if the interval is wide, so that small differences in time mean nothing.
@@ -34,7 +34,7 @@ class Cell:
 
     trial: str
     trainer: str
-    privacy: Privacy
+    privacy: PrivacyClass
     batch_size: int
     seq_len: int
     outcome: str
@@ -89,7 +89,7 @@ class TrainerTotals:
     """
 
     trainer: str
-    privacy: Privacy
+    privacy: PrivacyClass
     tried: int
     ok: int
     out_of_memory: int
@@ -219,7 +219,7 @@ class Choice:
     """
 
     seq_len: int
-    privacy: Privacy
+    privacy: PrivacyClass
     fastest: Cell
     tied: tuple[Cell, ...]
     lightest: Cell | None

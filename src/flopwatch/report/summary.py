@@ -6,7 +6,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
+from flopwatch.records.privacy import PrivacySpent
+from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
 from flopwatch.report import cells, problems, verdicts
 from flopwatch.report.capture import Capture
 from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
@@ -141,7 +142,7 @@ def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow,
         if result.outcome == "ok" and result.measured.privacy is not None:
             found.setdefault((result.spec.batch_size, result.measured.privacy), []).append(column)
     rows = [PrivacyRow(batch, tuple(dict.fromkeys(columns)), spent) for (batch, spent), columns in found.items()]
-    return tuple(sorted(rows, key=lambda row: (row.batch_size, row.spent.noise_multiplier)))
+    return tuple(sorted(rows, key=lambda row: (row.batch_size, row.spent.noise_multiplier or 0.0)))
 
 
 _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
@@ -206,7 +207,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
     counts = Counter(str(result.outcome) for result in results)
     return TrainerTotals(
         trainer=cells.trainer_name(spec),
-        privacy=cells.privacy_of(spec),
+        privacy=cells.privacy_of(spec, *results),
         tried=len(tried),
         ok=len(ok),
         out_of_memory=too_large,

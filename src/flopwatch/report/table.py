@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
 from flopwatch.optional import require_package
-from flopwatch.records.trial import MemoryUse, PrivacySpent, StepCost, StepTimes, TrialResult, TrialSpec
+from flopwatch.records.privacy import PrivacySpent
+from flopwatch.records.trial import MemoryUse, StepCost, StepTimes, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
-from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell, privacy_of
+from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell
 from flopwatch.report.records import Cell
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
@@ -120,9 +121,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("trial", "text", "name of the trial within its sweep", lambda trial: trial.name),
     Column("trainer", "text", "standard, dpsgd, ghost, fast, module:Class or command", _spec("trainer")),
     Column("label", "text", "name of the trainer in the names of trials", _spec("label")),
-    Column(
-        "privacy", "text", "differential privacy: private, not private, unknown", lambda trial: privacy_of(trial.spec)
-    ),
+    Column("privacy", "text", "differential privacy: private, not private, unknown", _cell("privacy")),
     Column("model", "text", "model: preset, config file or module:function", _spec("model")),
     Column("batch_size", "integer", "samples per step", _spec("batch_size")),
     Column("seq_len", "integer", "positions per sample", _spec("seq_len")),

@@ -15,7 +15,7 @@ from math import exp, log
 from typing import NamedTuple
 
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, Privacy, Quantity
+from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
 
 PROCESS_NOISE = 0.02
 """The step times of two processes that run the same trial differ by up to this share."""
@@ -107,7 +107,7 @@ def _crosses(low: _Point, high: _Point) -> bool:
 
 NEAR = 0.9
 """The trial with the least memory is chosen among those with at least this share of the highest throughput."""
-_CLASSES: tuple[Privacy, ...] = ("not private", "private", "unknown")
+_CLASSES: tuple[PrivacyClass, ...] = ("not private", "private", "unknown")
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
@@ -138,7 +138,7 @@ def throughput_interval(cell: Cell) -> tuple[float, float] | None:
     return samples / cell.high_seconds, samples / cell.low_seconds
 
 
-def _choice(seq_len: int, privacy: Privacy, members: Sequence[Cell]) -> Choice:
+def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
     ranked = sorted(members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
     fastest = ranked[0]
     near = [
@@ -163,14 +163,14 @@ def _overlap(fastest: Cell, other: Cell) -> bool:
     return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
 
 
-def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, Privacy], list[Cell]]:
-    places: dict[tuple[int, Privacy], list[Cell]] = defaultdict(list)
+def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell]]:
+    places: dict[tuple[int, PrivacyClass], list[Cell]] = defaultdict(list)
     for cell in cells:
         places[cell.seq_len, cell.privacy].append(cell)
     return places
 
 
-def _in_order(place: tuple[tuple[int, Privacy], list[Cell]]) -> tuple[int, int]:
+def _in_order(place: tuple[tuple[int, PrivacyClass], list[Cell]]) -> tuple[int, int]:
     (seq_len, privacy), _ = place
     return seq_len, _CLASSES.index(privacy)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flopwatch.optional import lazy_exports
 
 if TYPE_CHECKING:
+    from flopwatch.records.privacy import Privacy
     from flopwatch.records.trial import TrialResult, TrialSpec
     from flopwatch.sweep.engines.protocol import Engine
     from flopwatch.sweep.preflight import Pair, PreflightResult
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from flopwatch.sweep.runner.plan import Plan
     from flopwatch.sweep.trainers.protocol import Trainer
 
-__all__ = ["Engine", "Observer", "Trainer", "TrialResult", "TrialSpec", "run"]
+__all__ = ["Engine", "Observer", "Privacy", "Trainer", "TrialResult", "TrialSpec", "run"]
 
 __getattr__ = lazy_exports(
     "flopwatch.sweep",
     {
         "Engine": "flopwatch.sweep.engines.protocol",
         "Observer": "flopwatch.sweep.runner.observing",
+        "Privacy": "flopwatch.records.privacy",
         "Trainer": "flopwatch.sweep.trainers.protocol",
         "TrialResult": "flopwatch.records.trial",
         "TrialSpec": "flopwatch.records.trial",

@@ -15,9 +15,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import byte_size, count, duration, number, percent, step_time
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.reading import one_line, plain
-from flopwatch.records.trial import PrivacySpent, TrialResult
+from flopwatch.records.trial import TrialResult
 from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe
@@ -108,7 +109,8 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
 
 def _privacy_text(spent: PrivacySpent) -> str:
     """Epsilon, with the number of steps, sampling rate and noise that it was calculated for."""
-    training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {spent.noise_multiplier:.4g}"
+    noise = UNKNOWN if spent.noise_multiplier is None else f"{spent.noise_multiplier:.4g}"
+    training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {noise}"
     known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
     return "; ".join(filter(None, [known, spent.note]))
 

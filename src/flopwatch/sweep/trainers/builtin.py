@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812  torch's usual alias
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import UnsupportedError
+from flopwatch.records.privacy import Privacy
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
 from flopwatch.sweep.trainers.options import TrainerOptions, autocast, make_optimizer, read_options
@@ -181,6 +182,7 @@ class _PrivateTrainer:
         check_supported(self.name, model)
         self._opacus, options = load_opacus(), read_options(settings.options)
         self.settings = settings
+        self.privacy = Privacy(options.noise_multiplier, options.max_grad_norm)
         self.plain_model = model.train()
         self.model = self._wrapped(model, options)
         self.optimizer = self._optimizer_class()(

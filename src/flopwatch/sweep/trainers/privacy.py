@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
+from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.reading import first_line
-from flopwatch.records.trial import PRIVATE, PrivacySpent
+from flopwatch.records.trial import COMMAND, is_private
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
 
 _USUAL_DELTA = 1e-5
@@ -44,12 +45,12 @@ class PrivacySettings(BaseModel):
         return self
 
     def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings for a trial's spec, with default values; empty if the trainer is not private.
+        """The settings for a trial's spec, with default values; empty if the trainer cannot be private.
 
         Raises:
             InputError: The settings contradict this trial.
         """
-        if trainer not in PRIVATE:
+        if not may_be_private(trainer):
             return {}
         if self.dataset_size is not None and batch_size > self.dataset_size:
             raise InputError(
@@ -65,12 +66,18 @@ class PrivacySettings(BaseModel):
         return {"delta": delta, **given}
 
 
+def may_be_private(trainer: str) -> bool:
+    """Whether a trainer is private, or is a class of the user, which declares that only once it is built."""
+    return is_private(trainer) is not False and trainer != COMMAND
+
+
 def check_privacy_used(privacy: PrivacySettings | None, trainers: Sequence[str]) -> None:
-    """Raise InputError if there are privacy settings, but no trainer is known to be private."""
-    if privacy is not None and not any(trainer in PRIVATE for trainer in trainers):
+    """Raise InputError if there are privacy settings, but no trainer can be private."""
+    if privacy is not None and not any(map(may_be_private, trainers)):
         raise InputError(
-            f"the setting `privacy` needs one of the trainers {', '.join(PRIVATE)}, but the matrix has only "
-            f"{', '.join(dict.fromkeys(trainers))}; add a private trainer, or leave `privacy` out"
+            "the setting `privacy` needs one of the trainers dpsgd, ghost, fast or a class of your own that declares "
+            f"its privacy, but the matrix has only {', '.join(dict.fromkeys(trainers))}; add a private trainer, or "
+            "leave `privacy` out"
         )
 
 
@@ -85,6 +92,20 @@ _MOST_TRIES = 12
 
 _EPSILON_ERROR = 0.01
 """The PRV accountant's default error of epsilon. With steps and delta, it determines the accountant's grid."""
+
+
+_NOT_DECLARED = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
+
+
+def declared_spent(privacy: Mapping[str, Any], batch_size: int, declared: Privacy | None) -> PrivacySpent:
+    """As `privacy_spent`, for what a trainer declares; what it leaves open is named in `note`, and epsilon is None."""
+    has_target = "target_epsilon" in privacy
+    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else _NOT_DECLARED
+    noise = declared.noise_multiplier if declared is not None else None
+    if not why:
+        return privacy_spent(privacy, batch_size, noise if noise is not None else 1.0)
+    rate, steps = training_plan(privacy, batch_size)
+    return PrivacySpent(None, privacy["delta"], noise, float(rate), steps, privacy["accountant"], why)
 
 
 def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier: float) -> PrivacySpent:
@@ -136,11 +157,12 @@ def training_plan(privacy: Mapping[str, Any], batch_size: int) -> tuple[Fraction
 
 
 def _spent(training: PrivacySpent) -> PrivacySpent:
-    if training.noise_multiplier == 0:
+    noise = training.noise_multiplier
+    if not noise:
         return _noted(training, "epsilon is infinite, because the noise multiplier is 0")
-    if training.accountant == "prv" and _grid_points(training) > _MOST_POINTS:
+    if training.accountant == "prv" and _grid_points(training, noise) > _MOST_POINTS:
         return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
-    epsilon = _epsilon(training)
+    epsilon = _epsilon(training, noise)
     if not isfinite(epsilon) or epsilon < 0:  # the RDP accountant returns such values for a delta near 1
         return _noted(
             training, f"Opacus's accountant {training.accountant} returned {epsilon:.4g}, which is no valid epsilon"
@@ -178,14 +200,11 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
 
 def _tried(training: PrivacySpent, noise: float) -> float | None:
     """Epsilon with this noise multiplier; None if computing it would take too much memory."""
-    at_noise = replace(training, noise_multiplier=noise)
-    return _epsilon(at_noise) if _grid_points(at_noise) <= _MOST_POINTS else None
+    return _epsilon(training, noise) if _grid_points(training, noise) <= _MOST_POINTS else None
 
 
-def _epsilon(training: PrivacySpent) -> float:
-    return epsilon_spent(
-        training.accountant, training.noise_multiplier, training.sample_rate, training.steps, training.delta
-    )
+def _epsilon(training: PrivacySpent, noise: float) -> float:
+    return epsilon_spent(training.accountant, noise, training.sample_rate, training.steps, training.delta)
 
 
 def _noise(training: PrivacySpent, target: float) -> float:
@@ -201,12 +220,10 @@ def _noise(training: PrivacySpent, target: float) -> float:
     )
 
 
-def _grid_points(training: PrivacySpent) -> float:
+def _grid_points(training: PrivacySpent, noise: float) -> float:
     """The number of grid points that Opacus 1.6's PRV accountant would allocate (Gopi et al., arXiv 2106.02848)."""
     delta_error = training.delta / 1000
-    half_width = prv_half_width(
-        training.noise_multiplier, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error
-    )
+    half_width = prv_half_width(noise, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error)
     mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
     return 2 * half_width / mesh
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import COMMAND, LABELS, canonical_trainer
 
 _BUILT_IN = "flopwatch.sweep.trainers.builtin"
@@ -53,6 +54,9 @@ class Trainer(Protocol):
     `forward`. For micro-batches (`micro_batch_size`) a trainer needs a fourth method, `accumulate()`, which is called
     after the backward pass of every micro-batch but the last. Scale the loss of each micro-batch by its share of
     `settings.batch_size`.
+
+    A trainer that is differentially private says so with an attribute `privacy`, a `flopwatch.sweep.Privacy`. It then
+    gets epsilon, and is compared with the other private trainers.
 
     The built-in trainers use two methods of a model, if it has them: `trial_batch(batch_size, seq_len)` returns its
     batch, and `per_sample_losses(output, batch)` the loss of each sample, if that is not the cross-entropy of logits.
@@ -118,6 +122,20 @@ def _check(name: str, found: object) -> None:
             f"trainer {name!r} has no method {', '.join(missing)}; a trainer needs __init__(model, settings), "
             "forward(batch), which returns the loss, backward(loss) and update()"
         )
+
+
+def declared_privacy(trainer: Trainer) -> Privacy | None:
+    """What the trainer declares in its attribute `privacy`; None if it declares nothing.
+
+    Raises:
+        InputError: A value of the declaration cannot be used.
+    """
+    declared = getattr(trainer, "privacy", None)
+    if not isinstance(declared, Privacy):  # an attribute of this name may be something of the user's own
+        return None
+    if (problem := declared.why_broken()) is not None:
+        raise InputError(f"{type(trainer).__name__}: {problem}")
+    return declared
 
 
 def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[StepPart]:

@@ -23,8 +23,16 @@ from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder, 
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
-from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
-from flopwatch.sweep.trainers.protocol import StepPart, Trainer, TrainerSettings, load_trainer, run_step, step_parts
+from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.protocol import (
+    StepPart,
+    Trainer,
+    TrainerSettings,
+    declared_privacy,
+    load_trainer,
+    run_step,
+    step_parts,
+)
 from flopwatch.sweep.worker.device import (
     choose_device,
     describe_worker,
@@ -95,7 +103,10 @@ class _TrialRun:
         self.trainer = load_trainer(self.spec.trainer)(self._ranks.distributed(model, self.device), settings)
         if is_peak_reset:
             self._note_memory("build")
-        self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
+        declared = declared_privacy(self.trainer)
+        self.measured = replace(
+            self.measured, parameters=parameters, extra=_positions(whole), declared_privacy=declared
+        )
         self.save()
 
     def run_steps(self, phase: str, count: int, rows: TextIO) -> None:
@@ -181,10 +192,9 @@ class _TrialRun:
 
     def account_privacy(self) -> None:
         """Compute epsilon; after the steps, because the PRV accountant may take hundreds of megabytes."""
-        from flopwatch.sweep.trainers.privacy import privacy_spent  # loads pydantic and Opacus, which few trials need
+        from flopwatch.sweep.trainers.privacy import declared_spent  # loads pydantic and Opacus, which few trials need
 
-        noise = read_options(self.spec.options).noise_multiplier
-        spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
+        spent = declared_spent(self.spec.privacy, self.spec.batch_size, self.measured.declared_privacy)
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:

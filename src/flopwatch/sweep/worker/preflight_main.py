@@ -29,7 +29,7 @@ from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
 from flopwatch.sweep.trainers.options import enable_checkpointing
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
-from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.sweep.trainers.protocol import TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
 from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.sweep.worker.step_cost import count_plain
@@ -134,6 +134,7 @@ def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
     settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
     instance = load_trainer(trainer)(model, settings)
+    declared_privacy(instance)  # raises if a declared value cannot be used
     instance.backward(instance.forward(batch))
     _check_finite("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     instance.update()
