@@ -9,6 +9,7 @@ its own host a reader asks the kernel instead. Supervisors import this module, s
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import time
@@ -42,7 +43,19 @@ def visible_seconds() -> float:
 
 def own_identity() -> dict[str, Any]:
     """Identifies this process among the processes of all hosts, even after a reboot."""
-    return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **_pid_scope()}
+    process = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    return {"host": os.uname().nodename, "machine": _machine(), **process, **_pid_scope()}
+
+
+def _machine() -> str:
+    """A hash of the machine id, which stays the same when the machine boots again; "" if the system has none.
+
+    It is hashed because systemd asks to keep the id itself confidential (machine-id(5)).
+    """
+    with contextlib.suppress(OSError):
+        if found := Path("/etc/machine-id").read_bytes().strip():
+            return hashlib.sha256(b"flopwatch " + found).hexdigest()[:16]
+    return ""
 
 
 def _pid_scope() -> dict[str, str]:
@@ -68,14 +81,26 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
-    """Whether the process of this identity is alive; None if it belongs to another host, boot or PID namespace."""
+    """Whether the process of this identity is alive; None if it belongs to another host or PID namespace."""
     here = _pid_scope()
     if "boot" not in identity:
         return False  # the file is damaged, or flopwatch 0.1 wrote it, which recorded no boot id
+    if _is_from_an_earlier_boot(identity, here["boot"]):
+        return False
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
     return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks
+
+
+def _is_from_an_earlier_boot(identity: Mapping[str, Any], boot: str) -> bool:
+    """Whether the process ran on this machine before it booted; nothing survives that.
+
+    The host's name must be the same too, because machines and containers made from one image may share a machine id.
+    """
+    if not boot or identity.get("boot") in ("", boot):
+        return False
+    return identity.get("machine") == _machine() != "" and identity.get("host") == os.uname().nodename
 
 
 def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
@@ -228,6 +253,8 @@ class LivenessWatcher:
     def is_alive(self, claim: Path, liveness: Path) -> bool:
         """False if the process has ended, or if its heartbeat has not changed for `visible_seconds`.
 
+        The heartbeat of a process that counts as dead stays remembered: it stays dead until its heartbeat changes.
+
         Args:
             claim: The `started.json` of the process.
             liveness: Its `LivenessFile`.
@@ -236,11 +263,11 @@ class LivenessWatcher:
         if not isinstance(claimed, dict) or is_withdrawn(claimed):
             return False
         is_alive = is_alive_here(claimed)
-        if is_alive is None:
-            is_alive = not has_ended(liveness) and self.silent_seconds(liveness) < visible_seconds()
+        if is_alive is None and not has_ended(liveness):
+            return self.silent_seconds(liveness) < visible_seconds()
         if not is_alive:
             self._seen.pop(liveness, None)
-        return is_alive
+        return bool(is_alive)
 
     def silent_seconds(self, liveness: Path) -> float:
         """For how long this process has seen the file unchanged; 0 at the first call."""

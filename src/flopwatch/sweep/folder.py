@@ -65,6 +65,10 @@ _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
 _WATCHER = LivenessWatcher()  # one for all supervisors, because it must remember when each heartbeat last changed
 
 
+class StillRunsError(InputError):
+    """An earlier attempt of the trial still runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A trial of a sweep. An engine runs it by starting `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
@@ -179,7 +183,7 @@ def prepare(trial: Trial) -> None:
     """Create the trial's folder with its `spec.json`, and move the files of an earlier attempt to `earlier/`.
 
     Raises:
-        InputError: An earlier attempt still runs.
+        StillRunsError: An earlier attempt still runs.
     """
     folder, log, run = folder_of(trial), log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
     _clear_folder(trial)
@@ -207,7 +211,7 @@ def _clear_folder(trial: Trial) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if is_supervised(trial.sweep, trial.name):
-        raise InputError(
+        raise StillRunsError(
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
     # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.

@@ -272,13 +272,18 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path, monkeypatch):
     assert listed == [result.name for result in told.results]
 
 
-def test_an_error_that_will_not_pass_is_raised(tmp_path, monkeypatch):
+def test_an_error_that_will_not_pass_costs_the_trial_whose_folder_has_it(tmp_path, monkeypatch):
     def refused(trial):
-        raise OSError(errno.EINVAL, "Invalid argument")
+        if trial.spec.batch_size == SPECS[0].batch_size:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        made(trial)
 
+    made = runner_module.prepare
     monkeypatch.setattr(runner_module, "prepare", refused)
-    with pytest.raises(OSError, match="Invalid argument"):
-        run(tmp_path / "s", Losing(0))
+    run(tmp_path / "s", Losing(0))
+    results = read_results(tmp_path / "s").values()
+    assert sorted(result.outcome for result in results) == ["lost", "ok", "ok"]
+    assert any("not started (Invalid argument: " in result.reason for result in results)
 
 
 def test_half_a_line_is_taken_back(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import (
+    StillRunsError,
     Trial,
     attempt_of,
     folder_of,
@@ -205,9 +206,6 @@ class ResultWriter:
 
 _TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
 _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
-_ONE_FOLDERS_ERRORS = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
-"""Errors that concern the folder of one trial, so that the other trials can still run."""
-
 _LATEST_UNIX_TIME = 1e11  # more than 3,000 years from now: a later time means that the file is damaged
 
 Refusal = Callable[[Trial], str | None]
@@ -386,13 +384,14 @@ class _Run:
             trial = replace(trial, retries=self.retries.most)
             try:
                 prepare(trial)
+            except StillRunsError:  # its supervisor's heartbeat had stopped, and has started again
+                self.elsewhere[trial.name] = trial
+                continue
             except OSError as error:
                 if is_transient(error):  # such as a full disk; the trial stays the first of the queue
                     self.waiting.appendleft(trial)
                     self.pause.begin(error)
                     break
-                if not isinstance(error, _ONE_FOLDERS_ERRORS):
-                    raise
                 self._settle(_result_without_folder(trial, error))
                 continue
             self.pause.end()
@@ -416,7 +415,8 @@ class _Run:
 
 
 def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:
-    reason = f"not started ({error.strerror}: {error.filename}); make this path readable and writable, or remove it"
+    where = error.filename or folder_of(trial)
+    reason = f"not started ({error.strerror}: {where}); make this path readable and writable, or remove it"
     return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
 
 
