@@ -8,9 +8,10 @@ from flopwatch.records.run import Number
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
+from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
-from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.runs.waterfall.losses import Waterfall, key_of_other_flops, time_by_part, waterfall_of
 from flopwatch.spread import cut, interval, resampled
 
 _ALL = "every number"
@@ -211,6 +212,7 @@ class Comparison:
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
         lines: One line for each measure.
         waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
+        per_step: How the time per step changed, by part; None if a log does not have the times.
     """
 
     a: RunSteps
@@ -218,6 +220,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     lines: tuple[Line, ...]
     waterfall: WaterfallChange | None = None
+    per_step: PerStep | None = None
 
     def line(self, key: str) -> Line:
         return next(line for line in self.lines if line.key == key)
@@ -236,13 +239,51 @@ def compare(
     traces_a, traces_b = traces_of_log(a, traces_a)[0], traces_of_log(b, traces_b)[0]
     if not traces_a or not traces_b:  # a loss that one of them does not divide would look like one that shrank
         traces_a = traces_b = ()
+    losses_a, losses_b = waterfall_of(a, traces_a), waterfall_of(b, traces_b)
     return Comparison(
         _run_steps(a, len(in_a)),
         _run_steps(b, len(in_b)),
         find_differences(a, b),
         (*judged, *_totals(a, b)),
-        waterfall_change(waterfall_of(a, traces_a), waterfall_of(b, traces_b)),
+        waterfall_change(losses_a, losses_b),
+        _per_step(a, b, losses_a, losses_b, traces_a, traces_b),
     )
+
+
+def _per_step(
+    a: RunLog,
+    b: RunLog,
+    losses_a: Waterfall | None,
+    losses_b: Waterfall | None,
+    traces_a: Sequence[TraceSplit],
+    traces_b: Sequence[TraceSplit],
+) -> PerStep | None:
+    times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
+    if times_a is None or times_b is None:
+        return None
+    if losses_a is None or losses_b is None:
+        return compare_per_step(times_a, times_b)
+    points = ({loss.key: loss.points for loss in run.losses} for run in (losses_a, losses_b))
+    return compare_per_step(times_a, times_b, *points)
+
+
+def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
+    """The time and the FLOPs of a run by part; None if its log does not have the times."""
+    found, steps = time_by_part(log, traces), total(log, "total/steps")
+    if found is None or not steps:
+        return None
+    seconds, measured = found
+    passes = sum(seconds.pop(key, 0.0) for key in OF_PASSES)
+    return RunTime({**seconds, PASSES: passes}, int(steps), _flops_by_kind(log), measured)
+
+
+def _flops_by_kind(log: RunLog) -> dict[str, float]:
+    executed, of_model = total(log, "total/hardware_flops"), total(log, "total/model_flops")
+    if not executed or not of_model:
+        return {}
+    again = executed * (recompute_percent(log) or 0.0) / 100
+    rest = max(executed - again - of_model, 0.0)
+    return {PASSES: of_model, "recompute": again, key_of_other_flops(log): rest}
 
 
 def speed_line(comparison: Comparison) -> Line | None:

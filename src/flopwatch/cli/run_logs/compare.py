@@ -20,6 +20,7 @@ from flopwatch.number_format import UNKNOWN, count, duration, flops, number, per
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
     from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
+    from flopwatch.runs.per_step import PerStep
     from flopwatch.runs.waterfall.change import WaterfallChange
 
 
@@ -180,8 +181,8 @@ def print_comparison(comparison: "Comparison") -> None:
         typer.secho(f"   {_which_steps(run)}", dim=True)
     _print_differences(comparison.differences)
     _print_table(comparison.lines)
-    if comparison.waterfall is not None:
-        _print_waterfall(comparison.waterfall)
+    if comparison.per_step is not None:
+        _print_per_step(comparison.per_step, comparison.waterfall)
     _print_remarks(comparison)
     typer.echo()
 
@@ -227,23 +228,41 @@ def _print_table(lines: "Sequence[Line]") -> None:
             typer.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
 
 
-_LEAST_POINTS = 0.05
-"""A loss that is smaller in both runs would be printed as 0.0 points."""
-_LOSS_WIDTH = 38
+_POINTS = (
+    "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
+    "milliseconds at the speed of the passes."
+)
+_LEAST_MS = 0.05
+"""A part that is shorter in both runs would be printed as 0.0 ms."""
+_PART_WIDTH = 35
 
 
-def _print_waterfall(change: "WaterfallChange") -> None:
-    """Print the losses of both runs, the largest change first, and which one shrank or grew most."""
-    heading = f"{'points of the peak, whole run':<{_LOSS_WIDTH}}{'A':>9}{'B':>9}{'change':>9}"
-    typer.secho(f"\n  {heading}", dim=True)
-    shown = [loss for loss in change.losses if max(abs(loss.a), abs(loss.b)) >= _LEAST_POINTS]
-    for loss in shown:
-        colour = None if abs(loss.change) < 1 else "green" if loss.change < 0 else "red"
-        typer.echo(f"  {loss.name:<{_LOSS_WIDTH}}{loss.a:>9.1f}{loss.b:>9.1f}", nl=False)
-        typer.secho(f"{_signed(loss.change):>9}", fg=colour)
-    gained = _signed(change.mfu_b - change.mfu_a)
-    typer.secho(f"  {'MFU':<{_LOSS_WIDTH}}{change.mfu_a:>9.1f}{change.mfu_b:>9.1f}{gained:>9}", bold=True)
-    typer.echo(f"\n{_wrapped(change.sentence)}")
+def _print_per_step(per_step: "PerStep", mfu: "WaterfallChange | None") -> None:
+    """Print what changed most, and the time per step of both runs by part, with points if there is a peak."""
+    from flopwatch.runs.per_step import LEAST_SHARE
+
+    typer.echo(f"\n{_wrapped(per_step.sentence)}\n")
+    points = f"{'points A':>9}{'B':>6}" if mfu is not None else ""
+    typer.secho(f"  {'ms per step, whole run':<{_PART_WIDTH}}{'A':>9}{'B':>9}{'change':>9}{points}", dim=True)
+    for part in per_step.parts:
+        if max(part.a_ms, part.b_ms) >= _LEAST_MS:
+            colour = "green" if part.change_ms < 0 else "red"
+            is_told = abs(part.change_ms) >= LEAST_SHARE * per_step.a_ms
+            cells = (part.name, part.a_ms, part.b_ms, part.a_points, part.b_points)
+            _print_part(*cells, fg=colour if is_told else None)
+    if mfu is None:
+        _print_part("together", per_step.a_ms, per_step.b_ms, bold=True)
+    else:
+        _print_part("together, and MFU", per_step.a_ms, per_step.b_ms, mfu.mfu_a, mfu.mfu_b, bold=True)
+
+
+def _print_part(
+    name: str, a_ms: float, b_ms: float, *points: float | None, fg: str | None = None, bold: bool = False
+) -> None:
+    typer.secho(f"  {name:<{_PART_WIDTH}}{a_ms:>9,.1f}{b_ms:>9,.1f}", nl=False, bold=bold)
+    typer.secho(f"{_signed(b_ms - a_ms):>9}", nl=False, fg=fg, bold=bold)
+    known = [each for each in points if each is not None]
+    typer.secho(f"{known[0]:>9.1f}{known[1]:>6.1f}" if known else "", bold=bold)
 
 
 def _value(value: float | None, unit: str) -> str:
@@ -280,6 +299,10 @@ def _print_remarks(comparison: "Comparison") -> None:
     per_step = comparison.line("tokens_per_step")
     if per_step.change is not None and abs(per_step.change) > 1:
         remarks.insert(0, "The steps of the two runs differ in size: compare rates and MFU, not step times.")
+    if comparison.per_step is not None:
+        remarks[:0] = comparison.per_step.notes
+    if comparison.waterfall is not None:
+        remarks.insert(0, f"{comparison.waterfall.sentence} {_POINTS}")
     if comparison.waterfall is not None and any(entry.what == "peak FLOP/s" for entry in comparison.differences):
         remarks.insert(0, "The runs have different peaks: below a higher peak, the same steps lose more points.")
     wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")

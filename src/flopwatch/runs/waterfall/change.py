@@ -1,4 +1,4 @@
-"""The difference of two waterfalls: which loss shrank, and which one grew."""
+"""The difference of two waterfalls, in points of the peak."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,8 @@ class WaterfallChange:
         mfu_a: MFU of the whole run A, in percent.
         mfu_b: MFU of the whole run B, in percent.
         losses: The losses of either run, the largest change first.
-        sentence: Which loss shrank or grew most.
+        sentence: How MFU changed. Points are shares of the wall time, so they do not tell which loss is the reason:
+            once one has shrunk, the others have more points. `flopwatch.runs.per_step` tells it.
     """
 
     mfu_a: float
@@ -56,37 +57,12 @@ def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChang
         if in_a or in_b
     ]
     changes.sort(key=lambda loss: -abs(loss.change))
-    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), _sentence(a, b, changes))
+    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), _sentence(a, b))
 
 
-def _sentence(a: Waterfall, b: Waterfall, changes: list[LossChange]) -> str:
+def _sentence(a: Waterfall, b: Waterfall) -> str:
     gained = b.mfu_percent - a.mfu_percent
-    of_run = f"MFU of the whole run changed by less than {_LEAST_POINTS:g} point"
-    if abs(gained) >= _LEAST_POINTS:
-        direction = "rose" if gained > 0 else "fell"
-        of_run = f"MFU of the whole run {direction} from {a.mfu_percent:.1f} to {b.mfu_percent:.1f} %"
-    extremes = [loss for loss in _extremes(changes, has_risen=gained >= _LEAST_POINTS) if _is_told(loss)]
-    told = ", and ".join(map(_moved, extremes)) or f"no loss changed by {_LEAST_POINTS:g} point or more"
-    return f"{of_run}: {told}.{_SHARES if len(extremes) > 1 else ''}"
-
-
-_SHARES = (
-    " Points are shares of the wall time, so a loss that takes as long as before has more of them once another one "
-    "has shrunk."
-)
-
-
-def _is_told(loss: LossChange) -> bool:
-    return abs(loss.change) >= _LEAST_POINTS
-
-
-def _extremes(changes: list[LossChange], *, has_risen: bool) -> list[LossChange]:
-    """The loss that shrank most and the one that grew most. If MFU has risen, the reason for that comes first."""
-    first = [next((loss for loss in changes if (loss.change > 0) == grew), None) for grew in (False, True)]
-    found = [loss for loss in first if loss is not None]
-    return found if has_risen else sorted(found, key=lambda loss: -abs(loss.change))
-
-
-def _moved(loss: LossChange) -> str:
-    what = "shrank" if loss.change < 0 else "grew"
-    return f"{loss.name} {what} most (from {loss.a:.1f} to {loss.b:.1f} points)"
+    if abs(gained) < _LEAST_POINTS:
+        return f"MFU of the whole run changed by less than {_LEAST_POINTS:g} point."
+    direction = "rose" if gained > 0 else "fell"
+    return f"MFU of the whole run {direction} from {a.mfu_percent:.1f} to {b.mfu_percent:.1f} %."

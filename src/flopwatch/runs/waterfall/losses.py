@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from flopwatch.number_format import duration, flop_rate, percent, plural
-from flopwatch.records.metrics import METRICS, Goodput, goodput_of
+from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
@@ -103,6 +103,21 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
     return replace(found, notes=(*_unread(log), *older, *notes, *more, *_limits(found, facts, seconds)))
+
+
+def time_by_part(log: RunLog, traces: Sequence[TraceSplit] = ()) -> tuple[dict[str, float], frozenset[str]] | None:
+    """Seconds of every loss by key, in which FLOPs at the peak are part of `below_peak`; they add up to the wall time.
+
+    The second value has the keys of the parts of steps that this run has measured. None if the wall time is unknown.
+    """
+    seconds, _ = _consistent(seconds_of(log))
+    goodput = goodput_of(seconds)
+    if goodput is None:
+        return None
+    seconds |= dict.fromkeys(AT_PEAK, 0.0)
+    measured = {*_uses_of_steps(seconds, goodput.productive_seconds)}
+    parts, _ = _divide(seconds, goodput, traces, _facts(log))
+    return parts, frozenset(measured | ({"input_wait"} if goodput.knows_input_wait else set()))
 
 
 def _unread(log: RunLog) -> list[str]:
@@ -272,8 +287,13 @@ def _divide(
     return parts | below | split, notes + more
 
 
-def _name_of_the_rest(facts: Mapping[str, Any]) -> str:
+def key_of_other_flops(log: RunLog) -> str:
     """Which loss executed FLOPs are that are neither the model's nor recomputed."""
+    totals = _newest_ledger(log).get("totals", {})
+    return _name_of_the_rest({name: totals.get(name) for name in ("tokens", "real_tokens")})
+
+
+def _name_of_the_rest(facts: Mapping[str, Any]) -> str:
     tokens, real = facts["tokens"], facts["real_tokens"]
     return "padding" if tokens and real is not None and real < tokens else "extra_passes"
 

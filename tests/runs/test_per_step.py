@@ -1,0 +1,164 @@
+"""Two runs by milliseconds per step: the parts add up exactly, and what changed is named first."""
+
+import json
+
+import pytest
+
+from flopwatch.runs.comparison import compare
+from flopwatch.runs.per_step import RunTime, compare_per_step
+from support.ledgers import log_of
+
+MEASURED = frozenset({"input_wait", "optimizer", "host"})
+SECONDS = {"start_up": 4.0, "eval": 10.0, "input_wait": 2.0, "optimizer": 6.0, "host": 1.0, "passes": 77.0}
+FLOPS = {"passes": 700e9, "recompute": 0.0, "padding": 0.0}
+
+
+def run(steps=100, flops=FLOPS, measured=MEASURED, **seconds):
+    return RunTime({**SECONDS, **seconds}, steps, flops, measured)
+
+
+def named_first(a, b):
+    return compare_per_step(a, b).causes[0].key
+
+
+def parts_of(found):
+    return {part.key: (part.a_ms, part.b_ms) for part in found.parts}
+
+
+def test_every_part_is_its_seconds_over_the_steps_and_they_add_up():
+    found = compare_per_step(run(), run(eval=40.0))
+    assert parts_of(found)["eval"] == pytest.approx((100.0, 400.0))
+    assert parts_of(found)["passes"] == pytest.approx((770.0, 770.0))
+    assert (found.a_ms, found.b_ms) == pytest.approx((1000.0, 1300.0))
+    assert found.parts[0].key == "eval"
+    assert found.sentence == (
+        "Per step, the whole run took 1.00 s in A and 1.30 s in B. Most of the change: "
+        "evaluation grew from 100 ms to 400 ms."
+    )
+
+
+def test_the_causes_add_up_to_the_change_also_if_size_padding_and_speed_change_at_once():
+    b = run(flops={"passes": 300e9, "recompute": 120e9, "padding": 90e9}, passes=91.0, input_wait=5.0)
+    found = compare_per_step(run(flops={"passes": 700e9, "recompute": 50e9, "padding": 10e9}), b)
+    # What the model's own FLOPs lost to padding is no cause of its own: 300 against 700 * (390 / 710).
+    mirror = (3e9 - 7e9 * 390 / 710) * (770 / 7.6e9 + 910 / 5.1e9) / 2
+    assert sum(cause.change_ms for cause in found.causes) + mirror == pytest.approx(found.b_ms - found.a_ms)
+    assert sum(part.change_ms for part in found.parts) == pytest.approx(found.b_ms - found.a_ms)
+
+
+@pytest.mark.parametrize("key", ["start_up", "eval", "input_wait", "optimizer", "host", "passes"])
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_part_that_changed_is_named_first(key, grows):
+    shorter, longer = run(), run(**{key: SECONDS[key] + 30.0})
+    assert named_first(*((shorter, longer) if grows else (longer, shorter))) == key
+
+
+def test_pauses_are_not_named_first_where_steps_became_2_7_times_longer():
+    """As in the trial of a user: 457 ms became 1.23 s, and the traced run had a pause that was 3.9 points."""
+    a, b = run(passes=37.0), run(passes=115.0, pause=90.0)
+    found = compare_per_step(a, b)
+    assert [cause.key for cause in found.causes[:2]] == ["passes", "pause"]
+    assert "Most of the change: forward and backward grew from 370 ms to 1.15 s; next, pauses grew" in found.sentence
+
+
+def test_steps_with_a_quarter_of_the_flops_are_called_smaller_not_faster():
+    found = compare_per_step(run(), run(flops={"passes": 175e9}, passes=25.0))
+    causes = {cause.key: cause.change_ms for cause in found.causes}
+    # 770 ms at a quarter of the size are 192.5 ms; the small steps took 250.
+    assert (causes["step_size"], causes["passes"]) == pytest.approx((-577.5, 57.5))
+    assert found.causes[0].key == "step_size"
+    assert "steps became smaller, with 0.25 of the FLOPs" in found.sentence
+    assert "forward and backward became slower at the same work, by 57.5 ms" in found.sentence
+
+
+def test_recomputation_takes_time_at_the_speed_of_the_passes():
+    b = run(flops={"passes": 700e9, "recompute": 350e9}, passes=115.5)
+    found = compare_per_step(run(), b)
+    assert found.causes[0].key == "recompute"
+    assert parts_of(found)["recompute"] == pytest.approx((0.0, 385.0))
+    assert parts_of(found)["passes"] == pytest.approx((770.0, 770.0))
+
+
+@pytest.mark.parametrize(
+    ("flops", "seconds"),
+    [({"passes": 350e9, "padding": 350e9}, 77.0), ({"passes": 700e9, "padding": 700e9}, 154.0)],
+    ids=["instead of tokens", "besides the tokens"],
+)
+def test_padding_is_named_whether_steps_became_longer_or_not(flops, seconds):
+    found = compare_per_step(run(), run(flops=flops, passes=seconds))
+    assert found.causes[0].key == found.parts[0].key == "padding"
+    assert [cause.change_ms for cause in found.causes[1:]] == pytest.approx([0.0] * (len(found.causes) - 1), abs=1e-9)
+
+
+def test_what_a_run_does_once_does_not_look_longer_in_a_shorter_run():
+    short = {key: seconds / 10 for key, seconds in SECONDS.items()} | {"start_up": 4.0}
+    found = compare_per_step(run(), RunTime(short, 10, FLOPS, MEASURED))
+    assert parts_of(found)["start_up"] == pytest.approx((40.0, 40.0))
+    assert "A has 100 steps and B 10. What a run does once (start-up) is spread over 100 steps" in found.notes[-1]
+
+
+@pytest.mark.parametrize(("key", "name"), [("input_wait", "input wait"), ("optimizer", "optimizer")])
+def test_a_part_that_only_one_run_measured_is_folded_into_the_passes_of_both(key, name):
+    # The other run spent the same time, but does not know on what.
+    passes = SECONDS["passes"] + SECONDS[key]
+    b = run(measured=MEASURED - {key}, passes=passes, **{key: 0.0})
+    found = compare_per_step(run(), b)
+    assert key not in parts_of(found)
+    assert parts_of(found)["passes"] == pytest.approx((10 * passes, 10 * passes))
+    assert found.notes == (f'Only A measured "{name}", so it is part of "forward and backward" in both.',)
+    assert compare_per_step(b, run()).notes[0].startswith("Only B measured")
+
+
+def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_other_times():
+    unknown = run(measured=MEASURED - {"input_wait"})
+    assert compare_per_step(unknown, unknown).notes == (
+        "The input wait of both runs is unknown, so it is part of other times.",
+    )
+
+
+def test_runs_without_flops_are_compared_by_their_times():
+    found = compare_per_step(run(flops={}), run(flops={}, passes=154.0))
+    assert found.causes[0].key == "passes"
+    assert found.causes[0].change_ms == pytest.approx(770.0)
+    assert all(part.a_points is None for part in found.parts)
+
+
+def test_runs_without_a_step_cannot_be_compared():
+    assert compare_per_step(run(), run(steps=0)) is None
+
+
+def test_a_change_below_2_percent_is_not_put_into_words():
+    sentence = compare_per_step(run(), run(eval=10.5)).sentence
+    assert sentence.endswith("no part changed by 2 % of that or more.")
+
+
+LEDGER = {
+    "wall": 1600.0,
+    "start_up": 30.0,
+    "eval": 25.0,
+    "train": 1545.0,
+    "input_wait": 600.0,
+    "divided": 900.0,
+    "optimizer": 60.0,
+    "host": 20.0,
+}
+AT_PEAK = {"model_at_peak": 490.0, "hardware_at_peak": 530.0, "recompute_at_peak": 40.0}
+
+
+def test_milliseconds_are_the_same_with_and_without_a_peak():
+    longer = {"wall": 2000.0, "eval": 425.0}
+    found = {}
+    for name, more, peak in (("peak", AT_PEAK, {}), ("none", {"unpriced": 900.0}, {"peak": None})):
+        runs = [log_of({**LEDGER, **more, **each}, **peak) for each in ({}, longer)]
+        found[name] = json.loads(json.dumps(compare(*runs).to_json()))["per_step"]
+    with_points, without = ({part["key"]: part for part in found[name]["parts"]} for name in ("peak", "none"))
+    assert {key: part["a_ms"] for key, part in with_points.items()} == pytest.approx(
+        {key: part["a_ms"] for key, part in without.items()}
+    )
+    assert found["none"]["sentence"] == found["peak"]["sentence"]
+    assert "evaluation grew from 25.0 ms to 425 ms" in found["none"]["sentence"]
+    assert {part["a_points"] for part in without.values()} == {None}
+    # 1,600 s of which 490 s are the model's FLOPs at the peak: everything else is points.
+    assert sum(part["a_points"] for part in with_points.values()) == pytest.approx(100 * (1 - 490 / 1600))
+    # Of 945 s in steps without input wait, the optimizer took 60 of the 900 in which it was timed.
+    assert with_points["optimizer"]["a_ms"] == pytest.approx(945 * 60 / 900)
