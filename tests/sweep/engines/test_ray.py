@@ -174,19 +174,21 @@ def test_a_cluster_that_does_not_answer_for_a_while_is_waited_out_and_told(tmp_p
     trials = contract.make_trials(tmp_path, "echo hello", "echo hello")
     engine = RayEngine(address="auto")
     engine.open(tmp_path, [])
-    nodes = engine._ray.nodes
+    call = engine._driver.call
 
-    def silent():
-        raise ConnectionError("failed to connect to the head")
+    def silent(method, *arguments, **settings):
+        if method == "nodes":
+            raise ConnectionError("failed to connect to the head")
+        return call(method, *arguments, **settings)
 
-    monkeypatch.setattr(engine._ray, "nodes", silent)
+    monkeypatch.setattr(engine._driver, "call", silent)
     monkeypatch.setattr(engine, "_nodes_read", -1e9)
     assert engine.room(trials[0].spec) == 0
     engine.submit(trials)
     assert not engine.wait(1.2)
     assert engine.state().startswith("Ray has not answered for ")
     assert "failed to connect to the head" in engine.state()
-    monkeypatch.setattr(engine._ray, "nodes", nodes)
+    monkeypatch.setattr(engine._driver, "call", call)
     contract.run_all_placed(engine, trials)
     assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]
     assert engine.room(trials[0].spec) > 0

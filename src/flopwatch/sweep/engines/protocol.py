@@ -146,6 +146,7 @@ _RAY: dict[str, tuple[Outcome, str]] = {
     "NodeDiedError": ("lost", "its node died"),
     "WorkerCrashedError": ("lost", "its Ray worker died"),
     "RaySystemError": ("lost", "Ray itself failed"),
+    "RayDriverEnded": ("lost", "Ray's head did not answer for too long, so Ray ended the trial"),
 }
 
 # If Slurm runs without cgroups and a job uses too much memory, Slurm reports only FAILED and SIGKILL. It writes the

@@ -1,40 +1,38 @@
 """Runs trials as Ray tasks, on this machine or on an existing cluster. Needs `flopwatch[ray]`.
 
-Each task (`ray_task.py`) runs the supervisor of one trial.
+Each task (`ray_task.py`) runs the supervisor of one trial. A process of its own talks to Ray (`ray_driver.py`). If it
+ends, because the cluster's head is away for more than a minute, the engine starts another one until Ray answers again.
+Ray ends the tasks of the old process, at the latest when the head is back. A trial that had not begun gets a new task;
+if its old task starts after all, only one of the two supervisors can claim the trial.
 """
 
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import first_line
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.engines.ray_internals import (
-    RayOutage,
-    forget_node,
-    has_node_records,
-    import_ray,
-    in_environment,
-    local_environment,
-    node_of,
-    start_local,
-)
-from flopwatch.sweep.folder import Trial, has_begun, is_supervised
+from flopwatch.sweep.engines.ray_connection import RayConnection
+from flopwatch.sweep.engines.ray_internals import RayOutage, import_ray, local_environment
+from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, own_result
 
 _NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
-_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because the value may be on another node.
 _LEAVE_SECONDS = 30.0  # After the end of a task, its supervisor may need this long to kill the trial's processes.
+_CONNECT_SECONDS = 180.0  # The start of a local Ray may take long on a busy machine.
+_RESTART_SECONDS = 5.0  # This is the least time between two starts of the process that talks to Ray.
 _TICK_SECONDS = 0.05
+
+_DRIVER_ENDED = {"error": "RayDriverEnded"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +73,32 @@ class RayEngine:
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
         self._unsent: list[Trial] = []  # Trials that were submitted while Ray did not answer.
-        self._references: dict[Any, str] = {}  # For each Ray task that has not ended, the name of its trial.
+        self._tasks: dict[str, str] = {}  # For each Ray task that has not ended, the name of its trial.
         self._leaving: dict[str, _Leaving] = {}
-        self._trials: dict[str, Trial] = {}  # All trials in `_references` and `_leaving`, by name.
+        self._trials: dict[str, Trial] = {}  # All trials in `_tasks` and `_leaving`, by name.
         self._needs: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, Any] = {}  # The placement groups of trials with several nodes.
         self._recalled: set[str] = set()  # The trials whose tasks `withdraw` has cancelled.
         self._unrun: list[str] = []  # The cancelled trials that the next `withdraw` will return.
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
         self._is_cancelled = False
-        self._outage = RayOutage(can_come_back=address is not None)
-        self._opened = ExitStack()
+        self._outage = RayOutage()
+        self._next_start = -math.inf
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
         """Connect to Ray. Return the names of trials in `unfinished` that an earlier runner's supervisors still run."""
         self._sweep = sweep
-        if self._address is None:
-            self._opened.enter_context(in_environment(local_environment()))
-        self._ray = import_ray()
-        self._connect()
+        if find_spec("ray") is None:
+            import_ray()  # raises an error that says how to install it
+        self._start_driver()
+        try:
+            self._driver.wait_until_connected(_CONNECT_SECONDS)
+        except (ConnectionError, TimeoutError) as error:
+            self._driver.close()
+            if self._address is None:
+                raise InputError(f"cannot start a local Ray: {error}") from error
+            raise InputError(f"cannot connect to Ray at {self._address!r}; check the address: {error}") from error
         (sweep / ray_task.FOLDER_TOKEN).write_text(self._token)
-        self._remote = self._ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(ray_task.run_trial)
         self._refresh_nodes()
         still_there = [trial for trial in unfinished if is_supervised(sweep, trial.name)]
         for trial in still_there:
@@ -104,17 +106,38 @@ class RayEngine:
             self._leaving[trial.name] = _Leaving({"error": "TaskCancelledError"}, time.monotonic() + _LEAVE_SECONDS)
         return [trial.name for trial in still_there]
 
-    def _connect(self) -> None:
-        if self._ray.is_initialized():  # the calling program has connected to Ray and will disconnect itself
+    def _start_driver(self) -> None:
+        self._next_start = time.monotonic() + _RESTART_SECONDS
+        ray = sys.modules.get("ray")
+        if self._address is None and ray is not None and ray.is_initialized():  # use the Ray of the calling program
+            self._driver = RayConnection({}, ray.get_runtime_context().gcs_address, None, None)
             return
-        if self._address is None:
-            start_local(self._ray, *self._local)
-        else:
-            try:
-                self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise InputError(f"cannot connect to Ray at {self._address!r}; check the address: {error}") from error
-        self._opened.callback(self._ray.shutdown)
+        environment = local_environment() if self._address is None else {}
+        self._driver = RayConnection(environment, self._address, *self._local)
+
+    def _keep_driver(self) -> None:
+        """Start another process if the one that talks to Ray has ended."""
+        if self._driver.is_alive():
+            return
+        self._leave_tasks()
+        if self._is_cancelled or time.monotonic() < self._next_start:
+            raise ConnectionError(self._driver.last_words())
+        self._driver.close()
+        self._start_driver()
+
+    def _leave_tasks(self) -> None:
+        """Report the begun trials of an ended driver process as ended, and keep the others for the next process.
+
+        The supervisors of begun trials may still run, so `_gone` and the runner wait for the end of each.
+        """
+        for name in self._tasks.values():
+            trial = self._trials[name]
+            if self._is_cancelled or name in self._recalled or has_begun(self._sweep, name):
+                self._end_trial(name, _DRIVER_ENDED)
+            else:
+                self._unsent.append(trial)
+                del self._trials[name], self._needs[name]
+        self._tasks.clear()
 
     def room(self, next_up: TrialSpec) -> int:
         """Return how many more trials to give to Ray: a few more than can run at once, so that no GPU is idle between
@@ -150,7 +173,7 @@ class RayEngine:
                 f"a trial needs {nodes} nodes with {_text(need)} each, but a local Ray has one node; "
                 "set a cluster with --engine-option address=ADDRESS, or remove `nodes` from the configuration"
             )
-        return max(0, capacity - len(self._groups))
+        return max(0, capacity - sum(self._trials[name].spec.nodes > 1 for name in self._needs))
 
     def submit(self, trials: Sequence[Trial]) -> None:
         """Create the tasks of these trials. If Ray does not answer, keep the trials until it answers again."""
@@ -162,18 +185,9 @@ class RayEngine:
 
     def _place(self, trial: Trial) -> None:
         need = self._need(trial.spec)
-        # A trial with one node needs no placement group, because Ray places all GPUs of a task on one node.
-        options: dict[str, Any] = {
-            "num_cpus": need["CPU"],
-            "num_gpus": need["GPU"],
-            "name": f"flopwatch {trial.name}",
-        }
-        if trial.spec.nodes > 1:
-            group = self._groups.get(trial.name) or ray_task.place_group(trial.spec.nodes, need)
-            self._groups[trial.name] = group
-            options["scheduling_strategy"] = ray_task.on_bundle(group, 0)
-        reference = self._remote.options(**options).remote(self._order(trial, need))
-        self._references[reference] = trial.name
+        task = f"{trial.name} {attempt_of(trial.sweep, trial.name)}"
+        self._driver.call("place", task, self._order(trial, need))
+        self._tasks[task] = trial.name
         self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
@@ -190,9 +204,12 @@ class RayEngine:
         while True:
             left = max(0.0, deadline - time.monotonic())
             with self._outage.tolerated():
+                self._keep_driver()
                 self._collect(min(left, _TICK_SECONDS) if self._leaving else left)
                 self._give_up_dead_nodes()
             self.submit(())
+            if self._outage.since is not None:
+                self._take_up_results()
             ended = self._gone()
             if ended or time.monotonic() >= deadline:
                 return ended
@@ -201,38 +218,32 @@ class RayEngine:
 
     def _collect(self, seconds: float) -> None:
         """Wait until tasks finish, and move their trials to `_leaving` until their supervisors have ended too."""
-        if not self._references:
+        if not self._tasks:
             time.sleep(seconds)
             return
-        waiting = list(self._references)
         seconds = min(seconds, _NODES_EVERY_SECONDS)
-        if self._ray.wait(waiting, num_returns=1, timeout=seconds, fetch_local=False)[0]:
-            for reference in self._ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]:
-                self._end_task(self._references.pop(reference), self._outcome(reference))
+        for task, returned in self._driver.call("ended", seconds, seconds=seconds):
+            if task in self._tasks:
+                ray_task.put_in_place(self._sweep, returned.files)
+                self._end_trial(self._tasks.pop(task), returned.evidence)
+            self._driver.call("forget", task)
 
-    def _outcome(self, reference: Any) -> dict[str, Any]:
-        """Write the files that a finished task returned, and return what is known about its end."""
-        try:
-            returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
-        except Exception as error:  # Ray has many errors for a dead task, and a task may raise anything
-            cause = _cause(error)
-            return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
-        ray_task.put_in_place(self._sweep, returned.files)
-        return dict(returned.evidence)
+    def _take_up_results(self) -> None:
+        """While Ray does not answer, report the trials that have written their results to the sweep's folder."""
+        for task, name in list(self._tasks.items()):
+            if own_result(self._sweep, name) is not None:
+                self._end_trial(self._tasks.pop(task), _DRIVER_ENDED)
 
-    def _end_task(self, name: str, evidence: Mapping[str, Any]) -> None:
+    def _end_trial(self, name: str, evidence: Mapping[str, Any]) -> None:
         if self._is_cancelled:
             evidence = {**evidence, "error": "TaskCancelledError"}
         self._needs.pop(name, None)
-        if name in self._groups:
-            ray_task.remove_group(self._groups.pop(name))
         if name in self._recalled and not has_begun(self._sweep, name):
             self._recalled.remove(name)
             self._unrun.append(name)
             del self._trials[name]
             return
         self._leaving[name] = _Leaving(evidence, time.monotonic() + _LEAVE_SECONDS)
-        forget_node(self._token, name)
 
     def _gone(self) -> list[Ended]:
         now = time.monotonic()
@@ -252,48 +263,50 @@ class RayEngine:
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
         if not dead:
             return
-        for reference, name in list(self._references.items()):
-            node = node_of(self._token, name)
-            if node in dead:
-                del self._references[reference]
-                self._end_task(name, {"error": "NodeDiedError", "host": dead[node]})
+        begun = self._driver.call("begun")
+        for task in [task for task in self._tasks if begun.get(task) in dead]:
+            self._end_trial(self._tasks.pop(task), {"error": "NodeDiedError", "host": dead[begun[task]]})
+            self._driver.call("forget", task)
 
     def withdraw(self) -> Sequence[str]:
         """Cancel the tasks that have not begun. Once Ray has ended them, the next call returns their trials' names."""
         self._unrun += [trial.name for trial in self._unsent]
         self._unsent = []
-        with self._outage.tolerated():
-            for reference, name in self._references.items() if has_node_records() else ():
-                if name not in self._recalled and node_of(self._token, name) is None:
-                    self._ray.cancel(reference, force=True)
-                    self._recalled.add(name)
+        if set(self._tasks.values()) - self._recalled:
+            with self._outage.tolerated():
+                begun = self._driver.call("begun")
+                queued = {task: name for task, name in self._tasks.items() if begun.get(task, "") is None}
+                self._driver.call("cancel", list(queued))
+                self._recalled |= set(queued.values())
         back, self._unrun = self._unrun, []
         return back
 
     def end(self, names: Sequence[str]) -> None:
         """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`trial_guard.py`)."""
-        for reference, name in list(self._references.items()):
-            if name in names:
-                del self._references[reference]
-                self._ray.cancel(reference, force=True)
-                self._end_task(name, {})
+        for task in [task for task, name in self._tasks.items() if name in names]:
+            with self._outage.tolerated():
+                self._driver.call("cancel", [task])
+                self._driver.call("forget", task)
+            self._end_trial(self._tasks.pop(task), {})
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        for reference in self._references:
-            self._ray.cancel(reference, force=True)
+        with self._outage.tolerated():
+            self._driver.call("cancel", list(self._tasks))
+            return
+        self._driver.kill()  # Ray does not answer, but it ends the tasks of a process that has ended
 
     def close(self) -> None:
         """Disconnect from the cluster, or end the local Ray."""
-        if hasattr(self, "_sweep"):
+        if hasattr(self, "_driver"):
             (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
-        self._opened.close()
+            self._driver.close()
 
     def state(self) -> str:
         if outage := self._outage.state():
             return outage
         nodes = len(self._resources())
-        return f"{nodes} {'node' if nodes == 1 else 'nodes'}, {len(self._references)} with Ray"
+        return f"{nodes} {'node' if nodes == 1 else 'nodes'}, {len(self._tasks)} with Ray"
 
     def _need(self, spec: TrialSpec) -> dict[str, float]:
         gpus = spec.gpus or self._gpus_per_trial
@@ -315,7 +328,7 @@ class RayEngine:
 
     def _refresh_nodes(self) -> None:
         """Read the list of nodes, which may change during a sweep."""
-        self._nodes, self._nodes_read = self._ray.nodes(), time.monotonic()
+        self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
         self._outage.end()
 
 
@@ -360,9 +373,3 @@ def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken
 
 def _text(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-
-
-def _cause(error: Exception) -> Exception:
-    """Return the original exception, which Ray wraps in a generated class such as `RayTaskError(ValueError)`."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, Exception) else error

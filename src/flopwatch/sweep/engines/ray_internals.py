@@ -6,7 +6,9 @@ Each name, its purpose, and what happens with a version of Ray that does not hav
 - `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER` and `RAY_worker_niceness`: see `local_environment`. Ray ignores unknown variables.
 - `ray.experimental.internal_kv` stores on which node each trial runs. Without it, the end of a trial on a disconnected
   node is noticed only when Ray notices it, and queued tasks are not withdrawn.
-- The names of exception classes in `_OUTAGE_ERRORS`. With other names, an unreachable head node ends the sweep.
+- The names of exception classes in `_OUTAGE_ERRORS` of `ray_connection.py`. With other names, an unreachable head node
+  ends the sweep.
+- `RAY_gcs_rpc_server_reconnect_timeout_s`: see `reconnect_seconds`.
 """
 
 import atexit
@@ -29,10 +31,8 @@ from typing import Any
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.optional import require
 
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _PATIENCE_SECONDS = 24 * 3600.0  # an unreachable cluster is waited for at most one day
-
-_OUTAGE_ERRORS = ("RpcError", "RaySystemError", "GetTimeoutError")
-"""Exceptions that can mean that Ray's head node does not answer, by name, so that Ray need not be imported here."""
 
 
 def import_ray() -> Any:
@@ -169,27 +169,31 @@ def _key(token: str, name: str) -> bytes:
     return f"flopwatch/{token}/{name}".encode()
 
 
-class RayOutage:
-    """Suppresses errors while a cluster does not answer, for example because its head node restarts.
+def reconnect_seconds() -> float:
+    """Return how long Ray's core waits for the cluster's head before it ends the process that drives Ray."""
+    try:
+        return float(os.environ.get(_RECONNECT, 60))
+    except ValueError:
+        return 60.0
 
-    `can_come_back` is False for a local Ray, which does not restart after a failure. `since` is the time at which the
-    outage began; None while Ray answers.
+
+class RayOutage:
+    """Suppresses errors while Ray does not answer, for example because its head node restarts.
+
+    `since` is the time at which the outage began; None while Ray answers.
     """
 
-    def __init__(self, *, can_come_back: bool, clock: Clock = monotonic_seconds) -> None:
+    def __init__(self, clock: Clock = monotonic_seconds) -> None:
         self.since: float | None = None
-        self._can_come_back, self._clock = can_come_back, clock
+        self._clock = clock
         self._message = ""
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Suppress errors which show that the cluster does not answer, for at most a day. Raise all other errors."""
+        """Suppress errors which show that Ray does not answer, for at most a day. Raise all other errors."""
         try:
             yield
-        except Exception as error:
-            is_outage = isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _OUTAGE_ERRORS
-            if not is_outage or not self._can_come_back:
-                raise
+        except (ConnectionError, TimeoutError) as error:
             if self.since is not None and self._clock() - self.since > _PATIENCE_SECONDS:
                 raise
             self.since = self._clock() if self.since is None else self.since
