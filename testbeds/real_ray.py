@@ -50,3 +50,23 @@ def ray_cluster():
             yield cluster
         finally:
             cluster.shutdown()
+
+
+@contextmanager
+def ray_head(cpus, port=None):
+    """A head with Ray's own timeouts, on the port of an earlier head if given; `kill_gcs` ends its control service."""
+    need_ray()
+    with in_environment(local_environment()):
+        import_ray()
+        from ray.cluster_utils import Cluster
+
+        settings = {"num_cpus": cpus, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
+        cluster = Cluster(initialize_head=True, head_node_args={**settings, "gcs_server_port": port})
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def kill_gcs(cluster):
+    cluster.head_node.all_processes["gcs_server"][0].process.kill()

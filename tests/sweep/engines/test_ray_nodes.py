@@ -44,6 +44,20 @@ def placed_on_a_node_that_joins_later(cluster, engine, tmp_path):
     return node, trial, supervisor
 
 
+def test_the_runners_environment_reaches_trials_and_what_is_the_nodes_own_does_not(
+    cluster, engine, tmp_path, monkeypatch
+):
+    changed = {"MY_LEDGER": "a b=c", "HF_HOME": "/data/hf", "PATH": f"/none:{os.environ['PATH']}", "HOSTNAME": "runner"}
+    node = cluster.add_node(num_cpus=1)
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    (trial,) = contract.make_trials(tmp_path, "env > {trial_dir}/env")
+    contract.run_all(engine, [trial])
+    cluster.remove_node(node)
+    seen = dict(line.split("=", 1) for line in (contract.folder_of(trial) / "env").read_text().splitlines())
+    assert {name for name, value in changed.items() if seen.get(name) == value} == {"MY_LEDGER", "HF_HOME"}
+
+
 def test_a_trial_on_a_node_that_dies_is_lost_and_leaves_nothing(cluster, engine, tmp_path):
     node, trial, supervisor = placed_on_a_node_that_joins_later(cluster, engine, tmp_path)
     cluster.remove_node(node, allow_graceful=False)

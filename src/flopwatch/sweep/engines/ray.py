@@ -191,8 +191,7 @@ class RayEngine:
         self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
-        handed_on = [name for name in os.environ if name == "PYTHONPATH" or name.startswith(("NCCL_", "GLOO_"))]
-        environment = {name: os.environ[name] for name in handed_on}
+        environment = ray_task.without_node_variables(os.environ)
         if not need["GPU"]:  # Ray would not set CUDA_VISIBLE_DEVICES, so the trial would see all GPUs
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()

@@ -39,6 +39,25 @@ _TAIL_BYTES = 4000
 _LEAVE_SECONDS = 20.0
 
 
+_NODE_VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "VIRTUAL_ENV", "HOME", "TMPDIR", "TMP", "TEMP"),
+    *("USER", "LOGNAME", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "HOSTNAME", "HOST", "TERM", "DISPLAY"),
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("FLOPWATCH_PARENT_PID", "FLOPWATCH_CORES", "FLOPWATCH_GPUS", "FLOPWATCH_SLOT_DIR"),
+)
+_NODE_PREFIXES = ("RAY_", "SLURM_", "SSH_", "XDG_", "DBUS_", "CONDA_", "NVIDIA_", "KUBERNETES_")
+
+
+def without_node_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the runner's environment variables for a trial, without those that describe the runner's own machine.
+
+    >>> without_node_variables({"HF_HOME": "/data", "PATH": "/bin", "RAY_ADDRESS": "auto"})
+    {'HF_HOME': '/data'}
+    """
+    own = {name for name in environment if name in _NODE_VARIABLES or name.startswith(_NODE_PREFIXES)}
+    return {name: value for name, value in environment.items() if name not in own}
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The argument of a trial's task.
