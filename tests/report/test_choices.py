@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from flopwatch.report.contents import choice_sentence
 from support.few_results import GIB, ended, group_of, ran
 
 
@@ -14,7 +13,7 @@ def test_the_fastest_is_the_one_with_most_samples_per_second():
     choice = choices(ran("ghost", 4, 64, 1.0, gib=1), ran("ghost", 8, 64, 1.5, gib=2))[64, "private"]
     assert choice.fastest.batch_size == 8
     assert choice.tied == ()
-    assert choice_sentence(choice) == "the fastest of 2"
+    assert choice.verdict == "the fastest of 2"
 
 
 def test_a_private_trainer_is_never_replaced_by_one_that_is_not():
@@ -30,7 +29,7 @@ def test_a_private_trainer_is_never_replaced_by_one_that_is_not():
 def test_overlapping_intervals_are_no_measurable_difference():
     choice = choices(ran("ghost", 8, 64, 1.00, spread=0.02), ran("dpsgd", 8, 64, 1.02, spread=0.02))[64, "private"]
     assert [cell.trainer for cell in choice.tied] == ["dpsgd"]
-    assert choice_sentence(choice) == "no measurable difference between ghost batch 8 and dpsgd batch 8"
+    assert choice.verdict == "no measurable difference between ghost batch 8 and dpsgd batch 8"
 
 
 def test_intervals_that_do_not_overlap_decide():
@@ -76,7 +75,7 @@ def test_the_lightest_is_within_ten_percent_of_the_fastest():
 def test_what_did_not_run_is_no_candidate():
     found = choices(ran("ghost", 4, 64), ended("ghost", 8, 64, "oom_device"))
     assert found[64, "private"].candidates == 1
-    assert choice_sentence(found[64, "private"]) == "the only one that ran"
+    assert found[64, "private"].verdict == "the only one that ran"
 
 
 def test_nothing_that_ran_gives_no_choice():

@@ -22,6 +22,7 @@ from flopwatch.report.records import (
     TrainerTotals,
 )
 from flopwatch.report.summary import MOST_COLUMNS
+from flopwatch.report.verdicts import configuration as configuration
 from flopwatch.report.verdicts import differ_measurably
 
 MATRIX_NOTES = (
@@ -35,6 +36,7 @@ TRAINER_HEADINGS = ("ok / run", "success", "out of memory", "failed", "not run",
 PREFLIGHT_HEADINGS = ("trainer", "model", "supported", "parameters", "layers", "why not")
 NOTHING_TO_CHOOSE = "No trial ran to its end with a measured time, so there is nothing to choose from."
 CLASSES_APART = "Private trainers are never compared with trainers that are not private."
+UNCLEAR_LIMIT = "! A batch ran although a smaller one ran out of memory: the limit is unclear."
 WHOLE_PROCESS = "Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
 
 OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
@@ -94,6 +96,16 @@ def totals_sentence(summary: SweepSummary) -> str:
     return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
 
 
+MOST_WARNINGS = 20
+
+
+def shown_warnings(summary: SweepSummary) -> list[str]:
+    """Return the warnings above the report. If there are very many, the last line says how many are left out."""
+    more = len(summary.warnings) - MOST_WARNINGS
+    left_out = [f"{plural(more, 'more warning')}: see the JSON report"] if more > 0 else []
+    return [*summary.warnings[:MOST_WARNINGS], *left_out]
+
+
 def trainer_cells(one: TrainerTotals) -> tuple[str, ...]:
     """Return the cells of a trainer's row after its name and privacy class, in the order of `TRAINER_HEADINGS`."""
     return (
@@ -131,41 +143,12 @@ def failure_facts(failure: Failure) -> dict[str, str]:
     }
 
 
-def configuration(cell: Cell) -> str:
-    return f"{cell.trainer} batch {cell.batch_size}"
-
-
 def throughput(cell: Cell) -> str:
+    """Write the throughput; `~` marks that of an unstable step time, as in the matrix of step times."""
+    mark = "~" if cell.is_unstable else ""
     if cell.tokens_per_s is not None:
-        return f"{number(cell.tokens_per_s)} tokens/s"
-    return f"{number(cell.samples_per_s)} samples/s"
-
-
-def choice_sentence(choice: Choice) -> str:
-    """Say whether the fastest configuration is measurably faster than the others."""
-    if not choice.tied:
-        if choice.candidates == 1:
-            return "the only one that ran"
-        return f"the fastest of {choice.candidates}"
-    # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
-    tied = sorted(choice.tied, key=lambda cell: cell.trainer == choice.fastest.trainer)
-    rivals = [_beside(cell, choice.fastest) for cell in tied[:2]]
-    more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
-    return f"no measurable difference between {configuration(choice.fastest)} and {', '.join(rivals)}{more}"
-
-
-def _beside(cell: Cell, fastest: Cell) -> str:
-    return f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell)
-
-
-def choice_notes(choice: Choice) -> str:
-    """Return reasons to be careful with the fastest configuration; empty if there are none."""
-    notes = []
-    if choice.fastest.alloc_retries:
-        notes.append("barely fits into memory: the allocator had to free its cache to make room")
-    if choice.fastest.is_unstable:
-        notes.append("step time is unstable")
-    return "; ".join(notes)
+        return f"{mark}{number(cell.tokens_per_s)} tokens/s"
+    return f"{mark}{number(cell.samples_per_s)} samples/s"
 
 
 def crossover_sentence(crossover: Crossover) -> str:
@@ -230,6 +213,17 @@ def device_capacity(cells: Sequence[Cell]) -> int | None:
     """Return the memory size of the accelerator; None if it is unknown or differs between trials."""
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def limit_note(group: Group) -> str:
+    """Return the caveat of the table of largest batches; empty if it needs none."""
+    return "" if all(point.is_monotone for point in group.frontier) else UNCLEAR_LIMIT
+
+
+def uncertain_crossovers(crossovers: Iterable[Crossover]) -> str:
+    """Say how many crossovers may be none; empty if all are clearly measured."""
+    undecided = sum(not crossover.is_claimed for crossover in crossovers)
+    return f"{undecided:,} more are uncertain: medians cross, but their intervals overlap" if undecided else ""
 
 
 def denominator_sentence(group: Group) -> str:

@@ -220,7 +220,7 @@ def fenced(text: str) -> str:
 def _lines(summary: SweepSummary) -> Iterator[str]:
     yield f"## Sweep {escaped(summary.name)}"
     yield f"\n{contents.totals_sentence(summary)}; {duration(summary.totals.trial_seconds)} of trials.\n"
-    yield from (f"> **Note:** {escaped(warning)}\n" for warning in summary.warnings[:MOST_FAILURES])
+    yield from (f"> **Note:** {escaped(warning)}\n" for warning in contents.shown_warnings(summary))
     groups = summary.groups[:MOST_GROUPS]
     yield "### What to run\n"
     yield from _what_to_run(groups)
@@ -255,8 +255,7 @@ def _what_to_run(groups: Sequence[Group]) -> Iterator[str]:
 
 def _choice_cells(group: Group, choice: Choice) -> tuple[str, ...]:
     fastest, lightest = choice.fastest, choice.lightest
-    remarks = [contents.choice_sentence(choice)] if choice.tied else []
-    remarks += [note] if (note := contents.choice_notes(choice)) else []
+    remarks = [*([choice.verdict] if choice.tied else []), *choice.caveats]
     name = escaped(contents.configuration(fastest))
     return (
         escaped(group.title),
@@ -291,6 +290,8 @@ def _group(group: Group) -> Iterator[str]:
     yield from _frontier(group)
     yield from _privacy(group)
     yield from (f"- {escaped(sentence)}" for sentence in contents.crossover_digest(group.crossovers)[:MOST_ROWS])
+    if uncertain := contents.uncertain_crossovers(group.crossovers):
+        yield f"- {uncertain}"
     yield ""
 
 
@@ -333,6 +334,8 @@ def _frontier(group: Group) -> Iterator[str]:
         for seq in contents.evenly(group.seq_lens, MOST_ROWS)
     )
     yield from markdown_table(("seq", *(escaped(name) for name in group.trainers)), rows)
+    if note := contents.limit_note(group):
+        yield f"{note}\n"
 
 
 def _privacy(group: Group) -> Iterator[str]:

@@ -216,6 +216,8 @@ class Choice:
         lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
             memory is unknown.
         candidates: The number of trials compared.
+        verdict: Whether the fastest is measurably faster than the others, in words.
+        caveats: Reasons to be careful with the verdict. Every form of the report shows them.
     """
 
     seq_len: int
@@ -224,6 +226,8 @@ class Choice:
     tied: tuple[Cell, ...]
     lightest: Cell | None
     candidates: int
+    verdict: str
+    caveats: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,23 @@ def choices_table(group: Group) -> RenderableType:
     return _with_words("", table, len(group.choices), len(choices))
 
 
-def tie_sentences(group: Group) -> list[str]:
+def verdict_lines(group: Group) -> list[str]:
+    """Return what the rows of the table do not say: ties, and each caveat once, with the rows it is about."""
     tied = [choice for choice in group.choices if choice.tied]
-    notes_shown = [
-        f"≈ seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}: {one_line(contents.choice_sentence(choice))}"
-        for choice in tied[:MOST_TIES]
-    ]
-    notes = [(choice, contents.choice_notes(choice)) for choice in group.choices if choice.fastest.alloc_retries]
-    notes_shown += [f"! seq {c.seq_len}, {_short(c.fastest)}: {note}" for c, note in notes[:MOST_TIES]]
-    more = max(len(tied) - MOST_TIES, 0) + max(len(notes) - MOST_TIES, 0)
-    return [*notes_shown, plural(more, "more note")] if more else notes_shown
+    lines = [f"≈ {_place(choice)}: {one_line(choice.verdict)}" for choice in tied[:MOST_TIES]]
+    lines += [plural(len(tied) - MOST_TIES, "more note")] if len(tied) > MOST_TIES else []
+    places: dict[str, list[str]] = {}
+    for choice in group.choices:
+        for caveat in choice.caveats:
+            places.setdefault(caveat, []).append(f"{_place(choice)}, {_short(choice.fastest)}")
+    for caveat, found in places.items():
+        more = f"; and {len(found) - MOST_TIES} more rows" if len(found) > MOST_TIES else ""
+        lines.append(f"! {'; '.join(found[:MOST_TIES])}{more}: {caveat}")
+    return lines
+
+
+def _place(choice: Choice) -> str:
+    return f"seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}"
 
 
 def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:
@@ -189,7 +196,6 @@ MOST_GROUPS = 3
 MOST_CROSSOVERS = 8
 MOST_FAILURES = 8
 MOST_LINES = 15
-MOST_WARNINGS = 10
 _CELL_WIDTH, _FACTORS_WIDTH, _LEFT_WIDTH = 15, 21, 14
 
 
@@ -225,7 +231,7 @@ def _head(summary: SweepSummary) -> Iterator[RenderableType]:
     yield Text.assemble(("flopwatch report ", "bold"), plain(summary.folder))
     spent = f"; {duration(summary.totals.trial_seconds)} of trials" if summary.totals.trial_seconds else ""
     yield Text(contents.totals_sentence(summary) + spent)
-    for warning in summary.warnings[:MOST_WARNINGS]:
+    for warning in contents.shown_warnings(summary):
         yield Text.assemble(("! ", "bold yellow"), (one_line(warning), "yellow"))
 
 
@@ -238,7 +244,7 @@ def _what_to_run(groups: Sequence[Group]) -> Iterator[RenderableType]:
         if group.choices:
             yield _indented(Text(one_line(group.title), style="italic"))
             yield _indented(choices_table(group))
-            yield from (_note(sentence) for sentence in tie_sentences(group))
+            yield from (_note(sentence) for sentence in verdict_lines(group))
     yield _note(contents.CLASSES_APART)
 
 
@@ -263,6 +269,7 @@ def _group(group: Group, metrics: Sequence[contents.Metric], width: int) -> Iter
     capacity = contents.device_capacity(group.cells)
     for sentence in (
         f"The device has {byte_size(capacity)}." if capacity else "",
+        contents.limit_note(group),
         contents.denominator_sentence(group),
     ):
         if sentence:
@@ -292,16 +299,16 @@ def _notes_that_apply(group: Group) -> Iterator[str]:
 
 def _crossovers(group: Group) -> Iterator[RenderableType]:
     sentences = contents.crossover_digest(group.crossovers)
-    undecided = sum(not crossover.is_claimed for crossover in group.crossovers)
-    if not sentences and not undecided:
+    uncertain = contents.uncertain_crossovers(group.crossovers)
+    if not sentences and not uncertain:
         return
     yield Text("\n  Crossovers, interpolated between measured values", style="bold")
     for sentence in sentences[:MOST_CROSSOVERS]:
         yield _indented(Text(one_line(sentence)), 4)
     if len(sentences) > MOST_CROSSOVERS:
         yield _note(f"  {len(sentences) - MOST_CROSSOVERS} more: see --html or --json")
-    if undecided:
-        yield _note(f"  {undecided} more are uncertain: medians cross, but their intervals overlap")
+    if uncertain:
+        yield _note(f"  {uncertain}")
 
 
 def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:

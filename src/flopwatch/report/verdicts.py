@@ -15,6 +15,7 @@ from math import exp, log
 from typing import NamedTuple
 
 from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.report.cells import FEWEST_STEPS
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
 
 PROCESS_NOISE = 0.02
@@ -146,14 +147,48 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
         for cell in ranked
         if cell.peak_bytes is not None and (cell.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
     ]
+    tied = tuple(cell for cell in ranked[1:] if _overlap(fastest, cell))
     return Choice(
         seq_len,
         privacy,
         fastest,
-        tied=tuple(cell for cell in ranked[1:] if _overlap(fastest, cell)),
+        tied,
         lightest=min(near, key=lambda cell: cell.peak_bytes or 0) if near else None,
         candidates=len(members),
+        verdict=_verdict(fastest, tied, len(members)),
+        caveats=tuple(_caveats(fastest, ranked[1:])),
     )
+
+
+def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
+    if not tied:
+        return "the only one that ran" if candidates == 1 else f"the fastest of {candidates}"
+    # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
+    tied = sorted(tied, key=lambda cell: cell.trainer == fastest.trainer)
+    rivals = [
+        f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell) for cell in tied[:2]
+    ]
+    more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
+    return f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+
+
+_UNSTABLE = "its step time is unstable"
+
+
+def _caveats(fastest: Cell, others: Sequence[Cell]) -> Iterator[str]:
+    if fastest.alloc_retries:
+        yield "barely fits into memory: the allocator had to free its cache to make room"
+    unstable = sum(cell.is_unstable for cell in others)
+    if fastest.is_unstable:
+        yield f"{_UNSTABLE}, and so are {unstable} of the {len(others)} others" if unstable else _UNSTABLE
+    elif unstable:
+        yield f"the step times of {unstable} of the {len(others)} others are unstable"
+    if others and throughput_interval(fastest) is None:
+        yield f"it has no 95 % interval (fewer than {FEWEST_STEPS} step times), so differences below 10 % do not count"
+
+
+def configuration(cell: Cell) -> str:
+    return f"{cell.trainer} batch {cell.batch_size}"
 
 
 def _overlap(fastest: Cell, other: Cell) -> bool:

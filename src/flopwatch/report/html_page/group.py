@@ -146,8 +146,8 @@ def _frontier(group: Group) -> Iterator[str]:
         body.append(f'<tr><td class="n">{seq_len}</td>{cells}</tr>')
     yield "<h3>Largest batch that ran <small>(smallest out of memory)</small></h3>"
     yield _table(f'<tr><th class="n">sequence</th>{heads}</tr>', "".join(body))
-    if not all(point.is_monotone for point in group.frontier):
-        yield '<p class="soft small">! A batch ran although a smaller one ran out of memory: the limit is unclear.</p>'
+    if note := contents.limit_note(group):
+        yield f'<p class="soft small">{note}</p>'
 
 
 def _privacy(group: Group) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _crossovers(group: Group) -> Iterator[str]:
         every = _list([contents.crossover_sentence(crossover) for crossover in claimed])
         yield f"<details><summary>All {len(claimed):,} crossovers, one by one</summary>{every}</details>"
     if undecided:
-        words = f"{len(undecided):,} more are uncertain: medians cross, but their intervals overlap"
+        words = contents.uncertain_crossovers(group.crossovers)
         yield f"<details><summary>{words}</summary>{_list(undecided)}</details>"
 
 

@@ -16,7 +16,6 @@ from flopwatch.report.html_page.svg import COLOURS, esc
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
 
 DETAILED_GROUPS = 12
-MOST_WARNINGS = 20
 
 
 def report_page(summary: SweepSummary) -> str:
@@ -48,7 +47,7 @@ def _header(summary: SweepSummary) -> Iterator[str]:
 def _sections(summary: SweepSummary, colours: dict[str, int]) -> Iterator[str]:
     yield _tiles(summary)
     yield outcome_strip(summary.totals.by_outcome, with_legend=True)
-    yield from (f'<div class="warn">{esc(warning)}</div>' for warning in summary.warnings[:MOST_WARNINGS])
+    yield from (f'<div class="warn">{esc(warning)}</div>' for warning in contents.shown_warnings(summary))
     yield from run_section(summary, colours)
     yield from trainer_section(summary, colours)
     yield '<h2 id="groups">Measurements</h2>' if len(summary.groups) > 1 else '<div id="groups"></div>'
@@ -206,8 +205,8 @@ def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
     kind = colours[fastest.trainer] % COLOURS
     is_same = lightest is not None and lightest.trial == fastest.trial
     lighter = '<span class="soft">the same</span>' if is_same else _named(lightest, colours) if lightest else UNKNOWN
-    notes = contents.choice_notes(choice)
-    verdict = esc(contents.choice_sentence(choice)) + (f'; <span class="soft">{esc(notes)}</span>' if notes else "")
+    notes = "; ".join(choice.caveats)
+    verdict = esc(choice.verdict) + (f'; <span class="soft">{esc(notes)}</span>' if notes else "")
     return (
         f'<tr class="{"tied" if choice.tied else ""}"><td class="n">{choice.seq_len}</td>'
         f"<td>{_chip(choice.privacy)}</td>"

@@ -1,0 +1,111 @@
+"""What a reader must be careful about stands in every form of the report, in the same words."""
+
+import html
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from flopwatch.records.privacy import PrivacySpent
+from flopwatch.records.trial import TrialSpec
+from flopwatch.report.exports import report_json, report_markdown
+from flopwatch.report.html_page.page import report_page
+from flopwatch.report.terminal import draw_report
+from support.few_results import ended, ran, summary_of
+
+
+def shaky(trainer, batch, seq, seconds, *, steps=10, retries=None, **more):
+    """A trial with an unstable step time."""
+    result = ran(trainer, batch, seq, seconds, spread=0.2, **more)
+    times = replace(result.measured.steps, count=steps)
+    memory = replace(result.measured.memory, alloc_retries=retries)
+    return replace(result, measured=replace(result.measured, steps=times, memory=memory))
+
+
+def spending(result, note):
+    spent = PrivacySpent(None, 1e-5, 0.8, 0.01, 100, "prv", note)
+    return replace(result, measured=replace(result.measured, privacy=spent))
+
+
+def full_of_caveats():
+    return summary_of(
+        shaky("standard", 4, 512, 0.2, steps=5),
+        shaky("standard", 8, 512, 0.5, steps=5),
+        shaky("standard", 4, 1024, 1.0, retries=3, gib=1),
+        spending(
+            ran("ghost", 4, 512, 1.00, spread=0.01), "epsilon is unknown: the trainer declares no noise_multiplier"
+        ),
+        spending(
+            ran("dpsgd", 4, 512, 1.01, spread=0.2), "epsilon is unknown: the trainer declares no noise_multiplier"
+        ),
+        ran("ghost", 8, 512, 2.02, spread=0.2),
+        ran("dpsgd", 8, 512, 2.00, spread=0.01),
+        ended("ghost", 2, 512, "oom_device"),
+        missing=[TrialSpec("fast", "tiny", 4, 512)],
+    )
+
+
+def forms(summary):
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(draw_report(summary, width=100))
+    found = {
+        "terminal": console.export_text(),
+        "markdown": report_markdown(summary).replace("\\", ""),
+        "page": html.unescape(report_page(summary)),
+    }
+    return {form: " ".join(text.split()) for form, text in found.items()}
+
+
+@pytest.mark.parametrize(
+    "caveat",
+    [
+        "its step time is unstable, and so are 1 of the 1 others",
+        "the step times of 2 of the 3 others are unstable",
+        "it has no 95 % interval (fewer than 6 step times), so differences below 10 % do not count",
+        "barely fits into memory: the allocator had to free its cache to make room",
+        "no measurable difference between ghost batch 4 and dpsgd batch 8, dpsgd batch 4 and 1 more",
+        "~10,240 tokens/s",
+        "1 trial has no result yet; run the same sweep command again to resume",
+        "A batch ran although a smaller one ran out of memory: the limit is unclear.",
+        "1 more are uncertain: medians cross, but their intervals overlap",
+        "epsilon is unknown: the trainer declares no noise_multiplier",
+        "Private trainers are never compared with trainers that are not private.",
+        "~ marks an unstable step time: ignore small differences.",
+    ],
+)
+def test_a_caveat_stands_in_every_form_of_the_report(caveat):
+    without = [form for form, text in forms(full_of_caveats()).items() if caveat not in text]
+    assert without == []
+
+
+def test_every_caveat_of_every_choice_is_printed_and_is_in_the_json():
+    summary = full_of_caveats()
+    caveats = [caveat for choice in summary.groups[0].choices for caveat in choice.caveats]
+    in_json = [one for choice in json.loads(report_json(summary))["groups"][0]["choices"] for one in choice["caveats"]]
+
+    assert len(caveats) == 5
+    assert in_json == caveats
+    assert all(caveat in text for caveat in caveats for text in forms(summary).values())
+
+
+def test_a_caveat_of_many_rows_is_printed_once_with_some_of_the_rows():
+    summary = summary_of(*(shaky("standard", 4, 64 * k, 1.0 * k) for k in range(1, 10)))
+    text = forms(summary)["terminal"]
+
+    assert text.count("its step time is unstable") == 1
+    assert "seq 64, no DP, standard b4; seq 128, no DP, standard b4;" in text
+    assert "and 5 more rows: its step time is unstable" in text
+
+
+def test_a_stable_choice_has_no_caveat():
+    (choice,) = summary_of(ran("standard", 4, 64, 1.0), ran("standard", 8, 64, 1.2)).groups[0].choices
+    assert (choice.verdict, choice.caveats) == ("the fastest of 2", ())
+
+
+def test_no_warning_is_left_out_without_a_word():
+    summary = replace(full_of_caveats(), warnings=tuple(f"warning number {place}" for place in range(23)))
+    for form, text in forms(summary).items():
+        assert "warning number 19" in text, form
+        assert "3 more warnings: see the JSON report" in text, form
