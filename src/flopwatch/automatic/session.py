@@ -170,7 +170,7 @@ class WatchedProcess:
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
 
     def _monitor_options(self) -> dict[str, Any]:
-        options = dict(self._options)
+        options = {"quiet": True, **self._options}  # a console sink prints, if anything does
         if not self._is_quiet and sys.stderr is not None:
             from flopwatch.sinks.console import ConsoleSink
 

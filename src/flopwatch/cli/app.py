@@ -71,7 +71,7 @@ def _check_monitor() -> tuple[bool, str]:
     from flopwatch.monitor.training_monitor import TrainingMonitor
 
     with tempfile.TemporaryDirectory() as folder:
-        monitor = TrainingMonitor(folder, strict=True, peak_flops_per_s=1e12)
+        monitor = TrainingMonitor(folder, strict=True, peak_flops_per_s=1e12, quiet=True)
         with monitor:
             watched, _ = _train(monitor)
         bare, _ = _train(None)
@@ -89,7 +89,7 @@ def _check_cost() -> tuple[bool, str]:
 
     from flopwatch.monitor.training_monitor import TrainingMonitor
 
-    with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, peak_flops_per_s=1e12) as monitor:
+    with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, peak_flops_per_s=1e12, quiet=True) as monitor:
         _, seconds = _train(monitor)
         own = (monitor.own_seconds + monitor.thread_cpu_seconds) / _STEPS
     step_seconds = median(seconds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
 from flopwatch.library_internals import find_trainer, guarded_part
-from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor
+from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor, act_on_run
 from flopwatch.optional import require
 
 _callbacks = require("transformers.trainer_callback", "hf")
@@ -69,6 +69,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
         self.strict = self.strict or self.monitor.config.strict
+        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
         self.monitor.says_what_was_not_given(False)  # the warning below is clearer than the monitor's
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:

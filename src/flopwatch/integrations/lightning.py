@@ -91,6 +91,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._steps_done = trainer.global_step
         self.monitor = TrainingMonitor(**self._options(trainer))
         self.strict = self.strict or self.monitor.config.strict
+        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
         self.monitor.says_what_was_not_given(False)  # if the model is missing, `find_model` raises a clearer error
         if self._totals.get("step") == trainer.global_step - 1:
             self.monitor.load_state_dict(self._totals)

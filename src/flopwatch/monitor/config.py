@@ -70,6 +70,7 @@ class MonitorConfig(BaseModel):
     def _one_is_a_list_of_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    quiet: bool = Field(False, description="True: print no lines to stderr, unless sinks has console.")
     sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of each sink, by the sink's name.")
     strict: bool = Field(False, description="True: raise errors of the monitor instead of reporting them once.")
     eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; only written to the log.")

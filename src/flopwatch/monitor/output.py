@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
@@ -20,6 +20,9 @@ from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
+
+if TYPE_CHECKING:
+    from flopwatch.sinks.console import ConsoleSink
 
 Notify = Callable[[Level, str, str], None]
 """A function that takes a level, a code and a message, and sends only the first message of each code."""
@@ -101,8 +104,8 @@ def not_readable(name: str) -> NoticeText:
 def input_wait_unknown() -> NoticeText:
     return _info(
         "input_wait_unknown",
-        "the input wait is not known, because micro-batches are fetched inside the step; a TrainingMonitor in the loop "
-        "measures it with `for batch in monitor.batches(loader)`",
+        "the input wait is not known, because micro-batches are fetched inside the step; "
+        "`for batch in monitor.batches(loader)` of a TrainingMonitor measures it",
     )
 
 
@@ -110,8 +113,8 @@ def time_outside_steps(seconds: float) -> NoticeText:
     return _warning(
         "time_outside_steps",
         f"{seconds:.3g} s passed between two steps, far longer than usual. This is counted as time outside steps "
-        "(time/outside_seconds), not as input wait. A TrainingMonitor in the loop can tell which it was: put "
-        'evaluation and saving into `with monitor.phase("eval")`, and write `for batch in monitor.batches(loader)`',
+        "(time/outside_seconds), not as input wait. To name it, mark it with a TrainingMonitor: "
+        '`with monitor.phase("checkpoint")` around saving, `for batch in monitor.batches(loader)` for the data',
     )
 
 
@@ -285,8 +288,9 @@ class Outlets:
         failed_parts: Parts of the monitor that were switched off, each with its first error.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False, console: "ConsoleSink | None" = None) -> None:
         self._is_quiet = is_quiet
+        self._console = console
         self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
         self._early: list[Record] = []
         self._has_started = False
@@ -302,6 +306,11 @@ class Outlets:
         for record in (start, *self._early):
             self.send(record)
         self._early.clear()
+
+    def print_no_rows(self) -> None:
+        """Leave the lines of rows to a framework, which prints its own."""
+        if self._console is not None:
+            self._console.shows_rows = False
 
     def send(self, record: Record) -> None:
         """Queue a record for every sink; never blocks."""
@@ -405,13 +414,25 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
             raise InputError("; ".join(f"the sink {name} cannot be used: {why}" for name, why in reasons.items()))
         sinks += made
         failures |= reasons
+    console = None if config.quiet or any(_is_console(want) for want in wanted) else _default_console()
     log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
-    outlets = Outlets([log, *sinks])
+    outlets = Outlets([log, *sinks, *([] if console is None else [console])], console=console)
     for name, reason in failures.items():
         outlets.failed_parts.setdefault(name, reason)
         message = f"the sink {name!r} is not used: {reason}"
         outlets.notify("error", f"sink_failed:{name}", message)
     return outlets
+
+
+def _is_console(sink: str | Sink) -> bool:
+    return getattr(sink, "name", sink) == "console"
+
+
+def _default_console() -> "ConsoleSink | None":
+    """Lines on stderr, so that what the training prints stays as it is; None in a process without stderr."""
+    from flopwatch.sinks.console import ConsoleSink  # imports rich, which a quiet training does not need
+
+    return None if sys.stderr is None else ConsoleSink(sys.stderr, is_plain=True)
 
 
 def json_ready(value: Any) -> Any:

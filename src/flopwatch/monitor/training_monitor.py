@@ -191,12 +191,14 @@ class TrainingMonitor:
         data_parallel_size: Number of different batches per step, if ranks share batches (tensor, context or pipeline
             parallel). Tensor parallelism with DTensor is found without it.
         strict: True raises errors of the monitor instead of reporting them once.
+        quiet: True prints nothing. By default the run's folder, a line per window and the summary go to stderr, unless
+            `sinks` has `console`.
         clock: A monotonic clock in seconds; for tests.
 
     Example:
         >>> import tempfile, torch
         >>> model = torch.nn.Linear(8, 8)
-        >>> with TrainingMonitor(tempfile.mkdtemp(), model=model) as monitor:
+        >>> with TrainingMonitor(tempfile.mkdtemp(), model=model, quiet=True) as monitor:
         ...     for batch in torch.randn(3, 4, 8):
         ...         with monitor.step(batch) as step:
         ...             loss = model(batch).sum()
@@ -227,6 +229,7 @@ class TrainingMonitor:
         logging_rank: int | None = None,
         data_parallel_size: int | None = None,
         strict: bool | None = None,
+        quiet: bool | None = None,
         clock: Clock = monotonic_seconds,
     ) -> None:
         if not isinstance(output_dir, str | os.PathLike):
@@ -247,6 +250,7 @@ class TrainingMonitor:
             logging_rank=logging_rank,
             data_parallel_size=data_parallel_size,
             strict=strict,
+            quiet=quiet,
             sinks=None if sinks is None else tuple(sink for sink in wanted_sinks if isinstance(sink, str)),
         )
         if self.config.strict:

@@ -145,9 +145,16 @@ class ConsoleSink:
     name = "console"
     gather_seconds = 0.0
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """Writes to `stream`; None means `sys.stdout`, looked up at the first record."""
+    def __init__(self, stream: TextIO | None = None, *, is_plain: bool = False) -> None:
+        """Create a sink.
+
+        Args:
+            stream: Where it writes; None means `sys.stdout`, looked up at the first record.
+            is_plain: True shows no progress bar, and no notices, which `logging` prints too.
+        """
         self._stream = stream
+        self._is_plain = is_plain
+        self.shows_rows = True
         self._console: Console | None = None
         self._start: RunStart | None = None
         self._first_row: Row | None = None
@@ -161,8 +168,11 @@ class ConsoleSink:
         elif isinstance(record, Provenance):
             self._show(Text(provenance_line(record), style="dim"))
         elif isinstance(record, Notice):
-            self._show(_notice(record))
+            if not self._is_plain:
+                self._show(_notice(record))
         elif isinstance(record, Row):
+            if not self.shows_rows:
+                return
             self._first_row = self._first_row or record
             self._last_row = record
             self._show(self._line(record))
@@ -226,6 +236,8 @@ class ConsoleSink:
     def _bar(self) -> str:
         """The progress bar; empty if the number of steps is unknown or the output is not a terminal."""
         start, first, last = self._start, self._first_row, self._last_row
+        if self._is_plain:
+            return ""
         console = self._open()
         if not (start and start.total_steps and first and last and console.file.isatty()) or console.is_dumb_terminal:
             return ""
