@@ -170,8 +170,10 @@ class WatchedProcess:
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
 
     def _monitor_options(self) -> dict[str, Any]:
-        options = {"quiet": True, **self._options}  # a console sink prints, if anything does
-        if not self._is_quiet and sys.stderr is not None:
+        options = dict(self._options)
+        if self._is_quiet:
+            options["quiet"] = True
+        elif sys.stderr is not None and not self._settings().quiet:
             from flopwatch.sinks.console import ConsoleSink
 
             wanted = options.get("sinks")
