@@ -117,7 +117,10 @@ def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
 @pytest.mark.parametrize(
     ("story", "reasons"),
     [
-        (Story(knows_peak=False), ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: pass peak_flops_per_s="]),
+        (
+            Story(knows_peak=False),
+            ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: give it now with --peak-tflops"],
+        ),
         (Story(knows_flops=False), ["FLOPs were not yet counted when this was logged"]),
         (Story(knows_tokens=False), ["the shape of the batch was not logged: pass batch= or attention_mask="]),
         (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag
+from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import (
     STANDARD_OUTPUT,
     refuse_options_of_sweeps,
@@ -38,6 +39,7 @@ def report(
         str | None, flag("Log every trial to MLflow; update those logged before.", metavar="EXPERIMENT")
     ] = None,
     metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Print the report of a sweep or of a run, or write it as a page.
 
@@ -54,8 +56,13 @@ def report(
     folder = _sweep_folder(directory, logs_dir)
     if (log := _log_of_run(folder)) is not None:
         refuse_options_of_sweeps(log, parquet=parquet, metric=metric, wandb=wandb, mlflow=mlflow)
-        report_run(log, html=html, md=md, as_json=as_json, output=output, csv=csv)
+        chosen = peak_to_use(peak_tflops)
+        report_run(log, html=html, md=md, as_json=as_json, output=output, csv=csv, choose_peak=chosen)
         return
+    if peak_tflops is not None:
+        raise InputError(
+            "--peak-tflops is for the report of a run; the trials of a sweep keep the peak they were given"
+        )
     capture = capture_sweep(folder)
     written = write_tables(capture, csv, parquet)
     is_printed = STANDARD_OUTPUT in (csv, parquet)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopwatch.records.metrics import APART, goodput_of, loss_in_step
+from flopwatch.records.metrics import APART, goodput_of, loss_in_step, timed_flops_of
 from flopwatch.records.run import Number
 
 AMOUNTS = (
@@ -264,6 +264,17 @@ def use_of_peak(step: MeasuredStep) -> dict[str, float]:
     return uses
 
 
+def _flops_of_timed(step: MeasuredStep) -> dict[str, int]:
+    """The FLOPs that `use_of_peak` divides by the peak; empty if the step has no time or no FLOPs."""
+    if step.seconds is None or step.model_flops is None:
+        return {}
+    executed = max(step.hardware_flops or 0, step.model_flops)
+    flops = {"model": step.model_flops, "hardware": executed}
+    if step.hardware_flops and step.recompute_flops is not None:
+        flops["recompute"] = executed * step.recompute_flops // step.hardware_flops
+    return flops
+
+
 _TOTALS = AMOUNTS[:-1]
 
 
@@ -276,12 +287,15 @@ class Ledger:
         totals: Samples, tokens and FLOPs of the steps; amounts that were never known are missing.
         seconds: Time by use, such as `train` and `eval`; `wall` is the time from the run's start to its newest row.
         first_start_unix_time: When the run's first process started; None if the log does not contain it.
+        timed_flops: FLOPs of the timed steps, by use as in `use_of_peak`. With them, a reader of the log can compute
+            what the run would have logged with another peak.
     """
 
     steps: int = 0
     totals: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
+    timed_flops: dict[str, int] = field(default_factory=dict)
     _not_compared: list[float] = field(default_factory=list, repr=False)
     """`work_seconds` of warm-up steps, kept until the typical time is known; what exceeds it is then lost time."""
 
@@ -301,6 +315,7 @@ class Ledger:
         for step in steps:
             for name, seconds in (use_of_peak(step) if at_peak is None else {}).items():
                 self.spend(name, seconds)
+            self.add_timed_flops(_flops_of_timed(step))
             self.steps += 1
             self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})
             if step.seconds is not None and step.work_seconds is not None:
@@ -334,6 +349,10 @@ class Ledger:
         for name in _TOTALS:
             if name in amounts:
                 self.totals[name] = self.totals.get(name, 0) + amounts[name]
+
+    def add_timed_flops(self, flops: Mapping[str, int]) -> None:
+        for name, more in flops.items():
+            self.timed_flops[name] = self.timed_flops.get(name, 0) + more
 
     def _look_for_loss(
         self,
@@ -387,9 +406,11 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         state = {"steps": self.steps, "totals": dict(self.totals), "seconds": dict(self.seconds)}
-        return state | {"first_start_unix_time": self.first_start_unix_time}
+        flops = dict(self.timed_flops)
+        return state | {"first_start_unix_time": self.first_start_unix_time, "timed_flops": flops}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Ledger":
         first_start = state.get("first_start_unix_time")  # older logs do not contain it
-        return cls(int(state["steps"]), dict(state["totals"]), dict(state["seconds"]), first_start)
+        flops = timed_flops_of(state)
+        return cls(int(state["steps"]), dict(state["totals"]), dict(state["seconds"]), first_start, flops)

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from flopwatch.clock import Clock
-from flopwatch.errors import FlopwatchError
+from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.hardware import DeviceFacts, read_device
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
-from flopwatch.records.metrics import APART, LOST, OF_STEPS, carried_seconds, typical_seconds
+from flopwatch.records.metrics import APART, LOST, OF_STEPS, carried_seconds, timed_flops_of, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.records.run_checks import broken_field
 from flopwatch.runs import read_around, rows_from_end
@@ -90,6 +91,7 @@ def _start_by_psutil() -> float | None:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     elastic = _torchelastic()
+    facts = _device_facts(device)
     return {
         **({} if elastic is None else {"torchelastic": elastic}),
         "flopwatch": __version__,
@@ -99,8 +101,17 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "pid": os.getpid(),
         "process": identify_process(),
         "device": str(device),
+        **({} if facts is None else {"device_name": facts.name, "device_units": facts.unit_count}),
         "threads": torch.get_num_threads(),
     }
+
+
+def _device_facts(device: torch.device) -> DeviceFacts | None:
+    """What identifies the device in the file of measured peaks; None if torch does not say it."""
+    try:
+        return read_device(device)
+    except InputError:
+        return None
 
 
 def _torchelastic() -> dict[str, Any] | None:
@@ -394,6 +405,8 @@ class Session:
         """
         self._unbooked_seconds -= _seconds_of(steps)
         self._ledger.add_amounts(amounts)
+        if at_peak is not None:
+            self._ledger.add_timed_flops(timed_flops_of({"totals": amounts}))
         stalled_before = self._ledger.seconds.get("stall", 0.0)
         self._ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += self._ledger.seconds.get("stall", 0.0) - stalled_before

@@ -7,7 +7,7 @@ whose value is unknown is left out of the row.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
 
@@ -238,6 +238,16 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
     productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
     return Goodput(productive / wall, wall, productive, lost, _knows_input_wait(seconds))
+
+
+def timed_flops_of(ledger: Mapping[str, Any]) -> dict[str, int]:
+    """FLOPs of the timed steps (`model`, `hardware`, `recompute`) by a ledger; of all steps in logs that lack them."""
+    flops = ledger.get("timed_flops")
+    if flops is not None:
+        return dict(flops)
+    totals = ledger.get("totals", {})
+    known = {name: totals.get(f"{name}_flops") for name in ("model", "hardware", "recompute")}
+    return {name: amount for name, amount in known.items() if amount is not None}
 
 
 def _knows_input_wait(seconds: Mapping[str, float]) -> bool:

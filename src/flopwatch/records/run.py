@@ -67,6 +67,7 @@ class Provenance:
         device_count: Number of devices whose peaks are summed.
         achievable_flops_per_s: The rate of the fastest matrix product measured on this device, if it is known.
         notes: Fallbacks that were used, and facts that could not be determined.
+        dtypes: Compute types of the counted products whose peaks are needed, the one with the most FLOPs first.
     """
 
     step: int
@@ -79,6 +80,7 @@ class Provenance:
     device_count: int = 1
     notes: tuple[str, ...] = ()
     achievable_flops_per_s: float | None = None
+    dtypes: tuple[str, ...] = ()
 
     type: Literal["provenance"] = "provenance"
 

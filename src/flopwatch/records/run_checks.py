@@ -71,7 +71,7 @@ def _is_ledger(value: Any) -> bool:
     return (
         _is_count(value.get("steps", 0))
         and _or_none(_is_amount)(value.get("first_start_unix_time"))
-        and all(_mapping_of(_is_amount)(value.get(part, {})) for part in ("totals", "seconds"))
+        and all(_mapping_of(_is_amount)(value.get(part, {})) for part in ("totals", "seconds", "timed_flops"))
     )
 
 
@@ -114,6 +114,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "all_ranks": _mapping_of(_is_amount),
     "exact": _or_none(lambda value: type(value) is bool),
     "notes": _texts,
+    "dtypes": _texts,
     "peak": _or_none(_is_peak),
     "session": _is_text,
     "output_dir": _is_text,

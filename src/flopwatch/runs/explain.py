@@ -232,8 +232,8 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
     if provenance is None or provenance.peak is None:
         device = next((start.environment.get("device") for start in reversed(log.starts)), None)
         reasons["peak"] = (
-            f"flopwatch has no peak FLOP/s for {device or 'this device'}: pass peak_flops_per_s= to TrainingMonitor, "
-            "or set FLOPWATCH_PEAK_TFLOPS"
+            f"flopwatch has no peak FLOP/s for {device or 'this device'}: give it now with --peak-tflops, or measure "
+            "it with `flopwatch peak --measure`"
         )
     if sums["tokens"] is None and sums["seconds"] is not None:
         reasons["tokens"] = "the shape of the batch was not logged: pass batch= or attention_mask= to log_step"

@@ -86,7 +86,7 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
         broken = "step" if _lacks_step(kind, given) else broken_field(given)
         if broken is not None:
             raise TornLineError(f"the field {broken!r} has a value of the wrong type")
-        for name in ("notes", "skip"):
+        for name in ("notes", "skip", "dtypes"):
             if name in given:
                 given[name] = tuple(given[name])
         if "doubted" in given:

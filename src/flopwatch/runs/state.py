@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
 from flopwatch.spread import percentile
@@ -92,8 +93,10 @@ class WatchFeed:
         place: The folder or log file, as the user gave it.
     """
 
-    def __init__(self, run_dir: str, unix_time: Callable[[], float]) -> None:
+    def __init__(self, run_dir: str, unix_time: Callable[[], float], choose_peak: ChoosePeak | None = None) -> None:
         self.run = WatchedRun()
+        self._choose_peak = choose_peak
+        self._changed: Callable[[Record], Record] | None = None
         self.place = run_dir
         self.unix_time = unix_time
         self._follower: LogFollower | None = None
@@ -118,9 +121,12 @@ class WatchFeed:
         if self._follower.times_replaced > self._replaced:
             self._replaced = self._follower.times_replaced
             self.run = WatchedRun()
+            self._changed = None
+        if self._changed is None:
+            self._changed = PeakGiver(self._choose_peak) if self._choose_peak is not None else lambda record: record
         is_new = False
         for record in records:
-            self.run.add(record)
+            self.run.add(self._changed(record))
             is_new = True
         if is_new and self._has_looked:
             # Use the clock of this machine, because the clock of the training machine may differ.

@@ -13,6 +13,7 @@ import typer
 
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.report import write_file
+from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
@@ -37,10 +38,12 @@ def compare(
         float | None,
         flag("Exit with status 1 if B is slower than A by more than PERCENT, and not by chance.", metavar="PERCENT"),
     ] = None,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
     from flopwatch.runs import find_log, read_log
     from flopwatch.runs.comparison import compare as compare_logs
+    from flopwatch.runs.given_peak import with_peak
 
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
@@ -52,7 +55,8 @@ def compare(
     if md is not None:
         raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
     traces = (traces_of_run(run)[0] for run in (run_a, run_b))
-    comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)), *traces)
+    log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
+    comparison = compare_logs(log_a, log_b, *traces)
     if as_json:
         print_json(comparison.to_json())
     else:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag, print_json, print_section
+from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
-from flopwatch.number_format import percent
+from flopwatch.number_format import flop_rate, percent
 from flopwatch.records.metrics import UNKNOWN_WAIT
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ def explain(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
     step: Annotated[int | None, flag("The step to explain. Default: the steps of the newest log row.")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
     from flopwatch.runs import find_log, read_around
     from flopwatch.runs.explain import explain_step, explain_window
+    from flopwatch.runs.given_peak import with_peak
 
-    log = read_around(find_log(run_dir), step)
+    log = with_peak(read_around(find_log(run_dir), step), peak_to_use(peak_tflops))
     if step is None and not log.rows:
         raise InputError(f"{str(log.path)!r} has no row of metrics yet; the first one is written after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
@@ -221,6 +224,9 @@ def _print_division(name: str, numerator: str, division: "Division | None", expl
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
         reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
         typer.secho(f"{name} is unknown: it cannot be calculated without {reason}", fg="yellow")
+        flops = getattr(explanation, numerator.replace(" FLOPs", "_flops"), None)
+        if missing == ["peak"] and flops is not None and explanation.seconds:
+            typer.echo(f"{numerator} / seconds = {flop_rate(flops / explanation.seconds)}")
         return
     devices = "" if division.device_count == 1 else f" x {division.device_count}"
     unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")

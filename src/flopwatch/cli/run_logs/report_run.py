@@ -10,6 +10,7 @@ from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from flopwatch.report.run_page.contents import RunReport
+    from flopwatch.runs.given_peak import ChoosePeak
 
 STANDARD_OUTPUT = "-"
 
@@ -25,13 +26,20 @@ def refuse_options_of_sweeps(log: Path, **given: str | None) -> None:
 
 
 def report_run(
-    log: Path, *, html: str | None, md: str | None, as_json: bool, output: str | None, csv: str | None
+    log: Path,
+    *,
+    html: str | None,
+    md: str | None,
+    as_json: bool,
+    output: str | None,
+    csv: str | None,
+    choose_peak: "ChoosePeak | None" = None,
 ) -> None:
     """Write the asked files of a run's report, and print JSON or, if nothing else was asked, the short form."""
     is_csv_printed = csv == STANDARD_OUTPUT
     written = []
     if csv is not None:
-        content = rows_as_csv(log)
+        content = rows_as_csv(log, choose_peak)
         if is_csv_printed:
             typer.echo(content, nl=False)
         else:
@@ -41,12 +49,11 @@ def report_run(
             return
     from flopwatch.cli.run_logs.why import traces_of_run
     from flopwatch.report.run_page.collecting import read_report
-    from flopwatch.runs.waterfall.losses import waterfall_of
 
     traces, problems = traces_of_run(str(log.parent))
     for problem in problems:
         typer.echo(problem, err=True)
-    report = read_report(log, lambda newest: waterfall_of(newest, traces))
+    report = read_report(log, traces, choose_peak)
     written += _write_files(report, html=html, md=md, output=output)
     if as_json:
         from flopwatch.report.run_page.exports import run_json
@@ -76,14 +83,15 @@ def _write_files(report: "RunReport", *, html: str | None, md: str | None, outpu
     )
 
 
-def rows_as_csv(log: Path) -> str:
+def rows_as_csv(log: Path, choose_peak: "ChoosePeak | None" = None) -> str:
     """The rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
     import csv
     import io
 
+    from flopwatch.runs.given_peak import with_peak
     from flopwatch.runs.reading import read_log
 
-    rows = read_log(log).rows
+    rows = with_peak(read_log(log), choose_peak).rows
     metrics = list(dict.fromkeys(key for row in rows for key in row.values))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag
+from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def watch(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
     once: Annotated[bool, flag("Print the view once and exit.", "--once")] = False,
     refresh: Annotated[float, flag("Seconds between two reads of the log.")] = 1.0,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run.
 
@@ -41,7 +43,7 @@ def watch(
         )
         console.print(_list_of_runs(below, run_dir))
         return
-    feed = WatchFeed(below[0] if below else run_dir, time.time)
+    feed = WatchFeed(below[0] if below else run_dir, time.time, peak_to_use(peak_tflops))
     if once or not console.is_terminal:
         feed.look(must_exist=True)
         console.print(_frame(feed, console))

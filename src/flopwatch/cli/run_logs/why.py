@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopwatch.cli import flag, print_json, text_width
+from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.number_format import duration, flop_rate, percent, plural
 
@@ -28,18 +29,26 @@ def why(
         list[str] | None,
         flag("A trace of this run; may be given for several ranks. Default: the newest in RUN_DIR.", metavar="FILE"),
     ] = None,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
-    """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next."""
+    """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next.
+
+    Where MFU is unknown, show where the time went.
+    """
     from flopwatch.runs import find_log, read_around
-    from flopwatch.runs.waterfall.conclusion import conclusion_of, what_is_missing
+    from flopwatch.runs.given_peak import with_peak
+    from flopwatch.runs.waterfall.conclusion import conclusion_of
     from flopwatch.runs.waterfall.losses import waterfall_of
     from flopwatch.runs.waterfall.verdicts import facts_of
 
-    log = read_around(find_log(run_dir))
+    log = with_peak(read_around(find_log(run_dir)), peak_to_use(peak_tflops))
     traces, problems = traces_of_run(run_dir, trace or ())
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
-        raise InputError(what_is_missing(log))
+        from flopwatch.cli.run_logs.why_times import show_times
+
+        show_times(log, traces, problems, as_json=as_json)
+        return
     facts = facts_of(log)
     conclusion = conclusion_of(log, waterfall)
     if as_json:

@@ -61,13 +61,17 @@ class Peaks:
 
     def of(self, compute_type: str) -> Peak | None:
         """The peak for the `dtype` that the user has set, otherwise for `compute_type`; None if unknown."""
-        name = self._dtype or self._with_tf32(compute_type)
+        name = self.name(compute_type)
         if name not in self._known:
             peak, why = self._ask(name)
             self._known[name] = None if peak is None else shared_peak(peak, self.ranks)
             if peak is None:
                 self.why_unknown[name] = why
         return self._known[name]
+
+    def name(self, compute_type: str) -> str:
+        """The compute type whose peak is used for products in this one."""
+        return self._dtype or self._with_tf32(compute_type)
 
     def seconds(self, flops_by_dtype: Mapping[str, int]) -> float | None:
         """Seconds the device would need for these FLOPs at its peak; None if a peak is unknown."""

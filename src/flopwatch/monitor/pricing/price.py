@@ -89,6 +89,7 @@ class StepPricer:
         self.devices_per_batch = 1
         self.repeated: str | None = None
         self._main_type: str | None = None
+        self._types: dict[str, None] = {}
         self._last: tuple[Any, StepFlops] | None = None
         self._written: Any = None
         """The values from which the newest `Provenance` record was made. If they change, a new record is needed."""
@@ -167,6 +168,7 @@ class StepPricer:
             self._main_type = max(flops.model_by_dtype, key=lambda name: flops.model_by_dtype[name])
         assumed = None if flops.model_by_dtype else weights_dtype(self._counter.model, self.peaks.device) or "fp32"
         self._main_type = self._main_type or assumed
+        self._types |= dict.fromkeys(name for name, amount in flops.model_by_dtype.items() if amount)
         model = self.peaks.seconds(flops.model_by_dtype or {assumed or "fp32": flops.model})
         hardware = None
         if flops.hardware is not None:
@@ -180,7 +182,8 @@ class StepPricer:
         facts = self._counter.facts()
         if facts is None:
             return None
-        written = facts, self.peaks, self.peaks.ranks, self._main_type
+        dtypes = self._dtypes()
+        written = facts, self.peaks, self.peaks.ranks, dtypes
         if written == self._written:
             return None
         self._written = written
@@ -198,7 +201,14 @@ class StepPricer:
             device_count,
             notes=facts.notes,
             achievable_flops_per_s=self._achievable_flops_per_s(),
+            dtypes=dtypes,
         )
+
+    def _dtypes(self) -> tuple[str, ...]:
+        """The compute types whose peaks are needed, the one with the most FLOPs first; empty before the first step."""
+        if self._main_type is None:
+            return ()
+        return tuple(dict.fromkeys(self.peaks.name(kind) for kind in (self._main_type, *self._types)))
 
     def _achievable_flops_per_s(self) -> float | None:
         """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""

@@ -1,7 +1,7 @@
 """Collect what the report of a run contains, in one pass over its log and in bounded memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -9,13 +9,16 @@ from typing import Any
 
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
 from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
+from flopwatch.records.trace_split import TraceSplit
 from flopwatch.report.run_page.contents import MAIN_KEYS, Exactness, Kind, Moment, RunReport
 from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Point
+from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
-from flopwatch.runs.reading import RunLog, read_log
+from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import is_gone, is_running
 from flopwatch.runs.waterfall.conclusion import conclusion_of
-from flopwatch.runs.waterfall.losses import Waterfall, seconds_of, waterfall_of
+from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
+from flopwatch.runs.waterfall.times import times_of
 
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200
@@ -29,23 +32,29 @@ _LEAST_SECONDS = 1e-9
 """A smaller growth of a sum of seconds is a rounding error."""
 
 
-def read_report(run_dir: str | Path, make_waterfall: Callable[[RunLog], Waterfall | None] = waterfall_of) -> RunReport:
+def read_report(
+    run_dir: str | Path, traces: Sequence[TraceSplit] = (), choose_peak: ChoosePeak | None = None
+) -> RunReport:
     """Read what the report of a run shows from its log.
 
     Args:
         run_dir: The folder of the run, or its log.
-        make_waterfall: Makes the waterfall from a log that has only its newest row; by default without traces.
+        traces: Traces of the run.
+        choose_peak: Another peak than the one that was logged.
 
     Raises:
         InputError: There is no log, or it is not the log of a run.
     """
     collector = _Collector()
-    log = read_log(find_log(run_dir), collector.take)
-    return report_of(log, collector, make_waterfall(log))
+    path = find_log(run_dir)
+    giver = None if choose_peak is None else giver_of(read_around(path), choose_peak)
+    log = read_log(path, lambda row: collector.take(row if giver is None else giver.row(row)))
+    return report_of(with_peak(log, choose_peak), collector, traces)
 
 
-def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None) -> RunReport:
+def report_of(log: RunLog, collector: "_Collector", traces: Sequence[TraceSplit]) -> RunReport:
     collector.finish(log)
+    waterfall = waterfall_of(log, traces)
     moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
     seconds = seconds_of(log) or collector.seconds
     ends = [record.unix_time for record in (log.summary, *log.starts[-1:]) if record is not None]
@@ -66,6 +75,7 @@ def report_of(log: RunLog, collector: "_Collector", waterfall: Waterfall | None)
         moment_counts=Counter(moment.kind for moment in moments),
         goodput=goodput_of(seconds),
         waterfall=waterfall,
+        times=times_of(log, traces) if waterfall is None else None,
         conclusion=conclusion_of(log, waterfall),
         stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
         exactness=collector.exactness(),

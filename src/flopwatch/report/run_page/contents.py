@@ -9,6 +9,7 @@ from flopwatch.records.run import Number, Provenance, RunStart
 from flopwatch.report.run_page.curves import Curve
 from flopwatch.runs.waterfall.conclusion import Conclusion
 from flopwatch.runs.waterfall.losses import Waterfall
+from flopwatch.runs.waterfall.times import Times
 
 MAIN_KEYS = (
     "perf/mfu_percent",
@@ -89,6 +90,7 @@ class RunReport:
         values: The newest value of each metric, and the step of its window.
         moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
         moment_counts: How many there were of each kind.
+        times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
         conclusion: What the log says in words; `flopwatch why` says the same.
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
@@ -112,6 +114,7 @@ class RunReport:
     moment_counts: Mapping[str, int]
     goodput: Goodput | None
     waterfall: Waterfall | None
+    times: Times | None
     conclusion: Conclusion
     stragglers: Mapping[int, int]
     exactness: Exactness

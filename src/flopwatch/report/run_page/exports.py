@@ -19,6 +19,7 @@ def run_json(report: RunReport) -> str:
     """Write everything that the page shows as JSON."""
     content = record_fields(report)
     content["waterfall"] = asdict(report.waterfall) if report.waterfall is not None else None
+    content["times"] = None if report.times is None else report.times.to_json()
     content["conclusion"] = asdict(report.conclusion)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}

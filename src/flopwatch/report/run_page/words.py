@@ -10,6 +10,8 @@ from flopwatch.records.metrics import UNKNOWN_WAIT, find_metric
 from flopwatch.records.reading import one_line
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
+from flopwatch.runs.waterfall.texts import IN_STEPS
+from flopwatch.runs.waterfall.times import TimeUse
 
 NAMES = {
     "perf/mfu_percent": "MFU",
@@ -122,8 +124,12 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     """The main numbers, each with the words that say what it is."""
     whole = report.waterfall.mfu_percent if report.waterfall else None
     of_wall = f"; {percent(whole / 100)} of the whole wall time" if whole is not None else ""
-    yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
-    yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
+    rate = report.times.flops_per_second if report.times is not None else None
+    if rate is not None and "perf/mfu_percent" not in report.curves:
+        yield flop_rate(rate), "model FLOP/s of one device"
+    else:
+        yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
+        yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
     for key, words in (
         ("perf/tokens_per_second", "tokens per second"),
         ("perf/samples_per_second", "samples per second"),
@@ -160,10 +166,17 @@ def user_keys(report: RunReport) -> list[str]:
 
 def time_uses(report: RunReport) -> list[tuple[str, float]]:
     """Each use of the wall time with its seconds: training first, then the largest loss."""
+    if report.times is not None:
+        uses = sorted(report.times.uses, key=lambda use: use.key not in IN_STEPS)
+        return [(_with_time_per_step(use), use.seconds) for use in uses]
     if report.goodput is None:
         return []
     lost = [(USES.get(name, name), seconds) for name, seconds in report.goodput.largest_losses(99)]
     return [(USES["productive"], report.goodput.productive_seconds), *lost]
+
+
+def _with_time_per_step(use: TimeUse) -> str:
+    return use.name if use.seconds_per_step is None else f"{use.name}, {step_time(use.seconds_per_step)} per step"
 
 
 def goodput_notes(report: RunReport) -> list[str]:

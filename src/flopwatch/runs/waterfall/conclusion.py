@@ -64,8 +64,9 @@ def what_is_missing(log: RunLog) -> str:
         return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
     if not log.provenances or log.provenances[-1].peak is None:
         return (
-            "the peak FLOP/s of the device is unknown, so there is no MFU to explain; pass peak_flops_per_s to the "
-            "monitor, or measure the peak with `flopwatch peak --measure`, and run the training again"
+            "the peak FLOP/s of the device is unknown, so there is no MFU; give the dense figure of the datasheet "
+            f"(`flopwatch why {place} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
+            "(`flopwatch peak --measure`), and repeat the command"
         )
     seconds = seconds_of(log)
     if not seconds.get("wall") or "model_at_peak" not in seconds:

@@ -89,14 +89,19 @@ def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | 
     Only the last row, one that is not exact, the last summary and the provenance of the log are used, so `read_around`
     is enough.
     """
-    seconds, notes = _consistent(seconds_of(log))
+    return divided_wall_time(log, traces) if seconds_of(log).get("model_at_peak") else None
+
+
+def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_seconds: float) -> Waterfall | None:
+    """All of a run's wall time by loss; None if it is unknown. Some of the logged seconds can be replaced."""
+    seconds, notes = _consistent({**seconds_of(log), **changed_seconds})
     goodput = goodput_of(seconds)
-    if goodput is None or not seconds.get("model_at_peak"):
+    if goodput is None:
         return None
     facts = _facts(log)
     traces, older = traces_of_log(log, traces)
+    useful, wall = seconds.setdefault("model_at_peak", 0.0), goodput.wall_seconds
     parts, more = _divide(seconds, goodput, traces, facts)
-    useful, wall = seconds["model_at_peak"], goodput.wall_seconds
     known = [key for key in LOSSES if abs(parts.get(key, 0.0)) > _NOTHING * wall]
     losses = tuple(_loss(LOSSES[key], parts[key], wall, facts) for key in known)
     in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)

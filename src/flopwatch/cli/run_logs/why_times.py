@@ -1,0 +1,84 @@
+"""`flopwatch why` for a run whose MFU is unknown: where its time went, and what is missing for the MFU."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from flopwatch.cli import print_json, text_width
+from flopwatch.errors import InputError
+from flopwatch.number_format import duration, plural
+from flopwatch.records.reading import one_line
+
+if TYPE_CHECKING:
+    from flopwatch.records.trace_split import TraceSplit
+    from flopwatch.runs.reading import RunLog
+    from flopwatch.runs.waterfall.times import Times
+
+
+def show_times(log: "RunLog", traces: "Sequence[TraceSplit]", problems: Sequence[str], *, as_json: bool) -> None:
+    """Print the uses of the wall time, or JSON with the keys that a run with an MFU has.
+
+    Raises:
+        InputError: The log does not have the wall time.
+    """
+    from flopwatch.runs.waterfall.conclusion import conclusion_of, what_is_missing
+    from flopwatch.runs.waterfall.losses import exactness_of
+    from flopwatch.runs.waterfall.times import times_of
+
+    times = times_of(log, traces)
+    if times is None:
+        raise InputError(what_is_missing(log))
+    sentence = conclusion_of(log, None).sentence
+    notes = [*times.notes, *problems]
+    if as_json:
+        print_json(
+            {
+                "log": str(log.path),
+                "exact": exactness_of(log)[0],
+                "verdict": None,
+                "no_verdict": sentence,
+                "largest": [use.key for use in times.uses[:3]],
+                "mfu_percent": None,
+                "step_mfu_percent": None,
+                "losses": [],
+                **times.to_json(),
+                "traces": [trace.to_json() for trace in traces],
+                "notes": notes,
+            }
+        )
+    else:
+        _print(log, times, sentence, notes)
+
+
+def _print(log: "RunLog", times: "Times", sentence: str, notes: Sequence[str]) -> None:
+    ended = "" if log.summary is not None else ", the run has not ended"
+    typer.secho(f"\nWhere the time of {one_line(str(log.path.parent))} went", bold=True)
+    rates = f": {times.rates()}" if times.rates() else ""
+    typer.secho(f"{plural(times.steps or 0, 'step')} in {duration(times.wall_seconds)}{ended}{rates}", dim=True)
+    _print_table(times)
+    _print_paragraph(sentence)
+    typer.echo()
+    for note in notes:
+        _print_paragraph(f"Note: {note}", dim=True)
+    if notes:
+        typer.echo()
+
+
+def _print_table(times: "Times") -> None:
+    heads = ("", "time", "of wall time", "per step")
+    rows = times.rows()
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    typer.echo()
+    for row in (heads, *rows):
+        cells = "".join(f"   {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        typer.secho(f"  {row[0]:<{widths[0]}}{cells}".rstrip(), dim=row is heads)
+    typer.echo()
+
+
+def _print_paragraph(text: str, *, dim: bool = False) -> None:
+    from flopwatch.records.reading import plain
+
+    lines = textwrap.wrap(plain(text), text_width(), break_on_hyphens=False, break_long_words=False)
+    typer.secho("\n".join(lines), dim=dim)

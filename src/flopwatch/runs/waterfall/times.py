@@ -1,0 +1,96 @@
+"""Where the wall time of a run went, for a run whose MFU is unknown: seconds, shares and milliseconds per step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flopwatch.number_format import count, duration, flop_rate, percent, step_time
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.comparison import total
+from flopwatch.runs.reading import RunLog
+from flopwatch.runs.waterfall.losses import divided_wall_time
+from flopwatch.runs.waterfall.texts import IN_STEPS
+
+_NAMES = {"below_peak": "forward and backward pass", "slow_matmuls": "matmuls and attention"}
+"""Without a peak, these losses are all of the time of what they are named after."""
+_ABOUT_THE_PEAK = ("The FLOPs are not exact", "Without a trace", "The peak")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUse:
+    """One use of the wall time. `seconds_per_step` is None for what is not part of ordinary steps."""
+
+    key: str
+    name: str
+    seconds: float
+    share: float
+    seconds_per_step: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """All uses of a run's wall time, and its rates. Unknown values are None.
+
+    Attributes:
+        wall_seconds: Time since the start of the run's first process.
+        uses: The longest first. They add up to the wall time.
+        steps: Number of steps.
+        tokens_per_second: Of the training steps; `samples_per_second` and `flops_per_second` too.
+        notes: What limits these figures, in whole sentences.
+    """
+
+    wall_seconds: float
+    uses: tuple[TimeUse, ...]
+    steps: int | None
+    tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    flops_per_second: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def rates(self) -> str:
+        """The known rates in words, such as "1.2k tokens/s, 3.4 GFLOP/s"; empty if none is known."""
+        known = [
+            None if self.tokens_per_second is None else f"{count(self.tokens_per_second)} tokens/s",
+            None if self.samples_per_second is None else f"{count(self.samples_per_second)} samples/s",
+            None if self.flops_per_second is None else f"{flop_rate(self.flops_per_second)} per device",
+        ]
+        return ", ".join(text for text in known if text)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Name, time, share of the wall time and time per step of each use, as texts."""
+        return [(use.name, duration(use.seconds), percent(use.share), _each(use.seconds_per_step)) for use in self.uses]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _each(seconds_per_step: float | None) -> str:
+    return "" if seconds_per_step is None else step_time(seconds_per_step)
+
+
+def times_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Times | None:
+    """The uses of a run's wall time; None if it is unknown. `read_around` is enough."""
+    # At an infinite peak FLOPs take no time, so that every use of the devices' time is one of the parts.
+    parts = divided_wall_time(log, traces, model_at_peak=0.0, hardware_at_peak=0.0, recompute_at_peak=0.0)
+    if parts is None:
+        return None
+    steps = total(log, "total/steps")
+    uses = [
+        TimeUse(
+            loss.key,
+            _NAMES.get(loss.key, loss.name),
+            loss.seconds,
+            loss.seconds / parts.wall_seconds,
+            loss.seconds / steps if steps and loss.key in IN_STEPS else None,
+        )
+        for loss in parts.losses
+    ]
+    rates = {name: total(log, f"perf/{name}") for name in ("tokens_per_second", "samples_per_second")}
+    return Times(
+        parts.wall_seconds,
+        tuple(sorted(uses, key=lambda use: -use.seconds)),
+        None if steps is None else int(steps),
+        **rates,
+        flops_per_second=total(log, "perf/model_flops_per_second_per_device"),
+        notes=tuple(note for note in parts.notes if not note.startswith(_ABOUT_THE_PEAK)),
+    )
