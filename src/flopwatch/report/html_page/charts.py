@@ -181,6 +181,8 @@ MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
 """Curves with more points than this have small markers."""
+_MARKER = 8.0
+"""Width of a marker."""
 _LINES_WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
@@ -257,8 +259,10 @@ def _panel(
 ) -> str:
     parts = [grid]
     crosses = []
+    cells = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
+    places = _side_by_side([(cell.trial, x(layout.x_of(cell)), y(metric.value(cell) or 1)) for cell in cells])
     for place, (trainer, own) in enumerate(by_trainer.items()):
-        parts += _curve(own, metric, colours[trainer], x, y, layout)
+        parts += _curve(own, metric, colours[trainer], places, y)
         height = 6 + 16 * (place + 0.5) / len(by_trainer)
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
@@ -270,13 +274,36 @@ def _panel(
     return svg.figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
 
 
+def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    """The place of each trial, moved aside where its marker would cover another one.
+
+    >>> _side_by_side([("a", 50.0, 90.0), ("b", 50.0, 91.0), ("c", 50.0, 30.0)])
+    {'a': (46.0, 90.0), 'b': (54.0, 91.0), 'c': (50.0, 30.0)}
+    """
+    piles: list[list[tuple[str, float, float]]] = []
+    for point in sorted(points, key=lambda point: point[1:]):
+        is_covered = piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER
+        piles = [*piles[:-1], [*piles[-1], point]] if is_covered else [*piles, [point]]
+    moved = {point[0]: 0.0 for point in points}
+    if len({x for _, x, _ in points}) <= _DENSE:
+        for pile in piles:
+            in_legend = [trial for trial in moved if trial in {point[0] for point in pile}]
+            apart = 3 * _MARKER / max(len(pile) - 1, 3)
+            moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
+    return {trial: (x + moved[trial], y) for trial, x, y in points}
+
+
 def _curve(
-    own: Sequence[Cell], metric: contents.Metric, kind: int, x: svg.Scale, y: svg.Scale, layout: Layout
+    own: Sequence[Cell],
+    metric: contents.Metric,
+    kind: int,
+    places: Mapping[str, tuple[float, float]],
+    y: svg.Scale,
 ) -> Iterator[str]:
-    known = [(x(layout.x_of(cell)), y(value), cell) for cell in own if (value := metric.value(cell)) is not None]
+    known = [(*places[cell.trial], cell) for cell in own if cell.trial in places]
     if len(known) > 1:
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
-        yield f'<polyline class="l k{kind % 8}" points="{points}"/>'
+        yield f'<polyline class="l d{kind % 4} k{kind % 8}" points="{points}"/>'
     for px, py, cell in known:
         if metric.key in ("tokens", "samples", "time"):
             yield _whisker(cell, metric, px, y, kind)

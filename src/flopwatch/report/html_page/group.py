@@ -10,11 +10,11 @@ from flopwatch.report.records import CostFactor, Group
 
 MOST_ROWS = 60
 MOST_CROSSOVERS = 200
-_CROSSES = "A cross above a plot is a trial that ran out of memory."
+_CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
 _INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
 _FRONT = (
-    "A filled marker is on the Pareto front: no trial of the same privacy class is faster and needs less memory. "
-    "Numbers are batch sizes. A solid line joins the front of private trainers, a dashed line that of the others."
+    "Filled markers, with their batch sizes, are the Pareto front: no trial of the same privacy class is faster and "
+    "needs less memory. The line is solid for private trainers, dashed for others."
 )
 _MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
 _UTILISATION = (
@@ -31,9 +31,9 @@ def group_section(group: Group, colours: Mapping[str, int], *, is_open: bool, is
     else:
         yield f'<details class="group"{" open" if is_open else ""}><summary>{title}</summary>'
     yield from _charts(group, colours)
-    yield from _matrices(group)
-    yield from _factors(group)
-    yield from _frontier(group)
+    tables = (_matrices(group), _frontier(group), _factors(group))
+    drawn = ["".join(parts) for parts in tables]
+    yield '<div class="blocks">' + "".join(f'<div class="fitting">{part}</div>' for part in drawn if part) + "</div>"
     yield from _privacy(group)
     yield from _crossovers(group)
     yield "</section>" if is_only else "</details>"
@@ -45,27 +45,28 @@ def _charts(group: Group, colours: Mapping[str, int]) -> Iterator[str]:
     shown, in_all = len(layout.panels), layout.panels_in_all
     some = f" {shown} of {in_all} panels are shown, evenly spaced." if in_all > shown else ""
     memory, rate = contents.METRICS["memory"], contents.throughput_metric(group)
-    narrow = (
+    shown_charts = (
         (f"Peak memory by {layout.x_name}", _CROSSES + some, charts.curve_panels(group, memory, colours)),
         (f"{rate.title} by {layout.x_name}", _INTERVALS + some, charts.curve_panels(group, rate, colours)),
         ("Throughput over memory", _FRONT, charts.pareto_panels(group, colours)),
-    )
-    yield f'<div class="legend">{legend}</div>'
-    yield from (_block(*chart, "panels") for chart in narrow if chart[2])
-    wide = (
-        ("Which sizes fit", _MAP, charts.frontier_maps(group)),
         ("MFU and HFU", _UTILISATION, charts.utilisation_panels(group, colours)),
+        ("Which sizes fit", _MAP, charts.frontier_maps(group)),
         (
             "Memory by phase",
             "The peak in each phase of a step. Peaks of different phases do not add up.",
             charts.phase_panels(group, colours),
         ),
     )
-    yield from (_block(*chart, "panels wide") for chart in wide if chart[2])
+    yield f'<div class="legend">{legend}</div><div class="blocks">'
+    yield from (_block(*chart) for chart in shown_charts if chart[2])
+    yield "</div>"
 
 
-def _block(title: str, remark: str, figures: list[str], style: str) -> str:
-    return f'<h3>{esc(title)}</h3><p class="soft small">{esc(remark)}</p><div class="{style}">{"".join(figures)}</div>'
+def _block(title: str, remark: str, figures: list[str]) -> str:
+    """Charts of one kind, as wide as they are many, so that few of them leave room for the next kind."""
+    head = f'<h3>{esc(title)}</h3><p class="soft small">{esc(remark)}</p>'
+    style = f"--n:{min(len(figures), 4)}"
+    return f'<div class="block" style="{style}">{head}<div class="panels">{"".join(figures)}</div></div>'
 
 
 def _matrices(group: Group) -> Iterator[str]:
@@ -75,13 +76,13 @@ def _matrices(group: Group) -> Iterator[str]:
     rows = contents.matrix_rows(group)
     shown = contents.evenly(rows, MOST_ROWS)
     buttons = "".join(f'<button data-metric="{m.key}" aria-pressed="false">{esc(m.title)}</button>' for m in metrics)
-    yield f'<div><div class="tabs" hidden>{buttons}</div>'
+    yield f'<div class="tabs" hidden>{buttons}</div>'
     for metric in metrics:
         yield f'<div class="matrix" data-metric="{metric.key}"><h3>{esc(metric.title)}</h3>'
         yield _matrix(group, metric, shown) + "</div>"
     some = f"{len(shown)} of {len(rows):,} rows are shown, evenly spaced. " if len(shown) < len(rows) else ""
     notes = " ".join([*contents.MATRIX_NOTES, contents.denominator_sentence(group)])
-    yield f'<p class="soft small">{some}{esc(notes)}</p></div>'
+    yield f'<p class="soft small">{some}{esc(notes)}</p>'
 
 
 def _matrix(group: Group, metric: contents.Metric, rows: list[contents.MatrixRow]) -> str:
