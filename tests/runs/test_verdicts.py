@@ -57,6 +57,11 @@ def slow(seconds_at_peak):
     return {**GOOD, "model_at_peak": seconds_at_peak, "hardware_at_peak": seconds_at_peak}
 
 
+def passes(seconds, outside=1.0):
+    """The run with timed passes, and so many seconds outside of them."""
+    return {**seconds, "passes_timed": seconds["divided"], "outside_passes": outside}
+
+
 def trace(**shares):
     uses = {f"{use}_seconds": share for use, share in shares.items()}
     return TraceSplit("step9_rank0.pt.trace.json.gz", 0, "cuda", 3, sum(shares.values()), **uses)
@@ -86,12 +91,26 @@ SITUATIONS = {
     "private training": (executes(besides=800.0), {}, "extra_passes", "extra passes of private training"),
     "many steps have no FLOPs": ({**slow(300.0), "unpriced": 400.0}, {}, "unpriced", "cannot be counted"),
     "a good run": (GOOD, {}, "healthy", "Nothing large is left to gain"),
-    "slow passes without a trace": (slow(200.0), {}, "below_peak", "only a trace can tell why"),
+    "slow passes without a trace": (passes(slow(200.0)), {}, "below_peak", "only a trace can tell why"),
+    "slow passes that were not timed": (slow(200.0), {}, "below_peak", "was not measured, and is at most this"),
+    "batches are fetched between the passes": (passes(slow(200.0), 500.0), {}, "between", "is at most this"),
     "a trace with gaps": (
-        slow(200.0),
+        passes(slow(200.0)),
         {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
         "idle",
         "does not launch work fast enough",
+    ),
+    "a trace with gaps in passes that were not timed": (
+        slow(200.0),
+        {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
+        "idle",
+        "the input wait between the passes of a step was not measured",
+    ),
+    "a trace with gaps between the passes": (
+        passes(slow(200.0), 500.0),
+        {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
+        "between",
+        "is at most this",
     ),
     "a trace full of small kernels": (
         slow(200.0),

@@ -63,7 +63,10 @@ class FirstStep:
         elif self.has_begun and kind.has_grad:
             self._unclear.add(kind, module, args, kwargs)
 
-    def returned(self, kind: CallKind) -> None:
+    def returned(self, kind: CallKind, output: Any) -> None:
+        pass
+
+    def region_called(self, has_grad: bool) -> None:
         pass
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

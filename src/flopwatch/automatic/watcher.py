@@ -301,8 +301,11 @@ class Watcher:
             self._owners[kind.module] = any(id(p) in trained for p in module.parameters())
         return self._owners[kind.module]
 
-    def returned(self, kind: CallKind) -> None:
+    def returned(self, kind: CallKind, output: Any) -> None:
         self.guarded(self._returned_now, kind)
+
+    def region_called(self, has_grad: bool) -> None:
+        pass
 
     def _returned_now(self, kind: CallKind) -> None:
         if self.monitor is not None and not self._is_timed and self._is_evaluation(kind):

@@ -49,6 +49,7 @@ class MeasuredStep(NamedTuple):
         is_counted: Whether the FLOPs of this step were counted while it ran, which slows the step down.
         optimizer_seconds: The part of `seconds` in which optimizers changed the parameters.
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
+        passes_seconds: The part of `seconds` in forward and backward passes.
     """
 
     step: int
@@ -70,6 +71,7 @@ class MeasuredStep(NamedTuple):
     is_counted: bool = False
     optimizer_seconds: float | None = None
     host_seconds: float | None = None
+    passes_seconds: float | None = None
 
     @property
     def work_seconds(self) -> float | None:
@@ -336,13 +338,7 @@ class Ledger:
         self.spend("train", seconds)
         if step.is_warm_up:
             self.spend("warm_up", seconds)
-        self._look_for_loss(
-            work_seconds,
-            typical,
-            is_warm_up=step.is_warm_up,
-            optimizer_seconds=step.optimizer_seconds,
-            host_seconds=step.host_seconds,
-        )
+        self._look_for_loss(work_seconds, typical, step)
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Add samples, tokens and FLOPs, such as those of a whole window."""
@@ -354,23 +350,19 @@ class Ledger:
         for name, more in flops.items():
             self.timed_flops[name] = self.timed_flops.get(name, 0) + more
 
-    def _look_for_loss(
-        self,
-        work_seconds: float,
-        typical: float | None,
-        *,
-        is_warm_up: bool,
-        optimizer_seconds: float | None,
-        host_seconds: float | None,
-    ) -> None:
-        if is_warm_up:
+    def _look_for_loss(self, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
+        if step.is_warm_up:
             self._not_compared.append(work_seconds)
         elif (loss := loss_in_step(work_seconds, typical, is_warm_up=False)) is not None:
             self.spend(*loss)
-        elif optimizer_seconds is not None:
+        elif step.optimizer_seconds is not None:
             self.spend("divided", work_seconds)
-            self.spend("optimizer", optimizer_seconds)
-            self.spend("host", host_seconds or 0.0)
+            self.spend("optimizer", step.optimizer_seconds)
+            self.spend("host", step.host_seconds or 0.0)
+            if step.passes_seconds is not None:
+                named = step.optimizer_seconds + (step.host_seconds or 0.0) + step.passes_seconds
+                self.spend("passes_timed", work_seconds)
+                self.spend("outside_passes", max(work_seconds - named, 0.0))
         if typical is not None and self._not_compared:
             for waiting in self._not_compared:
                 if (loss := loss_in_step(waiting, typical, is_warm_up=True)) is not None:
@@ -402,6 +394,8 @@ class Ledger:
             values["perf/goodput_percent"] = 100 * goodput.share
             values["time/productive_seconds"] = goodput.productive_seconds
             values["time/other_seconds"] = goodput.lost_seconds["other"]
+            if "between" in goodput.lost_seconds:
+                values["time/between_seconds"] = goodput.lost_seconds["between"]
         return values
 
     def to_json(self) -> dict[str, Any]:

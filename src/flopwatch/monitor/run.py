@@ -27,6 +27,7 @@ from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
+from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.step_clock import StepClock
 from flopwatch.monitor.timing.timers import HostTimer, StepTimer, timer_for
 from flopwatch.monitor.trace_capture import TraceCapture
@@ -116,11 +117,13 @@ class MonitoredRun:
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
         self.step_clock = self._new_step_clock()
+        self._passes = PassHooks(lambda: self.step_clock)
         self.counter = StepCounter(
             checked_mode(config, self._notify),
             clock,
             is_alone=world_size == 1,
             on_call=lambda has_grad: self.step_clock.model_is_called(has_grad),
+            passes=self._passes,
             on_doubt=self._doubt_rows,
             off_the_clock=lambda: self.phase("count"),
             notify=self._notify,
@@ -221,6 +224,7 @@ class MonitoredRun:
         more: dict[str, Any],
     ) -> None:
         """Keep what is known when a step ends. On an ordinary step, do not read from the device, write or wait."""
+        passes = self._passes.take()
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if step == self.last_step:
@@ -253,6 +257,7 @@ class MonitoredRun:
             self._user_flops,
             trace,
             self.step_clock.optimizer_place,
+            passes,
         )
         self._noted.append(noted)
         self._readings, self._user_flops = [], None

@@ -261,6 +261,7 @@ class NotedStep(NamedTuple):
     user_flops: int | None = None
     trace: StepTrace = NOTHING
     optimizer_place: OptimizerPlace | None = None
+    passes: Segments | None = None
 
     def scalars(self) -> list[tuple[str, Any]]:
         """The step's values by name, in the order in which they are read."""
@@ -279,6 +280,7 @@ class SettledStep(NamedTuple):
         values: Loss, gradient norm, learning rate, epoch and the user's own metrics; only those that are numbers.
         optimizer_seconds: The part of `seconds` in which optimizers changed the parameters; None if unknown.
         host_seconds: The part of `seconds` after the last optimizer; None if unknown.
+        passes_seconds: The part of `seconds` in forward and backward passes; None if unknown.
     """
 
     noted: NotedStep
@@ -288,6 +290,7 @@ class SettledStep(NamedTuple):
     values: dict[str, float]
     optimizer_seconds: float | None = None
     host_seconds: float | None = None
+    passes_seconds: float | None = None
 
 
 class SettledWindow(NamedTuple):
@@ -388,6 +391,7 @@ class Window:
                 None if readings is None else [as_work(reading, integers) for reading in readings],
                 self._values(step, scalars),
                 *self._optimizer_times(step),
+                self._seconds_of(step.passes),
             )
             for step, readings in zip(self.steps, self._readings, strict=True)
         ]
@@ -453,6 +457,7 @@ def price_step(settled: SettledStep, cost: StepCost) -> PricedStep:
         is_counted=is_counted,
         optimizer_seconds=settled.optimizer_seconds,
         host_seconds=settled.host_seconds,
+        passes_seconds=settled.passes_seconds,
     )
     return PricedStep(measured, values.pop("epoch", None), values.pop("lr", None), values, noted.skip_wandb)
 

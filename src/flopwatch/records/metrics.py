@@ -95,9 +95,7 @@ _ALL = (
     Metric("total/hardware_flops", "FLOP", "Executed FLOPs since the first start."),
     Metric("time/train_seconds", "s", "Time in steps since the first start, warm-up and input wait included."),
     Metric("time/input_wait_seconds", "s", "Time waiting for batches, mean over ranks; part of train_seconds."),
-    Metric(
-        "time/wait_unknown_seconds", "s", "Time of steps whose input wait is unknown; all of it counts as productive."
-    ),
+    Metric("time/wait_unknown_seconds", "s", "Time of steps whose input wait is unknown."),
     Metric("time/warm_up_seconds", "s", "Time in steps recognised as warm-up; part of train_seconds."),
     Metric("time/eval_seconds", "s", "Time in evaluation since the first start."),
     Metric("time/checkpoint_seconds", "s", "Time in checkpointing since the first start."),
@@ -105,7 +103,11 @@ _ALL = (
     Metric("time/count_seconds", "s", "Time flopwatch itself spent counting FLOPs since the first start."),
     Metric("time/outside_seconds", "s", "Time between steps that is in no phase and not known to be input wait."),
     Metric("time/wall_seconds", "s", "Time since the run's first process started, with the time between sessions."),
-    Metric("time/productive_seconds", "s", "Time in useful steps, without input wait, compilation and stalls."),
+    Metric(
+        "time/productive_seconds",
+        "s",
+        "Time in useful steps, without input wait, compilation, stalls, and what is between passes.",
+    ),
     Metric("time/start_up_seconds", "s", "From the start of each process to the beginning of its first step."),
     Metric("time/compile_seconds", "s", "Extra time of warm-up steps over typical ones; part of warm_up_seconds."),
     Metric("time/stall_seconds", "s", "Extra time of steps that took more than 5 times the median."),
@@ -114,6 +116,9 @@ _ALL = (
     Metric("time/divided_seconds", "s", "Time of the steps, without input wait, in which the optimizer was timed."),
     Metric("time/optimizer_seconds", "s", "Time of the optimizer in time/divided_seconds."),
     Metric("time/host_seconds", "s", "Time after the optimizer, until the step ends, in time/divided_seconds."),
+    Metric("time/passes_timed_seconds", "s", "Time of the steps, without input wait, whose passes were timed."),
+    Metric("time/outside_passes_seconds", "s", "Time outside of passes and optimizer in time/passes_timed_seconds."),
+    Metric("time/between_seconds", "s", "Time in steps outside of their passes and optimizer, such as fetching."),
     Metric("time/straggler_seconds", "s", "Time that a straggler costs all ranks; part of train_seconds."),
     Metric("time/straggler_input_seconds", "s", "Part of straggler_seconds that is in input_wait_seconds too."),
     Metric("time/ranks_wait_seconds", "s", "Time in communication and waiting for other ranks, without stragglers."),
@@ -127,7 +132,7 @@ _ALL = (
 METRICS = {metric.key: metric for metric in _ALL}
 
 _LEAST_ADVISED_PERCENT = {
-    "perf/input_wait_percent": (10.0, "of the step waits for input: raise num_workers of the DataLoader"),
+    "perf/input_wait_percent": (10.0, "of the step waits for input: prepare batches ahead, in other processes"),
     "perf/padding_percent": (30.0, "of the tokens are padding: pack sequences, or batch similar lengths"),
     "perf/recompute_percent": (30.0, "of the FLOPs are recomputed: checkpoint fewer layers if memory allows"),
 }
@@ -137,7 +142,7 @@ def advice(values: Mapping[str, float]) -> str | None:
     """One sentence about what costs a training most, and what to change; None if nothing costs much.
 
     >>> advice({"perf/input_wait_percent": 67.2, "perf/padding_percent": 5.0})
-    '67 % of the step waits for input: raise num_workers of the DataLoader'
+    '67 % of the step waits for input: prepare batches ahead, in other processes'
     >>> advice({"perf/input_wait_percent": 2.0}) is None
     True
     """
@@ -183,18 +188,16 @@ AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
 """How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
 OF_STEPS = (
     *("train", "input_wait", "wait_unknown", "warm_up", "compile", "stall", "divided", "optimizer", "host"),
-    *("straggler", "straggler_input", "ranks_wait"),
+    *("passes_timed", "outside_passes", "straggler", "straggler_input", "ranks_wait"),
     *AT_PEAK,
 )
 """Uses of the time in steps. A resumed run takes their seconds from the checkpoint; all other seconds keep growing."""
 _UNKNOWN_WAIT_SHARE = 0.1
 """Of the time in steps. The wait of single steps is unknown after an evaluation in no phase, which does no harm."""
+_LEAST_TOLD_SHARE = 0.02
+"""Of the wall time. Even in a training without any loader, some time passes between the passes."""
 _STALL_FACTOR = 5.0
 """A step that takes more than this many times the median counts as stalled, for example by a hung file system."""
-
-
-UNKNOWN_WAIT = "The input wait is unknown and counts as productive."
-"""Belongs beside a goodput without `knows_input_wait`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +205,13 @@ class Goodput:
     """Where the wall time of a run went: `productive_seconds` and `lost_seconds` add up to `wall_seconds`.
 
     Attributes:
-        share: Productive time divided by wall time.
+        share: Productive time divided by wall time. The time between the passes of steps may be input wait or work, so
+            it is left out of both.
         wall_seconds: Since the start of the run's first process.
         productive_seconds: Time in useful steps, without input wait, compilation and stalls.
         lost_seconds: Unproductive time by cause, such as `eval`; `other` is the remainder.
-        knows_input_wait: Whether the input wait of nearly all steps is known. If not, it counts as productive.
+        knows_input_wait: Whether the input wait of nearly all steps is known. If not, it is part of the time between
+            the passes; if that was not measured either, it counts as productive.
     """
 
     share: float
@@ -214,6 +219,16 @@ class Goodput:
     productive_seconds: float
     lost_seconds: Mapping[str, float]
     knows_input_wait: bool = True
+
+    @property
+    def caveat(self) -> str | None:
+        """What a reader of `share` has to know about input wait that was not measured; None if there is nothing."""
+        if "between" in self.lost_seconds:
+            left_out = self.lost_seconds["between"]
+            if left_out < _LEAST_TOLD_SHARE * self.wall_seconds:
+                return None
+            return f"{left_out:,.1f} s between the passes of steps, which may be input wait, are left out of it."
+        return None if self.knows_input_wait else "The input wait is unknown and counts as productive."
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
         """The `count` causes of lost time (such as waiting for input) that cost the most, each with its seconds."""
@@ -227,6 +242,9 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
     (0.6, {'compile': 5.0, 'eval': 12.0, 'input_wait': 15.0, 'other': 8.0})
+    >>> found = goodput_of({"wall": 100.0, "train": 80.0, "passes_timed": 8.0, "outside_passes": 4.0})
+    >>> found.productive_seconds, found.share
+    (40.0, 0.6666666666666666)
     """
     wall = seconds.get("wall")
     if not wall or wall < 0:
@@ -236,8 +254,19 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
     if "input_wait" in lost:  # logs of earlier versions counted a long input wait as a stall too
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
+    share_between = share_between_passes(seconds)
+    if share_between is not None:
+        lost["between"] = max(share_between * productive, 0.0)
+        productive -= lost["between"]
     lost["other"] = wall - productive - sum(lost.values())
-    return Goodput(productive / wall, wall, productive, lost, _knows_input_wait(seconds))
+    known = wall - lost.get("between", 0.0)
+    return Goodput(productive / known if known > 0 else 0.0, wall, productive, lost, _knows_input_wait(seconds))
+
+
+def share_between_passes(seconds: Mapping[str, float]) -> float | None:
+    """Share of the time in steps, without input wait, outside of their passes and optimizer; None if not measured."""
+    timed = seconds.get("passes_timed", 0.0)
+    return min(seconds.get("outside_passes", 0.0) / timed, 1.0) if timed > 0 else None
 
 
 def timed_flops_of(ledger: Mapping[str, Any]) -> dict[str, int]:

@@ -11,6 +11,7 @@ documents although their paths have an underscore ("Extending PyTorch", "Fake te
 registered ops (`aten::_grouped_mm`): an op that a release does not register never matches.
 """
 
+from flopwatch.torch_internals.autograd import at_end_of_backward as at_end_of_backward
 from flopwatch.torch_internals.autograd import compiled_graphs as compiled_graphs
 from flopwatch.torch_internals.autograd import compiled_original as compiled_original
 from flopwatch.torch_internals.autograd import current_autograd_node as current_autograd_node

@@ -92,6 +92,37 @@ def sees_graph_tasks() -> bool:
 resets.append(sees_graph_tasks.cache_clear)
 
 
+_ENGINE = declare(
+    "torch.autograd.Variable._execution_engine",
+    "know when a backward pass has ended",
+    "the time between the passes of a step is not measured",
+)
+
+
+def _find_end() -> Callable[[Callable[[], object]], bool]:
+    engine = getattr(torch.autograd.Variable, _ENGINE)
+
+    def queue(callback: Callable[[], object]) -> bool:
+        engine.queue_callback(callback)
+        return True
+
+    return queue
+
+
+def _probe_end(queue: Callable[[Callable[[], object]], bool]) -> bool:
+    order: list[str] = []
+
+    def inside(_: Any) -> None:
+        queue(lambda: order.append("end"))
+        order.append("inside")
+
+    _small_backward(inside)
+    return order == ["inside", "end"]
+
+
+at_end_of_backward: Callable[[Callable[[], object]], bool] = checked(_ENGINE, _find_end, _probe_end, lambda _: False)
+"""Let a function be called when the running backward pass has ended; False if that is not possible."""
+
 _NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules"
 _NODE = declare(
     "torch._C._current_autograd_node",

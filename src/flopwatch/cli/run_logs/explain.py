@@ -12,7 +12,6 @@ from flopwatch.cli import flag, print_json, print_section
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.number_format import flop_rate, percent
-from flopwatch.records.metrics import UNKNOWN_WAIT
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput
@@ -204,8 +203,8 @@ def _goodput(goodput: "Goodput") -> Iterator[str]:
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Largest losses: {', '.join(losses)}."
-    if not goodput.knows_input_wait:
-        yield UNKNOWN_WAIT
+    if goodput.caveat is not None:
+        yield goodput.caveat
 
 
 def _coverage(coverage: float | None) -> str:

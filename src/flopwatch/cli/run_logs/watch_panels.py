@@ -165,7 +165,9 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
 
 
 def _part_name(key: str) -> str:
-    return {"count": "counting", "input_wait": "input wait"}.get(key, key.replace("_", "-"))
+    return {"count": "counting", "input_wait": "input wait", "between": "between passes"}.get(
+        key, key.replace("_", "-")
+    )
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
@@ -174,8 +176,9 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
     if goodput is None:
         return []
     text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
-    if not goodput.knows_input_wait:
-        text.append(" with input wait, which is unknown", "dim")
+    if goodput.caveat is not None:
+        is_left_out = "between" in goodput.lost_seconds
+        text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(seconds / goodput.wall_seconds)
         loss = f"{', lost to' if index == 0 else ','} {_part_name(name)} {share}"

@@ -140,15 +140,17 @@ def _on_what(log: "RunLog") -> str:
     return " on " + one_line(f"{ranks}{peak.get('device')}, {rate}")
 
 
+_LEAST_PERCENT_OUTSIDE = 3.0
+"""If less of the wall time is outside of training steps, their MFU is about that of the run."""
+
+
 def _difference(log: "RunLog", waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
-    from flopwatch.runs.waterfall.conclusion import LEAST_DRAWN_POINTS
     from flopwatch.runs.waterfall.texts import IN_STEPS
 
     outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
     lost = sum(loss.points for loss in outside)
-    gap = (waterfall.step_mfu_percent or 0.0) - waterfall.mfu_percent
-    if waterfall.step_mfu_percent is None or gap < LEAST_DRAWN_POINTS or not outside:
+    if waterfall.step_mfu_percent is None or lost < _LEAST_PERCENT_OUTSIDE:
         return "Nearly all of its time is in training steps, so they reach about the same MFU."
     most = max(outside, key=lambda loss: loss.points)
     return (

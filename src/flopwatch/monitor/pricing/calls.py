@@ -78,7 +78,22 @@ class CallListener(Protocol):
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
 
-    def returned(self, kind: CallKind) -> None: ...
+    def returned(self, kind: CallKind, output: Any) -> None: ...
+
+    def region_called(self, has_grad: bool) -> Callable[[Any], None] | None:
+        """Compiled code is called; what is returned is called with its outputs."""
+
+
+class PassListener(Protocol):
+    """What times forward and backward passes."""
+
+    def forward_begins(self) -> None: ...
+
+    def forward_ends(self, output: Any) -> None: ...
+
+    def region_begins(self) -> Callable[[Any], None] | None: ...
+
+    def gradient_arrived(self) -> None: ...
 
 
 class RootCalls:
@@ -133,10 +148,10 @@ class RootCalls:
         if self._place is not None and not compiled_graphs():
             self._place.remove()
 
-    def _note_region(self, region: Region, args: tuple[Any, ...]) -> None:
+    def _note_region(self, region: Region, args: tuple[Any, ...]) -> Callable[[Any], None] | None:
         """Record a call of compiled code, as `note` does."""
         if threading.get_ident() != self._thread or not self.is_listening or current_graph_task_id() != -1:
-            return
+            return None
         if self.listener is not None:
             self.listener.about_to_call()
         sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
@@ -149,6 +164,7 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
+        return None if self.listener is None else self.listener.region_called(has_grad)
 
     def batch_kind(self, batch: Any) -> CallKind:
         """A batch of the monitor, as if it were a call."""
@@ -175,6 +191,11 @@ class RootCalls:
             self._place.insert()
         else:
             self._place.remove()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call runs whose end will be seen."""
+        return self._inside is not None
 
     def is_in_thread(self) -> bool:
         """Whether this is the thread of the training."""
@@ -205,7 +226,7 @@ class RootCalls:
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
 
-    def came_back(self, kind: CallKind) -> None:
+    def came_back(self, kind: CallKind, output: Any) -> None:
         self._inside = None
         if self.calls and self.calls[-1] is kind:
             self.nodes[-1] = (recorded_operations() or 0) - self._began
@@ -213,7 +234,7 @@ class RootCalls:
             self._set_hook(True)
         if self.listener is not None:
             try:
-                self.listener.returned(kind)
+                self.listener.returned(kind, output)
             except Exception:  # must not reach the user's call
                 return
 
@@ -281,11 +302,11 @@ def _add_facts(
         facts.append(kind)
     elif isinstance(value, dict | list | tuple):
         # A class of the user may compute items when they are asked for, so the methods of the plain classes are used.
-        size = dict.__len__(value) if isinstance(value, dict) else len(list(_plain_iterator(value)))
+        size = dict.__len__(value) if isinstance(value, dict) else len(list(plain_iterator(value)))
         facts += kind, size
         if isinstance(value, dict):
             facts += map(str, islice(dict.keys(value), _MOST_ITEMS))
-        items = dict.values(value) if isinstance(value, dict) else _plain_iterator(value)
+        items = dict.values(value) if isinstance(value, dict) else plain_iterator(value)
         for item in islice(items, _MOST_ITEMS):
             _add_facts(item, facts, numbers, shape_of, depth - 1)
     elif kind.__module__ == "numpy":
@@ -306,7 +327,7 @@ def _held_by(value: Any) -> Iterator[Any]:
                     yield member.__get__(value)
 
 
-def _plain_iterator(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+def plain_iterator(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
     return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
@@ -325,8 +346,9 @@ class TrainedParameters:
         backwards: How many gradients each of the four got, as digits of a number in base `_MOST_BACKWARDS`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_gradient: Callable[[], None] = lambda: None) -> None:
         self.backwards = 0
+        self._on_gradient = on_gradient
         self._model = weakref.ref(model)
         self._parameters = [weakref.ref(p) for p in islice(nn.Module.parameters(model), _MOST_PARAMETERS)]
         self._flags: list[bool] = []
@@ -364,6 +386,7 @@ def _count_backward(owner: "weakref.ref[TrainedParameters]", of_part: int, _: Te
     found = owner()
     if found is not None:
         found.backwards += of_part
+        found._on_gradient()
 
 
 def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -442,10 +465,10 @@ class _ReturnHook:
         for table, _ in self._tables:
             (table() or {}).pop(self._key, None)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
         self.remove()
         if self._calls is not None and self._kind is not None:
-            self._calls.came_back(self._kind)
+            self._calls.came_back(self._kind, output)
 
     def __deepcopy__(self, memo: Any) -> "_ReturnHook":  # a module that is copied inside of its own call
         return _ReturnHook(None, None)

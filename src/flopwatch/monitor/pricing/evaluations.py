@@ -20,9 +20,14 @@ class Evaluations:
 
     def has(self, kind: CallKind, before: Sequence[CallKind]) -> bool:
         """Whether a call is part of an evaluation; `before` are the calls since the last step."""
-        if kind.has_grad or kind.is_training or any(call.has_grad for call in before):
+        if kind.has_grad or any(call.has_grad for call in before):
             return False
-        return not self._is_regular(kind.module)
+        if kind.is_training:  # a loss that is a module has no evaluation mode
+            return not kind.has_parameters and any(self._is_odd(call) for call in before)
+        return self._is_odd(kind)
+
+    def _is_odd(self, call: CallKind) -> bool:
+        return not call.is_training and not self._is_regular(call.module)
 
     def left_out(self, noted: Sequence[tuple[CallKind, int]]) -> tuple[list[CallKind], int, bool]:
         """Leave out evaluations: the step's calls, the operations of the others, and whether there was an evaluation.

@@ -34,6 +34,7 @@ from flopwatch.monitor.pricing.calls import (
     COMPILED,
     CallKind,
     CallListener,
+    PassListener,
     RootCalls,
     TrainedParameters,
     batch_of_call,
@@ -116,12 +117,19 @@ class StepCounter:
         *,
         is_alone: bool,
         on_call: Callable[[bool], None],
+        passes: PassListener,
         on_doubt: Callable[[Doubt], None],
         off_the_clock: Callable[[], AbstractContextManager[None]],
         notify: Notify,
     ) -> None:
         self._config, self._clock, self._is_alone = config, clock, is_alone
-        self._on_call, self._on_doubt, self._off_the_clock, self._notify = on_call, on_doubt, off_the_clock, notify
+        self._passes, self._on_call, self._on_doubt, self._off_the_clock, self._notify = (
+            passes,
+            on_call,
+            on_doubt,
+            off_the_clock,
+            notify,
+        )
         self.evidence = Evidence()
         self.listener: CallListener | None = None
         self.counts_without_model = False
@@ -187,7 +195,7 @@ class StepCounter:
         self._model = weakref.ref(model)
         if self._trained is not None:
             self._trained.stop()
-        self._trained = TrainedParameters(model)
+        self._trained = TrainedParameters(model, self._passes.gradient_arrived)
         self._trained.state()
         self._reader.read_targets(bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)))
         self._structure = None
@@ -428,13 +436,19 @@ class StepCounter:
                 self._wants_next = True
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
+        if self._calls.is_inside and self._live is None and (kind.has_grad or not self.is_evaluation(kind)):
+            self._passes.forward_begins()
+
+    def region_called(self, has_grad: bool) -> Callable[[Any], None] | None:
+        return self._passes.region_begins() if has_grad else None
 
     def _is_first_call(self) -> bool:
         return self._may_count and self._live is None and self._is_open and len(self._calls.calls) == 1
 
-    def returned(self, kind: CallKind) -> None:
+    def returned(self, kind: CallKind, output: Any) -> None:
+        self._passes.forward_ends(output)
         if self.listener is not None:
-            self.listener.returned(kind)
+            self.listener.returned(kind, output)
 
     def is_evaluation(self, kind: CallKind) -> bool:
         """Whether a call between two steps is part of an evaluation, in a loop that opens no steps."""

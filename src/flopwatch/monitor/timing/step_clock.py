@@ -60,6 +60,8 @@ class StepClock:
     calling it, because right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
+        timer: Measures steps and input waits.
+        divides: Whether optimizer and passes of the current step are timed.
         optimizer_place: Where the optimizer's part of the newest ended step is; None if that is unknown.
         first_step_began: Host time when the first step was opened; None before that, or if the loop opens no steps.
         seconds_before_first_step: Time spent in phases before the first step.
@@ -90,7 +92,7 @@ class StepClock:
         """
         self._busy_time = busy_time
         self._was_in_step = self._worked_before_wait = False
-        self._timer = timer
+        self.timer = timer
         self._clock = clock
         self._marks_by_clock = timer.mark is clock
         """Whether marks are readings of `clock`. If so, one reading serves as the time and as the mark."""
@@ -117,7 +119,7 @@ class StepClock:
         """Whether the time before a batch was also spent on other work, so that the step's input wait is unknown."""
         self._has_reported_unknown = False
         self._steps_ended = 0
-        self._divides = True
+        self.divides = True
         self._optimizer: list[tuple[int, int]] = []
         self._optimizer_at: int | None = None
         """Index of the first segment of the optimizer's step that is running; None if none is."""
@@ -155,7 +157,7 @@ class StepClock:
             else:
                 is_kept = self._is_gap_kept()
             if is_kept and not self._fetches_are_timed:
-                mark = now if self._marks_by_clock else self._timer.mark()
+                mark = now if self._marks_by_clock else self.timer.mark()
                 wait = self._start, mark
                 self._start = mark
                 self._waits += self._segments[self._gap_at :]
@@ -189,16 +191,16 @@ class StepClock:
     def end_step(self) -> tuple[Segments | None, Segments | None]:
         """End a step; return its time and its input wait, each as pairs of start and end marks, or None if unknown."""
         now = self._clock()
-        end = now if self._marks_by_clock else self._timer.mark()
+        end = now if self._marks_by_clock else self.timer.mark()
         if self._busy_time is not None:
             self._busy_time.step_ends()
         start, self._start = self._start, end
         segments = None if start is None else (*self._segments, (start, end))
         self.optimizer_place = None
-        if self._divides and self._has_seen_optimizer:
+        if self.divides and self._has_seen_optimizer:
             self._take_optimizer()
         self._steps_ended += 1
-        self._divides = _is_divided(self._steps_ended)
+        self.divides = _is_divided(self._steps_ended)
         self._segments = []
         if self._depth or self._has_batch:
             self._end_work()
@@ -228,7 +230,7 @@ class StepClock:
             self._seconds[self._state] += now - self._since
             self._state, self._since = _GAP, now
         if self._start is not None:
-            mark = now if self._marks_by_clock else self._timer.mark()
+            mark = now if self._marks_by_clock else self.timer.mark()
             self._segments.append((self._start, mark))
             self._start = mark
         self._gap_at = len(self._segments)
@@ -243,7 +245,7 @@ class StepClock:
             optimizer: Tells optimizers apart: one that another one calls is part of that one.
             is_own: Whether it is an optimizer of this run. Between steps, one of another training is not timed.
         """
-        if not self._divides or self._start is None or self._depth or self._optimizer_at is not None:
+        if not self.divides or self._start is None or self._depth or self._optimizer_at is not None:
             return
         if self._is_elsewhere() or (self._state == _GAP and not is_own):
             return
@@ -303,7 +305,7 @@ class StepClock:
             self._is_gap_kept()
         elif self._busy_time is not None:
             self._worked_before_wait = self._busy_time.leave()
-        self._wait_began = self._timer.mark()
+        self._wait_began = self.timer.mark()
         return True
 
     def end_wait(self, *, has_batch: bool = True) -> None:
@@ -380,7 +382,7 @@ class StepClock:
             self._has_seen_other_work = True
 
     def _open_first(self) -> None:
-        self._start = self._timer.mark()
+        self._start = self.timer.mark()
         self.first_step_began = self._clock()
         self._thread = threading.get_ident()  # the monitor may have been made in another thread than the training's
 
@@ -408,7 +410,7 @@ class StepClock:
 
     def _cut(self) -> None:
         """End the current segment of the step and begin the next one."""
-        mark = self._timer.mark()
+        mark = self.timer.mark()
         self._segments.append((self._start, mark))
         self._start = mark
 
@@ -416,7 +418,7 @@ class StepClock:
         seconds, self._seconds[_GAP] = self._seconds[_GAP], 0.0
         del self._segments[self._gap_at :]
         self._optimizer = [span for span in self._optimizer if span[1] <= self._gap_at]
-        self._start = self._timer.mark()
+        self._start = self.timer.mark()
         return seconds
 
     def _turn(self, state: int) -> None:
@@ -438,7 +440,7 @@ class StepClock:
         if self._busy_time is not None:
             self._was_in_step = self._busy_time.leave()
         if self._start is not None:
-            self._segments.append((self._start, self._timer.mark()))
+            self._segments.append((self._start, self.timer.mark()))
         self._before_phase = self._state
         self._turn(_APART)
         self._usual.leave_gap()
@@ -450,6 +452,6 @@ class StepClock:
         if self._busy_time is not None:
             self._busy_time.come_back(self._was_in_step)
         if self._start is not None:
-            self._start = self._timer.mark()
+            self._start = self.timer.mark()
         self._usual.come_back_to_gap()
         self._turn(self._before_phase)

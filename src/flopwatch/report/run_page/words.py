@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, number, percent, plural, step_time
-from flopwatch.records.metrics import UNKNOWN_WAIT, find_metric
+from flopwatch.records.metrics import find_metric
 from flopwatch.records.reading import one_line
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
@@ -37,6 +37,7 @@ USES = {
     "count": "counting FLOPs",
     "outside": "between steps, in no phase",
     "input_wait": "waiting for input",
+    "between": "between the passes of steps",
     "stall": "stalled steps",
     "restart": "between sessions",
     "rerun": "steps that were run again",
@@ -181,7 +182,7 @@ def _with_time_per_step(use: TimeUse) -> str:
 
 def goodput_notes(report: RunReport) -> list[str]:
     """What a reader must know beside the goodput."""
-    return [UNKNOWN_WAIT] if report.goodput is not None and not report.goodput.knows_input_wait else []
+    return [report.goodput.caveat] if report.goodput is not None and report.goodput.caveat is not None else []
 
 
 def places(report: RunReport) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.texts import LOSSES, LossText, in_shell, text_of
+from flopwatch.runs.waterfall.texts import LOSSES, MEASURE_WAIT, LossText, in_shell, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
     parts, more = _divide(seconds, goodput, traces, facts)
     known = [key for key in LOSSES if abs(parts.get(key, 0.0)) > _NOTHING * wall]
     losses = tuple(_loss(LOSSES[key], parts[key], wall, facts) for key in known)
-    in_steps = goodput.productive_seconds + goodput.lost_seconds.get("input_wait", 0.0)
+    in_steps = goodput.productive_seconds + sum(goodput.lost_seconds.get(key, 0.0) for key in ("input_wait", "between"))
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
     return replace(found, notes=(*_unread(log), *older, *notes, *more, *_limits(found, facts, seconds)))
@@ -207,6 +207,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
         "exact": exactness_of(log),
         "knows_input_wait": goodput is not None and goodput.knows_input_wait,
+        "times_passes": goodput is not None and "between" in goodput.lost_seconds,
         "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
     }
@@ -225,10 +226,8 @@ def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[st
     """The losses that this run could not measure, so that they are part of others."""
     notes = []
     if not facts["knows_input_wait"]:
-        notes.append(
-            "The input wait of this run is unknown, so it is part of other losses; pass the batches through "
-            "monitor.batches() to measure it."
-        )
+        where = f'"{LOSSES["between"].name}"' if facts["times_passes"] else "other losses"
+        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {MEASURE_WAIT}")
     if not seconds.get("divided") and not waterfall.points("optimizer"):
         notes.append(
             "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
@@ -281,13 +280,15 @@ def _divide(
     executed = max(executed, seconds["model_at_peak"])
     parts["recompute"] = recomputed = min(recomputed, executed - seconds["model_at_peak"])
     parts[_name_of_the_rest(facts)] = executed - recomputed - seconds["model_at_peak"]
-    room = goodput.productive_seconds - executed
-    wanted = _uses_of_steps(seconds, goodput.productive_seconds) | {"straggler": straggler - of_input}
+    between = parts.pop("between", 0.0)
+    productive = goodput.productive_seconds + between
+    room = productive - executed
+    wanted = _uses_of_steps(seconds, productive) | {"straggler": straggler - of_input, "between": between}
     in_steps, notes = _fitted(wanted, room)
     parts |= in_steps
     below = {"below_peak": room - sum(in_steps.values())}
     below |= _achievable(below["below_peak"], executed, facts)
-    split, more = _divide_by_traces(below, parts | below, goodput.productive_seconds + waited, executed, traces)
+    split, more = _divide_by_traces(below, parts | below, productive + waited, executed, traces)
     parts["straggler"] += of_input
     return parts | below | split, notes + more
 
@@ -316,7 +317,7 @@ def _uses_of_steps(seconds: Mapping[str, float], productive_seconds: float) -> d
     return uses
 
 
-_FIRST_TO_GIVE = ("ranks_wait", "host", "optimizer", "straggler", "unpriced")
+_FIRST_TO_GIVE = ("ranks_wait", "between", "host", "optimizer", "straggler", "unpriced")
 
 
 def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float], list[str]]:
@@ -405,8 +406,9 @@ def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -
     """Take out of the traced time what clocks have measured during the whole run, so that it is not counted twice."""
     left = dict(traced)
     left["exposed_communication"] -= parts.get("ranks_wait", 0.0) + parts.get("straggler", 0.0)
-    # While a batch is awaited and after the optimizer, a device has no work. A CPU may run ops of the loader.
-    left["idle"] -= parts.get("input_wait", 0.0) + parts.get("host", 0.0)
+    # While a batch is awaited, between passes and after the optimizer, a device has little work. A CPU may run ops of
+    # the loader.
+    left["idle"] -= sum(parts.get(key, 0.0) for key in ("input_wait", "between", "host"))
     left["other_kernels"] += min(left["idle"], 0.0)
     if "optimizer" in parts:
         left["optimizer"] = 0.0

@@ -73,7 +73,8 @@ _TEXTS = (
         "input_wait",
         "input wait",
         "waiting for batches",
-        "Raise num_workers and prefetch_factor of the DataLoader, or prepare the data before the training.",
+        "Prepare batches ahead, in other processes (num_workers and prefetch_factor of a DataLoader), or once before "
+        "the training.",
     ),
     LossText(
         "straggler",
@@ -98,6 +99,13 @@ _TEXTS = (
         "optimizer",
         "in the optimizer's step",
         "Use fused=True or foreach=True, or accumulate gradients over more batches.",
+    ),
+    LossText(
+        "between",
+        "between the passes",
+        "in steps, outside of forward pass, backward pass and optimizer; input wait was not measured there",
+        "If batches are fetched there, prepare them ahead, in other processes. Otherwise read values such as "
+        "loss.item() less often.",
     ),
     LossText(
         "host",
@@ -173,9 +181,9 @@ LOSSES: Mapping[str, LossText] = {text.key: text for text in _TEXTS}
 
 IN_STEPS = frozenset(
     {
-        *("input_wait", "straggler", "ranks_wait", "unpriced", "optimizer", "host", "idle", "exposed_communication"),
+        *("input_wait", "straggler", "ranks_wait", "unpriced", "optimizer", "between", "host", "idle"),
         *("copies", "other_kernels", "slow_matmuls", "achievable", "below_peak", "recompute", "padding"),
-        "extra_passes",
+        *("exposed_communication", "extra_passes"),
     }
 )
 """Losses inside of ordinary steps, which lower the MFU of the steps too."""
@@ -192,9 +200,16 @@ def text_of(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[
         evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
     if text.key == "straggler" and facts["straggler"] is not None:
         evidence += f"; in the newest row it is rank {facts['straggler']}"
-    return f"{evidence}.", text.advice.replace("{path}", in_shell(facts["path"]))
+    advice = text.advice.replace("{path}", in_shell(facts["path"]))
+    if text.key in ("idle", "below_peak") and not facts["times_passes"]:
+        advice = f"{MEASURE_WAIT} {advice}"
+    return f"{evidence}.", advice
 
 
+MEASURE_WAIT = (
+    "To measure the input wait, pass the batches of a TrainingMonitor through monitor.batches(), or fetch them in "
+    "`with monitor.input_wait():`."
+)
 _TOO_LOW = "Check the peak with `flopwatch peak`, or pass peak_flops_per_s."
 
 

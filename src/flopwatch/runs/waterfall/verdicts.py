@@ -30,7 +30,8 @@ _LEAST_EXCESS_POINTS = 1.0
 _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
-_CONCLUSIONS: Mapping[str, tuple[str, str]] = {
+_Conclusions = Mapping[str, tuple[str, str]]
+_CONCLUSIONS: _Conclusions = {
     "start_up": ("Start-up", "the run is short compared with the time that its processes take to start"),
     "restart": ("Restarts", "too much work was lost between sessions and done again"),
     "eval": ("Evaluation", "the training evaluates often, or for long"),
@@ -46,6 +47,11 @@ _CONCLUSIONS: Mapping[str, tuple[str, str]] = {
     "ranks_wait": ("Communication", "ranks wait for each other longer than computation can hide"),
     "unpriced": ("Steps with unknown FLOPs", "what they did for the training cannot be counted"),
     "optimizer": ("The optimizer", "its step is long compared with forward and backward pass"),
+    "between": (
+        "Time between the passes",
+        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait, "
+        "which was not measured and is at most this",
+    ),
     "host": ("Work after the optimizer", "logging or reading values holds up every step"),
     "idle": ("Idle time", "the device waits for Python, which does not launch work fast enough"),
     "exposed_communication": ("Communication", "the devices wait while nothing is computed"),
@@ -59,6 +65,17 @@ _CONCLUSIONS: Mapping[str, tuple[str, str]] = {
     "extra_passes": ("FLOPs that the model does not need", "such as the extra passes of private training"),
 }
 """For each loss: the subject of a sentence about it, and what it means."""
+_IF_PASSES_ARE_NOT_TIMED: _Conclusions = {
+    "below_peak": (
+        "Slow passes or waiting for input",
+        "the input wait between the passes of a step was not measured, and is at most this",
+    ),
+    "idle": (
+        "Idle time",
+        "the device waits for Python or for input: the input wait between the passes of a step was not measured, and "
+        "is at most this",
+    ),
+}
 _PLURAL = (
     *("restart", "pause", "compile", "stall", "unpriced", "copies", "other_kernels", "slow_matmuls", "below_peak"),
     "extra_passes",
@@ -74,12 +91,14 @@ class RunFacts:
         step_seconds: Time in steps, with warm-up and input wait.
         exact: Whether the FLOPs are exact.
         good_share: Share of the peak that good forward and backward passes reach on such a device.
+        times_passes: Whether the time of forward and backward passes is known. If not, input wait may be part of it.
     """
 
     steps: int
     step_seconds: float
     exact: bool | None = None
     good_share: float = _GOOD_SHARE_OF_DATASHEET
+    times_passes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +124,14 @@ class Verdict:
 
 def facts_of(log: RunLog) -> RunFacts:
     """What the end of a log says about the run; `read_around` is enough."""
-    steps, seconds = total(log, "total/steps"), seconds_of(log).get("train")
+    steps, uses = total(log, "total/steps"), seconds_of(log)
+    seconds = uses.get("train")
     return RunFacts(
         int(steps) if steps is not None and isfinite(steps) else 0,
         float(seconds) if seconds is not None and isfinite(seconds) else 0.0,
         exactness_of(log)[0],
         _good_share(log),
+        bool(uses.get("passes_timed")),
     )
 
 
@@ -150,7 +171,8 @@ def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
     if facts.exact is False:
         reservation = "The FLOPs are not exact, so this verdict relies on the measured times."
     gains = _gains(waterfall, facts.good_share)
-    found = _verdict(waterfall, gains)
+    conclusions = _CONCLUSIONS if facts.times_passes else {**_CONCLUSIONS, **_IF_PASSES_ARE_NOT_TIMED}
+    found = _verdict(waterfall, gains, conclusions)
     return Verdict(found.key, found.sentence, found.losses, reservation)
 
 
@@ -168,7 +190,7 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]]) -> Verdict:
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], conclusions: _Conclusions) -> Verdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
         return Verdict(
@@ -186,20 +208,20 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]]) -> Verdict:
         )
     first, *others = gains
     if others and others[0][0] >= max(_NEARLY_EQUAL * first[0], _LEAST_POINTS):
-        return _of_two(first[1], others[0][1])
-    return _of_one(waterfall, first[1])
+        return _of_two(first[1], others[0][1], conclusions)
+    return _of_one(waterfall, first[1], conclusions)
 
 
-def _of_one(waterfall: Waterfall, loss: Loss) -> Verdict:
-    subject, meaning = _CONCLUSIONS[loss.key]
+def _of_one(waterfall: Waterfall, loss: Loss, conclusions: _Conclusions) -> Verdict:
+    subject, meaning = conclusions[loss.key]
     is_largest = loss.points >= max(other.points for other in waterfall.losses)
     rank = "more than anything else" if is_largest else "the most that this run could gain"
     verb = "cost" if loss.key in _PLURAL else "costs"
     return Verdict(loss.key, f"{subject} {verb} {_points(loss.points)}, {rank}: {meaning}.", (loss.key,))
 
 
-def _of_two(first: Loss, second: Loss) -> Verdict:
-    (one, meaning), (two, also) = _CONCLUSIONS[first.key], _CONCLUSIONS[second.key]
+def _of_two(first: Loss, second: Loss, conclusions: _Conclusions) -> Verdict:
+    (one, meaning), (two, also) = conclusions[first.key], conclusions[second.key]
     two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
     return Verdict(
         "two_losses",

@@ -1,0 +1,63 @@
+"""`flopwatch run` books slow input as input wait, or says that it was not measured and how long it can be."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.runs.reading import read_log
+from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.runs.waterfall.verdicts import LEAST_STEP_SECONDS, facts_of, verdict_of
+from testbeds.unchanged.scripts import FOLDER
+from testbeds.unchanged.slow_input.train import PLACES
+
+CANNOT_BE_DIVIDED = ("compiled",)
+"""Where compiled code runs in several parts, or torch is too old, nothing tells a pass from what is between two."""
+
+
+@pytest.fixture(scope="module", params=[place.__name__ for place in PLACES])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run"]
+    done = subprocess.run(
+        [*command, str(FOLDER / "slow_input" / "train.py"), request.param],
+        cwd=folder,
+        env={**os.environ, "FLOPWATCH_PEAK_TFLOPS": "0.05"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    slept = next(json.loads(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SLEPT"))
+    log = read_log(folder / "run" / "training_log.jsonl")
+    return request.param, slept, waterfall_of(log), facts_of(log)
+
+
+@pytest.mark.slow
+def test_the_verdict_names_slow_input_or_says_that_it_was_not_measured(trained):
+    place, _, waterfall, facts = trained
+    # A verdict needs a minute of training, which would only repeat the same steps.
+    in_steps = replace(
+        waterfall, losses=tuple(loss for loss in waterfall.losses if loss.key not in ("start_up", "count"))
+    )
+    verdict = verdict_of(in_steps, replace(facts, step_seconds=LEAST_STEP_SECONDS))
+    is_told = "input wait" in verdict.sentence and "not measured and is at most this" in verdict.sentence.replace(
+        ",", ""
+    )
+    assert verdict.key == "input_wait" or is_told, verdict.sentence
+    assert verdict.key in ("input_wait", "between", *(["below_peak"] if place in CANNOT_BE_DIVIDED else []))
+
+
+@pytest.mark.slow
+def test_nearly_all_of_the_time_slept_is_booked_as_input_or_between_passes(trained):
+    place, slept, waterfall, facts = trained
+    keys = (
+        "input_wait",
+        "between",
+        *(("below_peak",) if not facts.times_passes and place in CANNOT_BE_DIVIDED else ()),
+    )
+    booked = sum(loss.seconds for loss in waterfall.losses if loss.key in keys)
+    # The first batch is fetched before the first step, and counted steps are not divided.
+    assert booked > 0.8 * slept * 23 / 24
