@@ -157,7 +157,7 @@ def test_what_was_not_measured_is_said_to_be_part_of_other_losses():
         key: value for key, value in SECONDS.items() if key not in ("input_wait", "divided", "optimizer", "host")
     }
     notes = waterfall_of(log_of(unknown)).notes
-    assert any(note.startswith("The input wait of this run is unknown") for note in notes)
+    assert any(note.startswith("The input wait of this run was not measured") for note in notes)
     assert any(note.startswith("The time of the optimizer is unknown") for note in notes)
     assert not any("unknown" in note for note in waterfall_of(log_of({**SECONDS, "input_wait": 0.0})).notes)
 
