@@ -136,6 +136,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help drawn with rich takes twice as long
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
 _COMMANDS: dict[Callable[..., None], str] = {
@@ -154,9 +155,10 @@ _COMMANDS: dict[Callable[..., None], str] = {
     init: "Write a YAML file in which every setting is explained.",
     selftest: "Check that counting and monitoring work on this machine.",
 }
+_HELP = {"help_option_names": ["-h", "--help"]}
 for _command, _summary in _COMMANDS.items():
     # Options after the script's name belong to the script.
-    _settings = {"allow_interspersed_args": False} if _command is run else None
+    _settings = {**_HELP, "allow_interspersed_args": False} if _command is run else _HELP
     app.command(_command.__name__, cls=LightCommand, short_help=_summary, context_settings=_settings)(_command)
 
 

@@ -219,16 +219,24 @@ def _share(flops: int, whole: int) -> str:
 def peak(
     name: Annotated[str | None, flag('Look up a device by its name, such as "NVIDIA H100 80GB HBM3".')] = None,
     device: Annotated[str | None, flag("A device of this machine. Default: its accelerator; without one, cpu.")] = None,
-    dtype: Annotated[str | None, flag("Compute type, such as bf16. Default: all types with a known peak.")] = None,
-    measure: Annotated[bool, flag("Run matmuls on the device and print the highest FLOP/s.", "--measure")] = False,
-    seconds: Annotated[float, flag("Seconds that --measure takes.")] = 3.0,
+    dtype: Annotated[
+        str | None, flag("Compute type, such as bf16. Default: all with a known peak, or those of the newest run.")
+    ] = None,
+    measure: Annotated[
+        bool, flag("Run matmuls on the device, print and keep the highest FLOP/s.", "--measure")
+    ] = False,
+    seconds: Annotated[float, flag("Seconds that --measure takes for a type.")] = 3.0,
     measure_again: Annotated[bool, flag("With --measure: ignore the stored result.", "--measure-again")] = False,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
-    """Print the peak FLOP/s of a device from its datasheet, or measure it with --measure."""
+    """Print the peak FLOP/s of a device from its datasheet, or measure it with --measure.
+
+    A measured peak is used for MFU where no other is known. Without --dtype, --measure takes the compute types of the
+    newest run in flopwatch-runs, or the type in which matmuls run by default.
+    """
     from flopwatch.hardware import explain_unknown, product_notes
 
-    peaks = [_measure(name, device, dtype, seconds, measure_again)] if measure else _look_up(name, device, dtype)
+    peaks = _measure(name, device, dtype, seconds, measure_again) if measure else _look_up(name, device, dtype)
     if as_json:
         print_json({"peaks": [peak.to_json() for peak in peaks]})
     elif peaks:
@@ -247,14 +255,29 @@ def _look_up(name: str | None, device: str | None, dtype: str | None) -> "list[P
     return [] if found is None else [found]
 
 
-def _measure(name: str | None, device: str | None, dtype: str | None, seconds: float, refresh: bool) -> "Peak":
+def _measure(name: str | None, device: str | None, dtype: str | None, seconds: float, refresh: bool) -> "list[Peak]":
     if name is not None:
         raise InputError(
             f"--measure needs a device of this machine, not --name {name!r}; use --device, or leave out --measure"
         )
     from flopwatch.hardware import measure_peak
 
-    return measure_peak(device, dtype, seconds=seconds, refresh=refresh)
+    wanted = [dtype] if dtype is not None else _types_to_measure()
+    return [measure_peak(device, each, seconds=seconds, refresh=refresh) for each in wanted]
+
+
+def _types_to_measure() -> list[str | None]:
+    """The types of the newest run that can be measured; None is the type in which a matmul would run now."""
+    from flopwatch.cli.run_logs.run_argument import types_of_newest_run
+    from flopwatch.hardware.measured import MEASURABLE
+
+    dtypes, run = types_of_newest_run()
+    if run is None:
+        return [None]
+    left_out = [dtype for dtype in dtypes if dtype not in MEASURABLE]
+    not_measured = f"; {', '.join(left_out)} cannot be measured" if left_out else ""
+    typer.secho(f"For the compute types of {run}: {', '.join(dtypes)}{not_measured}", dim=True, err=True)
+    return [dtype for dtype in dtypes if dtype in MEASURABLE] or [None]
 
 
 _LABEL_WIDTH = 12

@@ -15,6 +15,7 @@ from flopwatch.cli.run_logs.report_run import (
     write_asked,
     write_bytes,
 )
+from flopwatch.cli.run_logs.run_argument import chosen_run
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def report(
-    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep or of a run.")] = None,
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep, of a run or of runs.")
+    ] = None,
     logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
     html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
     md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
@@ -53,6 +56,8 @@ def report(
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
     refuse_unusable(wandb, mlflow)
+    if directory is None and logs_dir is None:
+        directory = chosen_run(None)
     folder = _sweep_folder(directory, logs_dir)
     if (log := _log_of_run(folder)) is not None:
         refuse_options_of_sweeps(log, parquet=parquet, metric=metric, wandb=wandb, mlflow=mlflow)
@@ -92,7 +97,6 @@ def report(
 
 def _log_of_run(folder: Path) -> Path | None:
     """The log, if the folder is that of a monitored run and not of a sweep."""
-    from flopwatch.records.reading import listed
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 
@@ -101,18 +105,18 @@ def _log_of_run(folder: Path) -> Path | None:
     try:
         return find_log(folder)
     except NoLogError:
-        below = listed(sorted(map(str, runs_below(folder))))
+        if runs_below(folder):
+            return find_log(chosen_run(str(folder)))
         raise InputError(
             f"{str(folder)!r} is not the folder of a sweep and has no log of a run: name the folder that "
             "`flopwatch sweep` wrote, or the output_dir of a TrainingMonitor"
-            + (f"; there are logs in {below}" if below else "")
         ) from None
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     from flopwatch.records.sweep_results import is_sweep_folder
 
-    if (directory is None) == (logs_dir is None):
+    if directory is not None and logs_dir is not None:
         raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
     folder = Path(directory or logs_dir or "").expanduser()
     if folder.is_file():

@@ -1,12 +1,10 @@
 """Measures the achievable peak of a device: the rate of the fastest matmul in a search over shapes."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,10 +13,9 @@ import torch
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
+from flopwatch.hardware.measured import cache_key, read_cached_peak, write_cached_peak
 from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
 from flopwatch.records.flops import Confidence, Peak
-from flopwatch.records.reading import read_object
-from flopwatch.records.trial_files import write_json
 
 Shape = tuple[int, int, int]
 """Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
@@ -313,8 +310,8 @@ def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> st
 
 
 def _cache_key(facts: DeviceFacts, dtype: str) -> str:
-    units = "" if facts.unit_count is None else f" ({facts.unit_count} units)"
-    return f"{facts.name}{units}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cache_key(facts.name, facts.unit_count, dtype)}torch {torch.__version__}, {threads} threads"
 
 
 def _describe(best: BestMatmul) -> str:
@@ -326,29 +323,5 @@ def _describe(best: BestMatmul) -> str:
 
 
 def _confidence(spread: float) -> Confidence:
-    if spread < 0.05:
-        return "high"
+    """Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it."""
     return "medium" if spread < 0.2 else "low"
-
-
-def cache_path() -> Path:
-    """The path of the cache: `$XDG_CACHE_HOME/flopwatch/peaks.json`, with `~/.cache` as the default folder."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "flopwatch" / "peaks.json"
-
-
-def read_cached_peak(key: str) -> Peak | None:
-    """The peak that is cached under `key`; None if there is none, or if the file cannot be read."""
-    try:
-        peak = Peak(**read_object(cache_path())[key])
-        return peak if peak.flops_per_s > 0 and peak.kind == "measured" else None
-    except (KeyError, TypeError):
-        return None
-
-
-def write_cached_peak(key: str, peak: Peak) -> None:
-    """Cache a peak; does nothing if the folder cannot be written."""
-    path = cache_path()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**read_object(path), key: peak.to_json()})

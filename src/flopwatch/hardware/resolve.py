@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
+from flopwatch.hardware.measured import advice_to_measure, fastest_measured
 from flopwatch.hardware.peaks import (
     DTYPES,
     DeviceFacts,
@@ -35,8 +36,9 @@ def peak_flops(
 
     The first of these sources that has a figure is used: `override_flops_per_s`; the environment variable
     FLOPWATCH_PEAK_TFLOPS; the product table, scaled to the visible part of the device on MIG slices and AMD partitions;
-    the architecture, with `kind="derived"` and low confidence. No peak is guessed: if there is no source, the result is
-    None, and `flopwatch.hardware.explain_unknown` says why and what to do.
+    the architecture, with `kind="derived"` and low confidence; what `flopwatch peak --measure` has measured on such a
+    device, with `kind="measured"`. No peak is guessed: if there is no source, the result is None, and
+    `flopwatch.hardware.explain_unknown` says why and what to do.
 
     >>> peak_flops(name="NVIDIA A100-SXM4-80GB", dtype="bf16").flops_per_s
     312000000000000.0
@@ -98,9 +100,12 @@ def explain_unknown(
         return f"The peak is known: {answer.flops_per_s:.4g} FLOP/s ({answer.source})."
     lines = [f"The peak is not known: {answer.reason}."]
     if name is None:
+        kind = canonical_dtype(dtype) if dtype is not None else _dtype_now(facts)
+        command = advice_to_measure([kind] if kind else [])
+        measure = f", or measure what this device reaches: `{command}`" if command else ""
         lines.append(
-            f"Set {ENVIRONMENT_VARIABLE} to the dense figure of the datasheet, pass override_flops_per_s=..., "
-            "or measure what this device achieves: flopwatch peak --measure"
+            f"Set {ENVIRONMENT_VARIABLE} to the dense figure of the datasheet in TFLOP/s, pass "
+            f"override_flops_per_s=...{measure}"
         )
         return "\n".join(lines)
     if isinstance(find_accelerator(facts), Unknown):
@@ -116,6 +121,13 @@ def _resolve(
     facts: DeviceFacts, dtype: "torch.dtype | str | None", override_flops_per_s: float | None = None
 ) -> Peak | Unknown:
     compute_dtype = _dtype_now(facts) if dtype is None else canonical_dtype(dtype)
+    answer = _known(facts, compute_dtype, override_flops_per_s)
+    if isinstance(answer, Unknown) and facts.kind and compute_dtype is not None:
+        return fastest_measured(facts.name, facts.unit_count, compute_dtype) or answer
+    return answer
+
+
+def _known(facts: DeviceFacts, compute_dtype: str | None, override_flops_per_s: float | None) -> Peak | Unknown:
     if override_flops_per_s is not None:
         what = f"override_flops_per_s={override_flops_per_s!r}"
         figure = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12")

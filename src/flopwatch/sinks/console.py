@@ -71,7 +71,8 @@ def provenance_line(origin: Provenance) -> str:
         counted += f", {percent(origin.coverage)} of the ops counted"
     if origin.peak is None:
         return f"{counted}; no peak known, so no MFU"
-    peak = f"{flop_rate(origin.peak['flops_per_s'])} {origin.peak['dtype']} of {origin.peak['device']}"
+    measured = " (measured)" if origin.peak.get("kind") == "measured" else ""
+    peak = f"{flop_rate(origin.peak['flops_per_s'])} {origin.peak['dtype']} of {origin.peak['device']}{measured}"
     return f"{counted}; peak {'' if origin.device_count == 1 else f'{origin.device_count} x '}{peak}"
 
 

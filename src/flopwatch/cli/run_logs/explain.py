@@ -10,6 +10,7 @@ import typer
 
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import flop_rate, percent
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    run_dir: RunDir = None,
     step: Annotated[int | None, flag("The step to explain. Default: the steps of the newest log row.")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
@@ -29,7 +30,7 @@ def explain(
     from flopwatch.runs.explain import explain_step, explain_window
     from flopwatch.runs.given_peak import with_peak
 
-    log = with_peak(read_around(find_log(run_dir), step), peak_to_use(peak_tflops))
+    log = with_peak(read_around(find_log(chosen_run(run_dir)), step), peak_to_use(peak_tflops))
     if step is None and not log.rows:
         raise InputError(f"{str(log.path)!r} has no row of metrics yet; the first one is written after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)

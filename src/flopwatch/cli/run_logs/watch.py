@@ -5,10 +5,9 @@ import signal
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flopwatch.cli import flag
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli.run_logs.run_argument import RUNS_FOLDER, RunDir, chosen_run
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,15 +18,13 @@ if TYPE_CHECKING:
 
 
 def watch(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    run_dir: RunDir = None,
     once: Annotated[bool, flag("Print the view once and exit.", "--once")] = False,
+    as_list: Annotated[bool, flag("List the runs of the folder RUN_DIR, the newest last.", "--list")] = False,
     refresh: Annotated[float, flag("Seconds between two reads of the log.")] = 1.0,
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
-    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run.
-
-    If the folder holds several runs, list them.
-    """
+    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
 
     from flopwatch.runs.state import WatchFeed
@@ -35,15 +32,11 @@ def watch(
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     console = Console(highlight=False)
-    below = _runs_below(run_dir)
-    if len(below) > 1:
-        console.print(
-            f"{len(below)} runs in {run_dir}; watch one of them with: flopwatch watch {run_dir.rstrip(chr(47))}/RUN",
-            soft_wrap=True,
-        )
-        console.print(_list_of_runs(below, run_dir))
+    if as_list:
+        folder = run_dir or RUNS_FOLDER
+        console.print(_list_of_runs(_runs_in(folder), folder))
         return
-    feed = WatchFeed(below[0] if below else run_dir, time.time, peak_to_use(peak_tflops))
+    feed = WatchFeed(chosen_run(run_dir), time.time, peak_to_use(peak_tflops))
     if once or not console.is_terminal:
         feed.look(must_exist=True)
         console.print(_frame(feed, console))
@@ -51,15 +44,13 @@ def watch(
         _watch_live(feed, console, refresh)
 
 
-def _runs_below(folder: str) -> list[str]:
-    """The runs in subfolders of a folder that has no log itself; empty if it has one."""
-    from flopwatch.runs.log_file import NoLogError, find_log, runs_below
+def _runs_in(folder: str) -> list[str]:
+    from flopwatch.runs.log_file import runs_below
 
-    try:
-        find_log(folder)
-    except NoLogError:
-        return [str(path) for path in runs_below(folder)]
-    return []
+    below = [str(path) for path in runs_below(folder)]
+    if not below:
+        raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")
+    return below
 
 
 def _list_of_runs(places: "list[str]", folder: str) -> "RenderableType":

@@ -4,10 +4,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import duration, flop_rate, percent, plural
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def why(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    run_dir: RunDir = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     trace: Annotated[
         list[str] | None,
@@ -41,8 +40,9 @@ def why(
     from flopwatch.runs.waterfall.losses import waterfall_of
     from flopwatch.runs.waterfall.verdicts import facts_of
 
-    log = with_peak(read_around(find_log(run_dir)), peak_to_use(peak_tflops))
-    traces, problems = traces_of_run(run_dir, trace or ())
+    run = chosen_run(run_dir)
+    log = with_peak(read_around(find_log(run)), peak_to_use(peak_tflops))
+    traces, problems = traces_of_run(run, trace or ())
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
         from flopwatch.cli.run_logs.why_times import show_times

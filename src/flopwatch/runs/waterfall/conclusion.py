@@ -55,6 +55,11 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses, notes)
 
 
+def _measure(log: RunLog) -> str:
+    dtypes = log.provenances[-1].dtypes if log.provenances else ()
+    return "flopwatch peak --measure" + (f" --dtype {dtypes[0]}" if dtypes else "")
+
+
 def what_is_missing(log: RunLog) -> str:
     """Why a log gives no waterfall, and what to do."""
     place = in_shell(str(log.path.parent))
@@ -66,7 +71,7 @@ def what_is_missing(log: RunLog) -> str:
         return (
             "the peak FLOP/s of the device is unknown, so there is no MFU; give the dense figure of the datasheet "
             f"(`flopwatch why {place} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
-            "(`flopwatch peak --measure`), and repeat the command"
+            f"(`{_measure(log)}`), and repeat the command"
         )
     seconds = seconds_of(log)
     if not seconds.get("wall") or "model_at_peak" not in seconds:
