@@ -1,4 +1,7 @@
-"""`flopwatch watch` lists the runs of a folder and says what to change; `report --csv` exports the rows of a run."""
+"""Commands on a folder of runs take the newest, or list them; `report --csv` exports the rows of a run."""
+
+import os
+import time
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ def test_a_folder_of_several_runs_is_listed_and_their_rows_are_exported(tmp_path
             for _ in range(4):
                 with monitor.step(torch.ones(2, 8)) as step:
                     step.log(loss=loss)
-    for arguments in (["watch", str(tmp_path)], ["report", str(tmp_path / "second"), "--csv", "-"]):
+    for arguments in (["watch", str(tmp_path), "--list"], ["report", str(tmp_path / "second"), "--csv", "-"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert not ended.value.code
@@ -36,3 +39,51 @@ def test_a_run_that_waits_for_input_is_told_what_to_change():
     run.add(RunStart("s", 0.0, "outputs"))
     run.add(Row(9, 0.0, values))
     assert sentence in "".join(text.plain for text in draw_frame(run, "outputs", 0.0, width=80, height=24))
+
+
+@pytest.fixture
+def two_runs(tmp_path, monkeypatch):
+    """A working folder with two runs in `flopwatch-runs`; the log of the one with the earlier name is newer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("b", "a"):
+        with TrainingMonitor(f"flopwatch-runs/{name}", model=torch.nn.Linear(8, 8), log_every=2) as monitor:
+            for _ in range(8):
+                with monitor.step(torch.ones(2, 8)):
+                    monitor.summary  # noqa: B018
+    os.utime("flopwatch-runs/b/training_log.jsonl", (1, 1))
+
+
+@pytest.mark.parametrize("arguments", [(), ("flopwatch-runs",)])
+@pytest.mark.parametrize("command", ["why", "explain", "report", "watch"])
+def test_without_a_run_the_newest_is_taken_and_named(two_runs, flopwatch, command, arguments):
+    status, out, err = flopwatch(command, *arguments, *(["--once"] if command == "watch" else []))
+    assert status == 0
+    assert "flopwatch-runs/a: the newest of 2 runs in flopwatch-runs" in err
+    assert out
+
+
+@pytest.mark.parametrize("command", ["why", "explain", "report", "watch"])
+def test_without_any_run_it_is_said_where_they_were_looked_for(flopwatch, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = flopwatch(command)
+    assert status == 2
+    assert f"no run was named, and there is none in {tmp_path}/flopwatch-runs" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("command", ["why", "explain"])
+def test_before_the_first_row_it_is_said_when_it_comes_and_what_is_known(flopwatch, tmp_path, command):
+    monitor = TrainingMonitor(tmp_path, model=torch.nn.Linear(8, 8), log_every=30)
+    with monitor.step(torch.ones(2, 8)):
+        pass
+    while not (tmp_path / "training_log.jsonl").exists() or not (tmp_path / "training_log.jsonl").read_text():
+        time.sleep(0.01)
+    status, out, _ = flopwatch(command, str(tmp_path))
+    monitor.close()
+    assert status == 0
+    assert "first one is written after 30 steps or 10.0 s" in " ".join(out.split())
+    assert "start-up" in out
+
+
+@pytest.mark.parametrize("command", [(), ("why",), ("run",), ("sweep",), ("peak",)])
+def test_h_is_help(flopwatch, command):
+    assert flopwatch(*command, "-h") == flopwatch(*command, "--help")

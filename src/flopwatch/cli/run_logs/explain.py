@@ -11,6 +11,7 @@ import typer
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
+from flopwatch.cli.run_logs.why_times import show_times
 from flopwatch.errors import InputError
 from flopwatch.number_format import flop_rate, percent
 
@@ -29,10 +30,14 @@ def explain(
     from flopwatch.runs import find_log, read_around
     from flopwatch.runs.explain import explain_step, explain_window
     from flopwatch.runs.given_peak import with_peak
+    from flopwatch.runs.waterfall.conclusion import what_is_missing
 
     log = with_peak(read_around(find_log(chosen_run(run_dir)), step), peak_to_use(peak_tflops))
     if step is None and not log.rows:
-        raise InputError(f"{str(log.path)!r} has no row of metrics yet; the first one is written after log_every steps")
+        if as_json:
+            raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
+        show_times(log, (), (), as_json=False)
+        return
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
         print_json(explanation.to_json())

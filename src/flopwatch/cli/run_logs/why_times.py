@@ -56,7 +56,8 @@ def _print(log: "RunLog", times: "Times", sentence: str, notes: Sequence[str]) -
     ended = "" if log.summary is not None else ", the run has not ended"
     typer.secho(f"\nWhere the time of {one_line(str(log.path.parent))} went", bold=True)
     rates = f": {times.rates()}" if times.rates() else ""
-    typer.secho(f"{plural(times.steps or 0, 'step')} in {duration(times.wall_seconds)}{ended}{rates}", dim=True)
+    done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
+    typer.secho(f"{done} {duration(times.wall_seconds)}{_on_what(log)}{ended}{rates}", dim=True)
     _print_table(times)
     _print_paragraph(sentence)
     typer.echo()
@@ -64,6 +65,13 @@ def _print(log: "RunLog", times: "Times", sentence: str, notes: Sequence[str]) -
         _print_paragraph(f"Note: {note}", dim=True)
     if notes:
         typer.echo()
+
+
+def _on_what(log: "RunLog") -> str:
+    environment = log.starts[-1].environment if log.starts else {}
+    device = environment.get("device_name") or environment.get("device")
+    dtypes = log.provenances[-1].dtypes if log.provenances else ()
+    return one_line(f" on {device}{', ' if dtypes else ''}{', '.join(dtypes)}") if device else ""
 
 
 def _print_table(times: "Times") -> None:

@@ -60,11 +60,19 @@ def _measure(log: RunLog) -> str:
     return "flopwatch peak --measure" + (f" --dtype {dtypes[0]}" if dtypes else "")
 
 
+def _when_the_first_row_comes(log: RunLog) -> str:
+    config = log.starts[-1].config if log.starts else {}
+    steps, seconds = config.get("log_every", "log_every"), config.get("log_seconds", "log_seconds")
+    if log.summary is not None:
+        return "the run ended before its first one"
+    return f"the first one is written after {steps} steps or {seconds} s, and after 6 steps at the earliest"
+
+
 def what_is_missing(log: RunLog) -> str:
     """Why a log gives no waterfall, and what to do."""
     place = in_shell(str(log.path.parent))
     if not log.rows:
-        return "the log has no row of metrics yet; the first one is written after log_every steps"
+        return f"the log has no row of metrics yet; {_when_the_first_row_comes(log)}"
     if not total(log, "total/model_flops"):
         return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
     if not log.provenances or log.provenances[-1].peak is None:

@@ -262,8 +262,8 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
         notes.append(undivided_note(facts["path"]))
     if facts["peak_kind"] == "measured":
         notes.append(
-            f"The peak is no datasheet's figure; it was measured on such a device: {facts['peak_source']}. MFU compares "
-            "the training with these matrix products."
+            f"The peak is no datasheet's figure; it was measured on such a device: {facts['peak_source']}. MFU "
+            "compares the training with these matrix products."
         )
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
         note = f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it"
