@@ -43,7 +43,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m matrix", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], help="rows: 2.6, 2.15-py3.13, oldest, newest")
+    parser.add_argument("--only", nargs="+", default=[], help="rows: 2.6, 2.15-py3.13, lowest, oldest, newest")
     parser.add_argument("--jobs", type=int, default=1, help="rows at the same time")
     parser.add_argument("--quick", action="store_true", help="leave out the slowest tests, as CI does")
     parser.add_argument("--any-python", action="store_true", help="use this Python if the row's is not installed")

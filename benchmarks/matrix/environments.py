@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from matrix.rows import Row
+from matrix.rows import TOOLS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
 WORK = CACHE / "matrix"
 
-EXTRAS = "hf,lightning,dp"
+EXTRAS = ("hf", "lightning", "dp")
 
 
 class CannotBuildError(Exception):
@@ -70,12 +70,23 @@ def build(row: Row, python: str, wheel: Path, say: Callable[[str], None]) -> Env
     made = Environment(WORK / row.name)
     run([uv(), "venv", "--quiet", "--clear", "--seed", "--python", python, str(made.folder)])
     say(f"installing torch {row.torch}")
-    run([uv(), "pip", "install", "--quiet", "--python", made.python, *pip_sources(), *row.requirements()])
+    wanted = _lowest(made) if row.is_lowest else row.requirements()
+    run([uv(), "pip", "install", "--quiet", "--python", made.python, *pip_sources(), *wanted, *TOOLS])
     made.before = packages(made.python)
     say("installing flopwatch with pip")
-    run([made.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[{EXTRAS}]"])
+    extras = "all" if row.is_lowest else ",".join(EXTRAS)
+    run([made.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[{extras}]"])
     made.after = packages(made.python)
     return made
+
+
+def _lowest(made: Environment) -> list[str]:
+    """The lowest version of every package that pyproject.toml names, and the newest of what those need."""
+    command = [uv(), "pip", "compile", "--quiet", "--resolution=lowest-direct", "--extra=all", *pip_sources()]
+    listed = run(
+        [*command, "--no-header", "--no-annotate", "--python", made.python, str(ROOT / "pyproject.toml")]
+    ).stdout
+    return [line for line in listed.splitlines() if "==" in line]
 
 
 def build_wheel() -> Path:

@@ -13,20 +13,23 @@ class Row:
     numpy: str = ""
     lightning: str = ""
     accelerate: str = ""
+    is_lowest: bool = False
+    """Instead of these, the lowest version of everything that pyproject.toml asks for, with all extras."""
 
     @property
     def name(self) -> str:
-        return f"torch{self.torch}-py{self.python}"
+        return f"torch{self.torch}-py{self.python}" + "-lowest" * self.is_lowest
 
     def requirements(self) -> list[str]:
-        """What is installed before flopwatch: the user's packages, and pytest for the suite."""
+        """The user's packages, which are installed before flopwatch."""
         frameworks = {name: getattr(self, name) for name in ("transformers", "numpy", "lightning", "accelerate")}
-        return [f"torch=={self.torch}", *(name + pin for name, pin in frameworks.items()), *_TOOLS]
+        return [f"torch=={self.torch}", *(name + pin for name, pin in frameworks.items())]
 
 
-_TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3")
+TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3")
 
 ROWS = (
+    Row("2.6.0", "3.10", is_lowest=True),
     Row("2.6.0", "3.10", transformers="==4.57.6", numpy="<2", lightning="==2.4.0", accelerate="==1.3.0"),
     Row("2.8.0", "3.11", transformers="==4.57.6"),
     Row("2.9.1", "3.12"),
@@ -38,12 +41,12 @@ ROWS = (
     Row("2.15.0", "3.13"),
     Row("2.15.0", "3.14"),
 )
-OLDEST, NEWEST = ROWS[0], ROWS[7]
-"""The two rows that CI runs every time."""
+_BY_AGE = {"lowest": ROWS[0], "oldest": ROWS[1], "newest": ROWS[8]}
+"""CI runs `oldest` and `newest` every time."""
 
 
 def chosen(names: list[str]) -> list[Row]:
-    """The rows of these names: `oldest`, `newest`, a torch release such as `2.6`, or `2.15-py3.13`; all if empty."""
+    """The rows of these names: `lowest`, `oldest`, `newest`, a torch such as `2.6`, or `2.15-py3.13`; all if empty."""
     if not names:
         return list(ROWS)
     rows = [row for name in names for row in _matching(name)]
@@ -51,10 +54,11 @@ def chosen(names: list[str]) -> list[Row]:
 
 
 def _matching(name: str) -> list[Row]:
-    if name in ("oldest", "newest"):
-        return [OLDEST if name == "oldest" else NEWEST]
-    torch, _, python = name.removeprefix("torch").partition("-py")
-    rows = [row for row in ROWS if f"{row.torch}.".startswith(f"{torch}.") and python in ("", row.python)]
+    if name in _BY_AGE:
+        return [_BY_AGE[name]]
+    torch, _, rest = name.removeprefix("torch").partition("-py")
+    ends = {row: row.name.partition("-py")[2] for row in ROWS}
+    rows = [row for row, end in ends.items() if f"{row.torch}.".startswith(f"{torch}.") and rest in ("", end)]
     if not rows:
         raise SystemExit(f"There is no row {name!r}. The rows are: {', '.join(row.name for row in ROWS)}.")
     return rows

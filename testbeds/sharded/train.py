@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -77,7 +77,7 @@ def cp() -> Layout:
     """By hand, because torch's own context parallelism has no attention for the CPU."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DistributedDataParallel(Part())
-    whole_model.gathered = lambda tensor: all_gather_single_autograd(tensor.contiguous(), 2, mesh)
+    whole_model.gathered = lambda tensor: all_gather_tensor_autograd(tensor.contiguous(), 2, mesh)
     place, places = mesh.get_local_rank(), mesh.size()
     return Layout(
         model, lambda batch: batch.chunk(places, 1)[place], lambda own: loss_of(model(own), own).backward(), 1

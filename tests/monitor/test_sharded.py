@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from support.parallel_layouts import cases, trainable
 from support.torchrun import torchrun
 from testbeds.sharded import train
 from testbeds.sharded.model import true_flops
@@ -24,7 +25,7 @@ ON_TWO = [
     "fsdp2_compiled",
 ]
 ON_FOUR = ["ddp", "fsdp2", "hsdp", "tp", "tp_fsdp2", "cp", "pp_gpipe", "pp_1f1b", "ddp_compiled", "fsdp2_compiled"]
-CASES = [*((2, name) for name in ON_TWO), *((4, name) for name in ON_FOUR)]
+CASES = [*cases(ON_TWO, 2), *cases(ON_FOUR, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def results(tmp_path_factory):
     @cache
     def launch(ranks, is_watched):
         folder = str(tmp_path_factory.mktemp("sharded")) if is_watched else "bare"
-        names = {2: ON_TWO, 4: ON_FOUR}[ranks]
+        names = trainable({2: ON_TWO, 4: ON_FOUR}[ranks])
         found = torchrun(Path(train.__file__), folder, str(STEPS), *names, ranks=ranks, seconds=500)
         return {(each["layout"], each["rank"]): each for each in found}
 

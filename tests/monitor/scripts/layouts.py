@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage as RunningStage
@@ -203,7 +203,7 @@ def _gathered_attention(mesh: DeviceMesh, whole_mask: torch.Tensor, first: int) 
     plain = F.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any) -> torch.Tensor:
-        key, value = (all_gather_single_autograd(tensor.contiguous(), 2, mesh) for tensor in (key, value))
+        key, value = (all_gather_tensor_autograd(tensor.contiguous(), 2, mesh) for tensor in (key, value))
         return plain(query, key, value, attn_mask=allowed_pairs(whole_mask, first, query.shape[2]))
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
