@@ -103,7 +103,9 @@ def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, mo
     assert seen == [3]
 
 
-def test_what_follows_an_evaluation_is_not_counted_as_evaluation(watched):
+@pytest.mark.parametrize("criterion", [torch.mean, nn.L1Loss()], ids=["function", "module"])
+def test_what_follows_an_evaluation_is_not_counted_as_evaluation(watched, criterion):
+    """A loss that is a module stays in training mode, but is part of the evaluation all the same."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, steps=40, optimizer=optimizer)
@@ -111,7 +113,8 @@ def test_what_follows_an_evaluation_is_not_counted_as_evaluation(watched):
     model.eval()
     time.sleep(0.2)
     with torch.no_grad():
-        model(torch.randn(4, 8))
+        output = model(torch.randn(4, 8))
+        criterion(*[output] * (2 if isinstance(criterion, nn.Module) else 1))
     model.train()
     evaluated = time.perf_counter()
     time.sleep(1.0)  # in place of saving a checkpoint

@@ -98,9 +98,18 @@ def test_the_verdict_and_the_three_largest_losses_are_told_with_what_to_try(why,
         ("3", "optimizer"),
     ]
     assert "10 min 08 s of 27 min 10 s (608 ms per step) waiting for batches." in told
-    assert "Next: Raise num_workers" in told
+    assert "Next: Prepare batches ahead" in told
     assert f"`flopwatch trace {tmp_path / 'a'}` divides this time" in told
     assert "Without a trace" not in told, "the loss itself has said it"
+
+
+def test_a_run_that_mostly_starts_is_not_said_to_be_in_training_steps(why, tmp_path):
+    """The difference in points is tiny where MFU is tiny, whatever the time is spent on."""
+    seconds = {"wall": 1000.0, "start_up": 878.0, "train": 122.0, "model_at_peak": 0.1, "hardware_at_peak": 0.1}
+    told = why(write_ledger(tmp_path, seconds))
+
+    assert "Nearly all of its time" not in told
+    assert "87.8 % of its time is spent otherwise, most of it on start-up" in told
 
 
 def test_the_difference_between_the_run_and_its_steps_is_explained(why, tmp_path):
@@ -273,7 +282,7 @@ def test_a_real_training_adds_up(why, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    with TrainingMonitor(str(tmp_path / "a"), log_every=5, strict=True, peak_flops_per_s=1e12) as monitor:
+    with TrainingMonitor(str(tmp_path / "a"), quiet=True, log_every=5, strict=True, peak_flops_per_s=1e12) as monitor:
         monitor.set_model(model)
         for _ in range(30):
             batch = torch.randn(32, 64)

@@ -149,7 +149,7 @@ def test_the_page_begins_with_the_words_of_flopwatch_why(tmp_path, capsys):
     shown = shown_text(page)
     verdict = "Waiting for input costs 38 points, more than anything else: the loader cannot keep up."
     assert page.index(verdict) < page.index("Next: Prepare batches ahead") < page.index('class="tiles"')
-    assert shown.count("Raise num_workers and prefetch_factor of the DataLoader") == 2, "once before the table"
+    assert shown.count("Prepare batches ahead, in other processes") == 2, "once before the table"
     assert "(608 ms per step) waiting for batches." in shown
     with pytest.raises(SystemExit):
         main(["why", run])
