@@ -302,14 +302,10 @@ class Watcher:
         return self._owners[kind.module]
 
     def returned(self, kind: CallKind, output: Any) -> None:
-        self.guarded(self._returned_now, kind)
+        pass
 
     def region_called(self, has_grad: bool) -> None:
         pass
-
-    def _returned_now(self, kind: CallKind) -> None:
-        if self.monitor is not None and not self._is_timed and self._is_evaluation(kind):
-            self.monitor.spent_on("eval")
 
     def _is_evaluation(self, kind: CallKind) -> bool:
         found: list[bool] = []

@@ -124,6 +124,7 @@ class MonitoredRun:
             is_alone=world_size == 1,
             on_call=lambda has_grad: self.step_clock.model_is_called(has_grad),
             passes=self._passes,
+            on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
             off_the_clock=lambda: self.phase("count"),
             notify=self._notify,

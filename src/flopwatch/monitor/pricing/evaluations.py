@@ -1,4 +1,4 @@
-"""Tells evaluations between two steps from calls that belong to the next step, in loops that open no steps (pure).
+"""Tells evaluations between two steps from calls that belong to the next step (pure).
 
 Calls without gradients of modules in evaluation mode that come only now and then are an evaluation. Those that come
 with every step, such as a teacher's, are part of it.
@@ -10,10 +10,14 @@ from flopwatch.monitor.pricing.calls import CallKind
 
 
 class Evaluations:
-    """Remembers which modules are called before steps, and how often."""
+    """Remembers which modules are called before steps, and how often.
+
+    Attributes:
+        steps: Steps so far. A step with no call before it can be noted by adding 1.
+    """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.steps = 0
         self._first: dict[int, int] = {}
         self._met: dict[int, int] = {}
         self._trained: set[int] = set()
@@ -49,18 +53,23 @@ class Evaluations:
         nodes = sum(nodes for (_, nodes), keeps in zip(noted, is_kept, strict=True) if not keeps)
         return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(odd)
 
+    def note_opened(self, before: Sequence[tuple[CallKind, int]], calls: Sequence[CallKind]) -> None:
+        """Note a step that the loop has opened: the calls before it, and those in it."""
+        apart = {call.module for call, _ in before if not call.has_grad and not call.is_training}
+        self._note_step(apart, {call.module for call in calls if call.has_grad})
+
     def _note_step(self, before: set[int], trained: set[int]) -> None:
-        self._steps += 1
+        self.steps += 1
         self._trained |= trained
         for module in before:
-            self._first.setdefault(module, self._steps)
+            self._first.setdefault(module, self.steps)
             self._met[module] = self._met.get(module, 0) + 1
 
     def _is_regular(self, module: int) -> bool:
         first = self._first.get(module)
         if first is None:  # at the first step only, a module that is not trained is taken for a teacher
-            return not self._steps and module not in self._trained
-        steps = self._steps - first + 1
+            return not self.steps and module not in self._trained
+        steps = self.steps - first + 1
         if first == 1 and steps == 1:
             return module not in self._trained
         return steps > 1 and 2 * (self._met[module] - 1) >= steps - 1

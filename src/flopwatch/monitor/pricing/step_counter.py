@@ -101,8 +101,8 @@ class FlopFacts:
 class StepCounter:
     """Decides which steps are counted, counts them, and keeps what the counts show (`Evidence`).
 
-    A loop either opens its steps (`begin_step`), or a step lasts from the end of one to the end of the next. In the
-    second case, calls without gradients of modules in evaluation mode that come only now and then are evaluations.
+    A loop either opens its steps (`begin_step`), or a step lasts from the end of one to the end of the next. Between
+    steps, calls without gradients of modules in evaluation mode that come only now and then are evaluations.
 
     Attributes:
         evidence: What is known about the FLOPs of the current model. A changed model gets new evidence.
@@ -118,6 +118,7 @@ class StepCounter:
         is_alone: bool,
         on_call: Callable[[bool], None],
         passes: PassListener,
+        on_evaluation: Callable[[], None],
         on_doubt: Callable[[Doubt], None],
         off_the_clock: Callable[[], AbstractContextManager[None]],
         notify: Notify,
@@ -130,6 +131,7 @@ class StepCounter:
             off_the_clock,
             notify,
         )
+        self._on_evaluation = on_evaluation
         self.evidence = Evidence()
         self.listener: CallListener | None = None
         self.counts_without_model = False
@@ -159,6 +161,8 @@ class StepCounter:
         self._estimates: EstimatedCosts | None = None
         self._examples: list[tuple[Any, BatchLayout]] = []
         self._opens_steps = self._is_open = False
+        self._before: list[tuple[CallKind, int]] = []
+        """Calls before the step that is open, in a loop that opens its steps."""
         self._nodes_before: int | None = None
         self._graphs_before = 0
         self._batches: list[CallKind] = []
@@ -313,8 +317,7 @@ class StepCounter:
             else:  # which needs the batches
                 self._calls.start()
             return
-        if self._calls.calls:
-            self._calls.take()
+        self._before = self._calls.take() if self._calls.calls else []
         if self._trained is not None:
             self._trained.backwards = 0
         self._plan = self._optimizer_call = None
@@ -423,6 +426,8 @@ class StepCounter:
         clear_left_behind()
         if module is self.model:
             self._on_call(kind.has_grad)
+        if self._is_between():
+            return
         if self._is_first_call() and self.starts_free:
             is_new = not self.evidence.knows_call(kind) and self._schedule.may_add(self._steps)
             if self._is_wanted or is_new:
@@ -447,12 +452,18 @@ class StepCounter:
 
     def returned(self, kind: CallKind, output: Any) -> None:
         self._passes.forward_ends(output)
+        if self.is_evaluation(kind):
+            self._on_evaluation()
         if self.listener is not None:
             self.listener.returned(kind, output)
 
     def is_evaluation(self, kind: CallKind) -> bool:
-        """Whether a call between two steps is part of an evaluation, in a loop that opens no steps."""
-        return not self._opens_steps and self._evaluations.has(kind, self._calls.calls)
+        """Whether a call between two steps is part of an evaluation."""
+        return (not self._opens_steps or not self._is_open) and self._evaluations.has(kind, self._calls.calls)
+
+    def _is_between(self) -> bool:
+        """Whether no step is open, in a loop that opens its steps."""
+        return self._opens_steps and not self._is_open
 
     def abandon_step(self) -> None:
         """Drop the current step, because its body has raised."""
@@ -494,7 +505,7 @@ class StepCounter:
         self._steps += 1
         was_open, self._is_open = self._is_open, False
         evaluated_outside = count is not None and self._ran_evaluation(count)
-        if self._opens_steps:
+        if self._opens_steps and (may_compile() or not self._may_count):  # otherwise evaluations are heard
             self._calls.stop()
         if self._why_not_live is not None or not self._can_count():
             return self._untold(readings)
@@ -506,6 +517,10 @@ class StepCounter:
         if not self._opens_steps:
             calls, nodes_apart, has_evaluated = self._evaluations.left_out(noted)
             has_evaluated = has_evaluated or evaluated_outside
+        elif self._before or self._steps == 1:
+            self._evaluations.note_opened(self._before, calls)
+        else:
+            self._evaluations.steps += 1
         backwards = UNKNOWN if is_first_of_run else 0 if self._trained is None else self._trained.take()
         nodes = None if now is None or self._nodes_before is None else now - self._nodes_before - apart - nodes_apart
         if may_compile() and compiled_graphs() != self._graphs_before:  # the compiler has recorded operations too

@@ -206,6 +206,8 @@ class StepClock:
             self._end_work()
         else:
             self._seconds[self._state] += now - self._since
+            if self._state == _GAP:  # a loop that opens no steps: this was the step, not what follows it
+                self._seconds[_GAP] = 0.0
             self._state, self._since = _OWN, now
         if segments is None:
             waits = None
