@@ -171,6 +171,9 @@ dtypes: [fp32]
 # Retries of a trial that was lost or preempted, and other outcomes to retry: error, crash, timeout, hang.
 #retries: 2
 #retry_on: []
+# Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%, at most so many times.
+#until: null
+#max_repeats: 5
 # Start no new trial after this time, such as 8h or 90m.
 #budget: null
 """

@@ -259,10 +259,18 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
     in_index = found.results.get(name)
     is_known = (name, own.key, own.unix_time) in attempts
     is_better = in_index is not None and in_index.outcome in UNSETTLED and own.outcome not in UNSETTLED
+    if _is_failed_repeat(own, in_index):
+        return
     if in_index is None or not is_known or is_better:
         found.results[name] = own
         found.unlisted.append(name)
         found.newer.pop(name, None)
+
+
+def _is_failed_repeat(own: TrialResult, in_index: TrialResult | None) -> bool:
+    """Whether `own` is a repeat that was cancelled or failed: the trial's earlier `ok` runs stay its result."""
+    is_repeat = any(attempt.get("outcome") == "ok" for attempt in own.earlier_attempts)
+    return is_repeat and own.outcome != "ok" and in_index is not None and in_index.outcome == "ok"
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:

@@ -309,6 +309,8 @@ class Measured:
         extra: Further numbers by name, such as those a command reported.
         privacy: The privacy budget; None without differential privacy, or if `TrialSpec.privacy` is empty.
         declared_privacy: How the trainer says that it is private; None if it does not say so.
+        run_medians: If the trial was repeated, the median step time of each run, the last one's at the end. `median`,
+            `low` and `high` of `steps`, and the rates, are then those of all runs; all else is of the last run.
         not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason. The
             other measurements stay valid.
     """
@@ -325,6 +327,7 @@ class Measured:
     privacy: PrivacySpent | None = None
     not_measured: Mapping[str, str] = field(default_factory=dict)
     declared_privacy: Privacy | None = None
+    run_medians: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flopwatch.records.repeats import has_interval
 from flopwatch.records.trial import LABELS, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, PrivacyClass, TrialRow
 
@@ -130,9 +131,6 @@ def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
     return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]
 
 
-FEWEST_STEPS = 6
-"""Fewer steps have no 95 % interval: the range of 5 steps contains the true median with a probability of only 94 %."""
-
 MOST_FINITE = sys.float_info.max
 """The largest float. JSON may contain larger integers, which Python cannot convert to float."""
 
@@ -144,7 +142,7 @@ def make_cell(result: TrialResult, column: str) -> Cell:
     if result.outcome != "ok":
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
-    interval = steps if steps and steps.count >= FEWEST_STEPS else None
+    interval = steps if has_interval(measured) else None
     return Cell(
         *place,
         seconds=positive(steps and steps.median),

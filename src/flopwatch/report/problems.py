@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flopwatch.number_format import byte_size, percent, plural
@@ -404,8 +404,11 @@ def host_memory_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
 def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     """Return one warning for all trials that were retried, and one for each trial whose files stayed on its node."""
     results = list(results)
-    retried = [result for result in results if result.earlier_attempts]
-    attempts = sum(len(result.earlier_attempts) for result in retried)
+    lost = {
+        result.name: sum(attempt.get("outcome") != "ok" for attempt in result.earlier_attempts) for result in results
+    }
+    retried = [result for result in results if lost[result.name]]
+    attempts = sum(lost.values())
     attempted = [
         f"{plural(len(retried), 'trial')} needed more than one attempt: {listed([result.name for result in retried])}; "
         f"files of the lost attempts ({attempts:,}) are in earlier/"
@@ -415,7 +418,18 @@ def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
         f"files of {name} are still on their node, because they were too large to copy: {listed(files)}"
         for name, files in left
     ]
-    return (*(attempted if retried else ()), *stayed)
+    return (*(attempted if retried else ()), *_repeated(results), *stayed)
+
+
+def _repeated(results: Iterable[TrialResult]) -> Iterator[str]:
+    repeated = [result for result in results if result.measured.run_medians]
+    if repeated:
+        runs = sum(len(result.measured.run_medians) for result in repeated)
+        yield (
+            f"{plural(len(repeated), 'trial')} ran {runs:,} times in all, until the interval was narrow: "
+            f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
+            "intervals contain the truth in about 92 % of cases, not 95 %"
+        )
 
 
 def _left_on_the_node(result: TrialResult) -> list[str]:

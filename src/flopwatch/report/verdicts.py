@@ -14,8 +14,8 @@ from itertools import combinations, pairwise
 from math import exp, log
 from typing import NamedTuple
 
+from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.cells import FEWEST_STEPS
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
 
 PROCESS_NOISE = 0.02

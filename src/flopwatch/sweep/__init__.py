@@ -72,6 +72,7 @@ def run(
 
     For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
     """
+    from flopwatch.records.repeats import RepeatPolicy
     from flopwatch.records.sweep_results import read_results
     from flopwatch.sweep.engines.protocol import load_engine
     from flopwatch.sweep.runner.plan import make_plan, retry_policy
@@ -81,17 +82,20 @@ def run(
     asked = read_matrix(None, matrix) if isinstance(matrix, Mapping) else read_matrix(Path(matrix), {})
     specs = expand(asked)
     check_names(specs, with_modules=preflight)
-    policy = retry_policy(asked.retries, asked.retry_on)
+    policy, repeats = retry_policy(asked.retries, asked.retry_on), RepeatPolicy(asked.until, asked.max_repeats)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
     with _modules_of_the_script():
         plan, _, _ = run_sweep(
             sweep,
-            lambda: make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name),
+            lambda: make_plan(
+                sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name, repeats=repeats
+            ),
             where,
             Screen(observer),
             with_preflight=preflight,
             retries=policy,
+            repeats=repeats,
             budget_seconds=asked.budget,
         )
     results = read_results(sweep)
@@ -157,7 +161,7 @@ def run_sweep(
         engine: Runs the trials.
         screen: Shows warnings, the preflight and the trials.
         with_preflight: Whether to try the trainers on tiny copies of the models first.
-        **limits: The arguments `retries` and `budget_seconds` of `run_plan`.
+        **limits: The arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
     """
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.preflight import preflight_trials

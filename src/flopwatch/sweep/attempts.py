@@ -6,7 +6,7 @@ Slurm requeues can add to it without that process. Supervisors import this modul
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ from flopwatch.records.reading import (
     read_record,
     tail,
 )
+from flopwatch.records.repeats import run_median
 from flopwatch.records.sweep_results import NewerFormatError, read_result, trial_job_from
 from flopwatch.records.trial import UNSETTLED, TrialJob, TrialResult
 from flopwatch.records.trial_files import (
@@ -73,7 +74,13 @@ def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
         "unix_time": result.unix_time,
         "seconds": result.seconds,
         "folder": folder,
+        "median_seconds": run_median(result.measured) if result.outcome == "ok" else None,
     }
+
+
+def lost_attempts(attempts: Sequence[Attempt]) -> int:
+    """How many of the attempts count as retries: those that did not end `ok`, which is a run that is repeated."""
+    return sum(attempt.get("outcome") != "ok" for attempt in attempts)
 
 
 def put_aside(sweep: Path, name: str) -> str:
@@ -151,7 +158,7 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     except (FileNotFoundError, UnreadableError, BrokenRecordError, NewerFormatError):
         return True  # the supervisor reads the same file next and reports the error
     requeued = _requeued_result(sweep, name, trial_job, started, result)
-    if len(requeued.earlier_attempts) >= trial_job.retries:
+    if lost_attempts(requeued.earlier_attempts) >= trial_job.retries:
         write_json(folder / RESULT, requeued.to_json())
         return False
     attempts = (*requeued.earlier_attempts, attempt_from(requeued, put_aside(sweep, name)))

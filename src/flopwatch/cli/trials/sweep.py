@@ -11,6 +11,7 @@ from flopwatch.cli.trials.trial import COMMAND_HELP, MODEL_HELP
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
+    from flopwatch.records.repeats import RepeatPolicy
     from flopwatch.records.trial import TrialSpec
     from flopwatch.sweep.engines.protocol import Engine
     from flopwatch.sweep.runner.observing import Stop
@@ -59,6 +60,10 @@ def sweep(
     limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20 trials), or 100:200.")] = None,
     retries: Annotated[int | None, flag("Retries of a trial that was lost or preempted. Default: 2.")] = None,
     retry_on: Annotated[str | None, flag("Outcomes to retry besides 'lost': error,crash,timeout,hang.")] = None,
+    until: Annotated[
+        str | None, flag("Repeat trials until the interval of the step time is at most this wide, such as 5%.")
+    ] = None,
+    max_repeats: Annotated[int | None, flag("Repeats of a trial with --until. Default: 5.")] = None,
     budget: Annotated[str | None, flag("Start no new trial after this time, such as 8h or 90m.")] = None,
     detach: Annotated[bool, flag("Run in the background; `flopwatch sweep attach` shows it.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
@@ -121,6 +126,7 @@ class _Request:
     only: str | None
     limit: str | None
     retries: "RetryPolicy"
+    repeats: "RepeatPolicy"
     budget_seconds: float | None
 
     def plan(self, shuffle_seed: int | None = None) -> "Plan":
@@ -133,10 +139,12 @@ class _Request:
             limit=self.limit,
             shuffle_seed=shuffle_seed,
             engine=self.engine.name,
+            repeats=self.repeats,
         )
 
 
 def _read(given: dict[str, Any]) -> _Request:
+    from flopwatch.records.repeats import RepeatPolicy
     from flopwatch.sweep.runner.plan import retry_policy
     from flopwatch.sweep.spec.matrix import expand
     from flopwatch.sweep.spec.names import check_names
@@ -147,12 +155,24 @@ def _read(given: dict[str, Any]) -> _Request:
     retries = retry_policy(matrix.retries, matrix.retry_on)
     engine = _engine(given["engine"], given["engine_option"] or [], given["jobs"], given["gpu_ids"])
     output = given["output"] or Path("flopwatch-quick" if given["quick"] else "flopwatch-sweep")
-    return _Request(output, specs, engine, given["only"], given["limit"], retries, matrix.budget)
+    repeats = RepeatPolicy(matrix.until, matrix.max_repeats)
+    return _Request(output, specs, engine, given["only"], given["limit"], retries, repeats, matrix.budget)
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
     """The values of the given flags that describe the matrix, by the names of the settings in a YAML file."""
-    same = ("batch_sizes", "seq_lens", "models", "dtypes", "steps", "retries", "retry_on", "budget")
+    same = (
+        "batch_sizes",
+        "seq_lens",
+        "models",
+        "dtypes",
+        "steps",
+        "retries",
+        "retry_on",
+        "until",
+        "max_repeats",
+        "budget",
+    )
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
     flags = {name: given[name] for name in same} | {
         "trainers": _trainers(given["trainers"], given["command"]),
@@ -208,6 +228,7 @@ def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -
         CommandScreen(),
         with_preflight=with_preflight,
         retries=request.retries,
+        repeats=request.repeats,
         budget_seconds=request.budget_seconds,
     )
     _print_next_steps(request.output, plan, counts, stop)

@@ -111,6 +111,12 @@ class PlainLines:
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
 
+    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
+        name = one_line(result.name, _LONGEST_LINE)
+        self._say(
+            f"{name} {_one_line(result)}; its interval is too wide, so it is repeated ({repeat} of at most {most})"
+        )
+
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         """Print why no trial runs, because a sweep that waits for another sweep would otherwise seem to hang."""
         is_stuck = "held back" in engine_state or "not answered" in engine_state
@@ -159,6 +165,9 @@ class LiveTable:
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         self._since.pop(lost.name, None)
         self._tried_again += 1
+
+    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
+        self._since.pop(result.name, None)
 
     def drawn(self) -> Group | Text:
         """The table, or a message if drawing fails, because an exception in rich's thread would end the display."""

@@ -33,7 +33,8 @@ class Observer(Protocol):
     """The methods that the runner calls when a trial starts or ends, and several times a second (`ticked`).
 
     The observer of the command line draws the live table. An observer may also have a method
-    `tries_again(lost: TrialResult, retry: int, most: int)`, which the runner calls before it retries a trial.
+    `tries_again(lost: TrialResult, retry: int, most: int)`, which the runner calls before it retries a trial, and
+    `repeats(result: TrialResult, repeat: int, most: int)`, before it repeats a trial whose interval is too wide.
     """
 
     def started(self, trial: Trial) -> None: ...
@@ -80,6 +81,10 @@ class SafeObserver:
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         if hasattr(self._observer, "tries_again"):
             self._call("tries_again", lost, retry, most)
+
+    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
+        if hasattr(self._observer, "repeats"):
+            self._call("repeats", result, repeat, most)
 
     def _call(self, method: str, *facts: object) -> None:
         if self._observer is None:
@@ -182,6 +187,10 @@ class RunnerFile:
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         self._since.pop(lost.name, None)
         self._next.tries_again(lost, retry, most)
+
+    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
+        self._since.pop(result.name, None)
+        self._next.repeats(result, repeat, most)
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         now = self._clock()

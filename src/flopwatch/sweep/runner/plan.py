@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import check_model_name
 from flopwatch.records.reading import BrokenRecordError
+from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import SweepResults, TrialList, gather_results, is_sweep_folder, troubles
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
@@ -27,6 +28,7 @@ from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.spec.names import trial_names
 
 ONLY = ("failed", "oom", "missing")
+NO_REPEATS = RepeatPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Plan:
         newer: Names of trials whose files a newer flopwatch wrote. They are neither run nor counted.
         troubles: Messages about damaged files and files of a newer format.
         asked: Names of all trials, or of those that `--limit` selects.
+        repeated: The results of trials in `todo` that run again only because their step time has too wide an interval.
     """
 
     trials: tuple[Trial, ...]
@@ -52,6 +55,7 @@ class Plan:
     newer: frozenset[str] = frozenset()
     troubles: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
+    repeated: Mapping[str, TrialResult] = field(default_factory=dict)
 
     def todo_in_matrix_order(self) -> list[Trial]:
         will_run = {trial.name for trial in self.todo}
@@ -66,6 +70,7 @@ def make_plan(
     limit: str | None = None,
     shuffle_seed: int | None = 0,
     engine: str = "local",
+    repeats: RepeatPolicy = NO_REPEATS,
 ) -> Plan:
     """Compare the trials of a sweep with the results in its folder, and choose the trials to run.
 
@@ -77,6 +82,7 @@ def make_plan(
         shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
             slower would look like an effect of a setting. None keeps the order of `specs`.
         engine: Name of the engine. With `local`, results from devices that this host does not have are not valid.
+        repeats: Which trials with a result run again, because the interval of their step time is too wide.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
@@ -91,7 +97,8 @@ def make_plan(
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
     _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
-    return _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed)
+    repeats = repeats if only is None else NO_REPEATS
+    return _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
 
 
 def _choose(
@@ -101,27 +108,33 @@ def _choose(
     only: str | None,
     raised: frozenset[str],
     shuffle_seed: int | None,
+    repeats: RepeatPolicy,
 ) -> Plan:
     by_key = {result.key: result for result in earlier.results.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
     newer = frozenset(trial.name for trial in trials if trial.name in earlier.newer and trial.name not in kept)
+    repeated = {
+        trial.name: kept[trial.name] for trial in asked if trial.name in kept and repeats.repeats(kept[trial.name])
+    }
     chosen = [
         trial
         for trial in asked
-        if trial.name not in newer and (trial.name in raised or _is_wanted(kept.get(trial.name), only))
+        if trial.name not in newer
+        and (trial.name in raised or trial.name in repeated or _is_wanted(kept.get(trial.name), only))
     ]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
-    again = frozenset(trial.name for trial in chosen if trial.name in kept)
+    again = frozenset(trial.name for trial in chosen if trial.name in kept and trial.name not in repeated)
     return Plan(
         trials,
         tuple(chosen),
-        {name: kept[name] for name in kept if name not in again},
+        {name: kept[name] for name in kept if name not in again and name not in repeated},
         again,
         tuple(earlier.results[name] for name in earlier.unlisted),
         newer,
         troubles(earlier),
         tuple(trial.name for trial in asked),
+        repeated,
     )
 
 
@@ -257,7 +270,7 @@ def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
 
     Nodes of earlier attempts are allowed again, because a trial that excludes all nodes could never run.
     """
-    if not attempts or attempts[-1].get("state") in _NOT_THE_NODE:
+    if not attempts or attempts[-1].get("state") in _NOT_THE_NODE or attempts[-1].get("outcome") == "ok":
         return ()
     host = attempts[-1].get("host")
     return (host,) if isinstance(host, str) and host else ()

@@ -18,9 +18,10 @@ from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.reading import read_json, read_object, tail
+from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
-from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
+from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
 from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import (
@@ -40,6 +41,7 @@ from flopwatch.sweep.host.processes import kill_marked
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
     DEFAULT_POLICY,
+    NO_REPEATS,
     Plan,
     RetryPolicy,
     hosts_to_avoid,
@@ -219,6 +221,7 @@ def run_plan(
     refuse: Refusal = lambda trial: None,
     *,
     retries: RetryPolicy = DEFAULT_POLICY,
+    repeats: RepeatPolicy = NO_REPEATS,
     budget_seconds: float | None = None,
     clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
@@ -231,13 +234,14 @@ def run_plan(
         stop: Flags that another thread or a signal handler can set to stop the sweep.
         refuse: Returns the reason why a trial cannot run (its preflight failed), or None if it can run.
         retries: Which outcomes are retried, and how often.
+        repeats: Which trials are run again after they ended `ok`, and how often.
         budget_seconds: No trial starts after this time. None means no limit.
         clock: Measures the budget.
 
     Returns:
         The number of trials that ended, by outcome.
     """
-    run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries)
+    run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries, repeats)
     began = clock()
     run.adopt_earlier_trials()
     try:
@@ -257,6 +261,7 @@ class _Run:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
         elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
         out_of_memory: Results which prove that larger trials would run out of memory too.
+        repeating: The results, so far, of trials that are run again because their intervals are too wide.
     """
 
     plan: Plan
@@ -265,10 +270,12 @@ class _Run:
     stop: Stop
     refuse: Refusal
     retries: RetryPolicy
+    repeats: RepeatPolicy
     waiting: deque[Trial] = field(default_factory=deque)
     running: dict[str, Trial] = field(default_factory=dict)
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
+    repeating: dict[str, TrialResult] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     is_cancelled: bool = False
     pause: Pause = field(default_factory=Pause)
@@ -289,13 +296,24 @@ class _Run:
 
     def adopt_earlier_trials(self) -> None:
         """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
-        begun = [self._with_attempts(trial) for trial in self.plan.todo if folder_of(trial).exists()]
+        self.repeating = dict(self.plan.repeated)
+        todo = [self._prepared_repeat(trial) for trial in self.plan.todo]
+        begun = [self._with_attempts(trial) for trial in todo if folder_of(trial).exists()]
         adopted = set(self.engine.open(self.sweep, begun))
         self.running = {trial.name: trial for trial in begun if trial.name in adopted}
         self.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
         begun_names = adopted | set(self.elsewhere)
-        self.waiting = deque(trial for trial in self.plan.todo if trial.name not in begun_names)
+        self.waiting = deque(trial for trial in todo if trial.name not in begun_names)
         self._reclaim_ended()
+
+    def _prepared_repeat(self, trial: Trial) -> Trial:
+        """Put the last run of a trial aside, if the trial is to be repeated and an earlier runner has not done so."""
+        result = self.repeating.get(trial.name)
+        if result is None:
+            return trial
+        listed = listed_attempts(trial.sweep, trial.name, trial.key)
+        is_done = sum(map(is_run, listed)) > repeats_of(result)
+        return trial if is_done else _next_attempt(trial, result)
 
     def _with_attempts(self, trial: Trial) -> Trial:
         """Add the attempts of an earlier runner that was killed, so that they count as retries of this trial."""
@@ -330,7 +348,8 @@ class _Run:
 
     def _write(self, result: TrialResult) -> None:
         if not (self.sweep / SWEEP).exists():  # a trial may delete the sweep's folder
-            restore_lists(self.sweep, self.plan.trials, self.plan.kept.values(), self.engine.name)
+            kept = [*self.plan.kept.values(), *self.repeating.values()]
+            restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
         record(self.sweep, result)
 
     def _settle(self, result: TrialResult) -> None:
@@ -404,14 +423,27 @@ class _Run:
         if trial is None:
             return
         result = _result_of(trial, ended, is_cancelled=self.is_cancelled)
-        earlier = len(result.earlier_attempts)
+        earlier = lost_attempts(result.earlier_attempts)
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.waiting.append(_next_attempt(trial, result))
             self.observer.tries_again(result, earlier + 1, self.retries.most)
             return
+        if result.outcome != "ok" and trial.name in self.repeating:
+            result = _result_before(self.repeating[trial.name], trial, result)
+        elif self.repeats.repeats(result):
+            self._repeat(trial, result)
+            return
         if proves_too_large(result):
             self.out_of_memory.append(result)
         self._settle(result)
+
+    def _repeat(self, trial: Trial, result: TrialResult) -> None:
+        """Record the result of the runs so far, and queue the next run behind all other trials."""
+        self.writer.add(result)
+        self.repeating[trial.name] = result
+        # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
+        self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
+        self.observer.repeats(result, repeats_of(result) + 1, self.repeats.most)
 
 
 def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:
@@ -446,6 +478,15 @@ def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
     with contextlib.suppress(OSError):
         prepare(trial)
     return trial
+
+
+def _result_before(before: TrialResult, trial: Trial, failed: TrialResult) -> TrialResult:
+    """The result of a trial whose repeat did not end `ok`: its earlier runs stay valid, and their files come back."""
+    runs = [attempt for attempt in trial.earlier_attempts if is_run(attempt) and attempt.get("folder")]
+    place = None
+    with contextlib.suppress(OSError):
+        place = put_back(trial.sweep, trial.name, runs[-1]["folder"]) if runs else None
+    return after_failed_repeat(before, attempt_from(failed, place))
 
 
 def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.reading import cut, first_line
+from flopwatch.records.repeats import MOST_REPEATS
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
@@ -24,6 +25,7 @@ from flopwatch.sweep.spec.parsing import (
     parse_bytes,
     parse_condition,
     parse_seconds,
+    parse_share,
     process_points,
 )
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
@@ -120,6 +122,8 @@ class Matrix(BaseModel):
     exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = []
     retries: Annotated[int, Field(ge=0)] = 2
     retry_on: Annotated[list[str], Several] = []
+    until: Annotated[float | None, BeforeValidator(parse_share)] = None
+    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 5
     budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
 
 

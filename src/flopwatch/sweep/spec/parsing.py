@@ -116,6 +116,21 @@ def parse_seconds(text: Any) -> float | None:
     return seconds
 
 
+def parse_share(text: Any) -> float | None:
+    """The share that a text such as `5%`, or a number below 1, stands for; None for None.
+
+    >>> parse_share("5%"), parse_share("2.5 %"), parse_share(0.05)
+    (0.05, 0.025, 0.05)
+    """
+    if text is None:
+        return None
+    written = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", str(text).strip())
+    share = float(written[1]) / (100 if written[2] else 1) if written else 0.0
+    if isinstance(text, bool) or not 0 < share < 1:
+        raise InputError(f"{text!r} is not a share between 0 and 100 %; write it as 5% or 0.05")
+    return share
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: a known name that is similar, or else all known names.
 

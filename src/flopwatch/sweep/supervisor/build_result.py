@@ -23,6 +23,7 @@ from flopwatch.records.reading import (
     read_record,
     tail,
 )
+from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
     OUT_OF_MEMORY,
@@ -63,7 +64,6 @@ _MOST_NUMBERS = 500
 REPORTED = "reported by the command"
 
 _RESAMPLES = 500  # 500 resamples give two correct digits of a 95 % bootstrap interval in 10 ms for 100 steps.
-_UNSTABLE_WIDTH = 0.05  # Step times are unstable if their median's interval is wider than this share of the median.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,9 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     is_complete = outcome == "ok" and (collected.is_done or facts.is_command)
     progress = Progress("done") if is_complete else read_progress(folder)
     measured = collected.measured
-    if outcome == "ok" and not is_complete:
-        measured = with_missing_phases(measured, spec, progress, reason)
+    if outcome == "ok":
+        measured = with_repeats(measured, job.earlier_attempts)
+        measured = measured if is_complete else with_missing_phases(measured, spec, progress, reason)
     return TrialResult(
         name=name,
         key=job.key,
@@ -159,13 +160,14 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
         return result
     _, reason = ok_after_steps(result.reason)
     progress = read_progress(folder)
+    measured = with_repeats(collected.measured, result.earlier_attempts)
     return replace(
         result,
         outcome="ok",
         reason=reason,
         phase=progress.phase,
         step=progress.step,
-        measured=with_missing_phases(collected.measured, result.spec, progress, reason),
+        measured=with_missing_phases(measured, result.spec, progress, reason),
         environment={**result.environment, **collected.environment},
     )
 
@@ -412,5 +414,5 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         p90=percentile(ordered, 0.90),
         p99=percentile(ordered, 0.99),
         first=seconds[0] if first is None else first,
-        unstable=len(ordered) < 3 or high - low > _UNSTABLE_WIDTH * middle,
+        unstable=len(ordered) < 3 or high - low > UNSTABLE_WIDTH * middle,
     )
