@@ -163,7 +163,7 @@ def _become(
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if stdout is not None:
-            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout if isinstance(stdout, int) else stdout.fileno(), 1)
         if stderr is not None:
             os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
         if cwd is not None:

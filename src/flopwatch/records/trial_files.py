@@ -9,7 +9,7 @@ DIR/
   report.html           written by `flopwatch report`
   trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
                         exception.json, stacks.txt, guard.json, result.json; metrics.json of a command
-  logs/NAME.log         everything the trial printed
+  logs/NAME.log         what the trial printed; of more than 8 MiB the beginning and the end
   runs/NAME/            TensorBoard scalars and the Kineto trace
   earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
 """
@@ -88,19 +88,35 @@ def write_json(file: Path, content: Any) -> None:
     There is no fsync, because 10,000 of them take minutes. At worst, a trial must run again after a power failure.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(beside, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-    os.replace(beside, file)
+    try:
+        with open(beside, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=1)
+        os.replace(beside, file)
+    except OSError:  # such as a full disk, where the half of a file would take the last space
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
     """Append a line of JSON in one write. If the disk is full after half the line, the half is removed again."""
-    line = (json.dumps(content) + "\n").encode()
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+    handle = open_for_lines(file)
     try:
-        before = os.fstat(handle).st_size
-        if os.write(handle, line) < len(line):
-            os.ftruncate(handle, before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        write_line(handle, content)
+    except OSError as error:
+        error.filename = str(file)
+        raise
     finally:
         os.close(handle)
+
+
+def open_for_lines(file: Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+
+
+def write_line(handle: int, content: Mapping[str, Any]) -> None:
+    """As `append_line`, to a file that `open_for_lines` opened."""
+    line = (json.dumps(content) + "\n").encode()
+    before = os.fstat(handle).st_size
+    if os.write(handle, line) < len(line):
+        os.ftruncate(handle, before)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

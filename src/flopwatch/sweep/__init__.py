@@ -164,6 +164,7 @@ def run_sweep(
         **limits: The arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
     """
     from flopwatch.sweep.folder import held_folder, write_trial_list
+    from flopwatch.sweep.full_disk import refused_on_a_full_disk
     from flopwatch.sweep.preflight import preflight_trials
     from flopwatch.sweep.runner.observing import runner_file
     from flopwatch.sweep.runner.plan import record_unlisted
@@ -173,10 +174,11 @@ def run_sweep(
         plan = make_plan()
         for trouble in plan.troubles:
             screen.warn(sweep, trouble)
-        record_unlisted(sweep, plan)
-        write_trial_list(sweep, plan.trials, engine.name)
-        tried = plan.todo_in_matrix_order() if with_preflight else []
-        refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
+        with refused_on_a_full_disk(sweep):
+            record_unlisted(sweep, plan)
+            write_trial_list(sweep, plan.trials, engine.name)
+            tried = plan.todo_in_matrix_order() if with_preflight else []
+            refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
         with screen.watch(sweep, plan) as (observer, stop):
             seen = state_file.passing_to(observer, stop)
             counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}

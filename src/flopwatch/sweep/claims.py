@@ -20,6 +20,7 @@ from typing import Any
 
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
+from flopwatch.sweep.full_disk import when_there_is_space
 
 BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that a process does not look dead after one lost write
 WITHDRAWN = "withdrawn"
@@ -27,7 +28,7 @@ WITHDRAWN = "withdrawn"
 
 _GUARD_SECONDS = 1.0  # how often a supervisor writes a byte to the process that kills the trial if the supervisor dies
 _LIVENESS_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
-_HEARTBEAT_BYTES = 96  # content is padded to this length, so that a rewrite replaces all of the earlier content
+_HEARTBEAT_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -111,8 +112,8 @@ def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
     has two links (see open(2)).
     """
     beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # not the pid, because two hosts may use the same
-    beside.write_text(json.dumps(content))
     try:
+        beside.write_text(json.dumps(content))
         os.link(beside, file)
     except FileExistsError:
         return os.stat(beside).st_nlink == 2
@@ -304,14 +305,19 @@ def _read(file: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The phase and step of a worker. If two readings are equal, the worker made no progress in between."""
+    """The phase and step of a worker. If two readings are equal, the worker made no progress in between.
+
+    `waits` is the system's message while the worker waits for space on a full disk, which counts against no limit.
+    """
 
     phase: str = "start"
     step: int | None = None
+    waits: str = ""
 
     @property
     def text(self) -> str:
-        return self.phase if self.step is None else f"{self.phase} step {self.step}"
+        place = self.phase if self.step is None else f"{self.phase} step {self.step}"
+        return f"{place}, waiting: {self.waits}" if self.waits else place
 
 
 class Heartbeat:
@@ -321,11 +327,30 @@ class Heartbeat:
     """
 
     def __init__(self, trial_dir: Path, file: str = HEARTBEAT) -> None:
-        self._handle = os.open(trial_dir / file, os.O_WRONLY | os.O_CREAT, 0o644)  # stays open until the worker exits
+        place, flags = trial_dir / file, os.O_WRONLY | os.O_CREAT
+        self._handle = when_there_is_space(lambda: os.open(place, flags, 0o644))  # stays open until the worker exits
+        self._last: dict[str, Any] = {}
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        content = json.dumps({"phase": phase, "step": step}).encode()
-        os.pwrite(self._handle, content.ljust(_HEARTBEAT_BYTES), 0)
+        self._last = {"phase": phase, "step": step}
+        when_there_is_space(lambda: self._write(self._last))
+
+    def written(self, write: Callable[[], object]) -> None:
+        """Call `write`. While the disk is full, wait for space and say so in the heartbeat, because it is no hang."""
+        is_waiting = False
+
+        def say(why: str) -> None:
+            nonlocal is_waiting
+            is_waiting = True
+            with contextlib.suppress(OSError):  # rewriting a file in place works on most full disks, but not on all
+                self._write({**self._last, "waits": why})
+
+        when_there_is_space(write, say)
+        if is_waiting:
+            when_there_is_space(lambda: self._write(self._last))
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        os.pwrite(self._handle, json.dumps(content).encode().ljust(_HEARTBEAT_BYTES)[:_HEARTBEAT_BYTES], 0)
 
 
 def read_progress(trial_dir: Path, file: str = HEARTBEAT) -> Progress:

@@ -57,6 +57,7 @@ from flopwatch.sweep.claims import (
     visible_seconds,
     withdraw,
 )
+from flopwatch.sweep.full_disk import refused_on_a_full_disk
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system
 
@@ -111,8 +112,10 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
     """
     check_system()
     _make_folders(sweep)
-    with _hold(sweep, report or _write_to_stderr):
-        _close_torn_line(sweep / RESULTS)
+    with contextlib.ExitStack() as held:
+        with refused_on_a_full_disk(sweep):
+            held.enter_context(_hold(sweep, report or _write_to_stderr))
+            _close_torn_line(sweep / RESULTS)
         yield
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import STACKS, log_file, trial_folder
+from flopwatch.records.trial_files import STACKS, trial_folder
 
 if TYPE_CHECKING:
     from flopwatch.sweep.host.memory import MemoryLimit
@@ -199,10 +199,14 @@ def start_worker(
     spec: TrialSpec,
     limit: "MemoryLimit",
     cwd: str | None,
+    output: int,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start the worker, or `command` instead of it, with `variables` added to its environment."""
+    """Start the worker, or `command` instead of it, with `variables` added to its environment.
+
+    `output` is the file descriptor that it prints to.
+    """
     folder = trial_folder(sweep, name)
     bind = dies_with(os.getpid())
 
@@ -210,17 +214,16 @@ def start_worker(
         bind()
         limit.join()
 
-    with log_file(sweep, name).open("ab") as log:
-        return subprocess.Popen(
-            command or _command(folder, spec),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**_environment(folder, name, spec), **(variables or {})},
-            cwd=cwd if cwd and os.path.isdir(cwd) else None,
-            start_new_session=True,
-            preexec_fn=become_worker,
-        )
+    return subprocess.Popen(
+        command or _command(folder, spec),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**_environment(folder, name, spec), **(variables or {})},
+        cwd=cwd if cwd and os.path.isdir(cwd) else None,
+        start_new_session=True,
+        preexec_fn=become_worker,
+    )
 
 
 def _command(folder: Path, spec: TrialSpec) -> list[str]:

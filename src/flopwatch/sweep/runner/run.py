@@ -77,7 +77,13 @@ class LateResults:
         if own_result(trial.sweep, trial.name) is None:
             if is_supervised(trial.sweep, trial.name):
                 return False
-            if self._clock() <= deadline and _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name)):
+            try:
+                may_run = _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name))
+            except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
+                if not is_transient(error):
+                    raise
+                return False
+            if self._clock() <= deadline and may_run:
                 return False
         del self._deadlines[trial.name]
         return True
@@ -471,7 +477,9 @@ def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult
 
 def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
     """Put the files of the last attempt aside and return the trial for its next attempt."""
-    folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
+    folder = None
+    with contextlib.suppress(OSError):  # on a full disk `prepare` puts the files aside later
+        folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
     trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
     # Write the attempts to disk now, in case this runner is killed. If that fails, `_next_batch` does it later.

@@ -72,7 +72,7 @@ class _ExceptionFile:
 
     type: str
     message: str
-    outcome: Literal["error", "invalid", "unsupported", "oom_device", "oom_host"]
+    outcome: Literal["error", "invalid", "unsupported", "oom_device", "oom_host", "lost"]
 
 
 @dataclass(frozen=True, slots=True)

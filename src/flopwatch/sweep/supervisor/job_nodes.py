@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, trial_folder, write_json
+from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import HostPeak, MemoryLimit
 from flopwatch.sweep.host.processes import start_worker
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
@@ -331,11 +332,15 @@ class RunningNodes:
             )
         return self.nodes.is_over
 
-    def finish(self, *, at_once: bool) -> JobEnd:
-        """End all agents, and save the exception of the rank that failed first as `exception.json`."""
+    def finish(self, *, at_once: bool, waits: Callable[[str], None]) -> JobEnd:
+        """End all agents, and save the exception of the rank that failed first as `exception.json`.
+
+        `waits` is called while the disk is full.
+        """
         end = self.nodes.finish(at_once=at_once)
         if end.first is not None and end.first.exception is not None:
-            write_json(self.trial_dir / EXCEPTION, end.first.exception)
+            exception = end.first.exception
+            when_there_is_space(lambda: write_json(self.trial_dir / EXCEPTION, exception), waits)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.agent.wait(_SRUN_SECONDS)
         if self.srun is not None:
@@ -344,11 +349,13 @@ class RunningNodes:
         return end
 
 
-def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None) -> RunningNodes:
+def start_nodes(
+    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None, output: int
+) -> RunningNodes:
     """Start the agent of the first node on this host, and under Slurm the agents of the other nodes with srun."""
     nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
     secret = {TOKEN: nodes.token}
-    agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
+    agent = start_worker(sweep, name, spec, limit, cwd, output, nodes.agent_command(folder, 0), secret)
     running = RunningNodes(folder, nodes, agent)
     if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # LISTENER is set under Ray, whose tasks start the other agents
         return running
@@ -357,7 +364,7 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
         return running
     command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
     try:
-        running.srun = start_worker(sweep, name, spec, limit, cwd, command, secret)
+        running.srun = start_worker(sweep, name, spec, limit, cwd, output, command, secret)
     except OSError as error:
         nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
     return running

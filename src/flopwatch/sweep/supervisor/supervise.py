@@ -25,6 +25,7 @@ from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResu
 from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder, write_json
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
 from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
+from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import (
     HostPeak,
     MemoryLimit,
@@ -45,8 +46,10 @@ from flopwatch.sweep.host.processes import (
     start_worker,
     waiter,
 )
+from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.supervisor.build_result import build_result
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
+from flopwatch.sweep.supervisor.disk_trouble import deleted_places, with_deletions, with_full_disk
 from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
@@ -87,7 +90,7 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         signal.signal(number, note)
     if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):  # macOS does not have it
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    if not prepare_after_requeue(sweep.resolve(), name):
+    if not when_there_is_space(lambda: prepare_after_requeue(sweep.resolve(), name)):
         return 0
     try:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
@@ -114,6 +117,12 @@ class _Supervised:
     @property
     def spec(self) -> TrialSpec:
         return self.job.spec
+
+    def wait_for_space(self, why: str) -> None:
+        """Show that this supervisor is alive while it waits for space on a full disk."""
+        self.heartbeat.beat()
+        if self.heartbeat.why_superseded():
+            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
 
 
 def supervise(
@@ -142,25 +151,45 @@ def supervise(
     folder = trial_folder(sweep, name)
     job = _wait_for_job(folder, attempt)
     adopt_orphans()
-    with _claimed(folder, job.attempt) as claim_handle:
+    with _claimed(folder, job.attempt, cancel) as claim_handle:
         if guard is not None:
             os.write(guard, f"{allowed_silence(job.spec.limits) + _GUARD_PATIENCE_SECONDS:g}\n".encode())
         trial = _Supervised(sweep, name, job, cancel, SupervisorHeartbeat(folder, job.attempt, guard))
         trial.heartbeat.beat()
         clear_earlier_attempts(folder)
         os.environ[ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
-        worker_exit = _run_worker(trial)
-        deleted = _deleted_places(sweep, name, claim_handle)
+        log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
+        try:
+            worker_exit = _run_worker(trial, log)
+        finally:
+            log.close(trial.wait_for_space)
+        deleted = deleted_places(sweep, name, claim_handle)
         result = build_result(sweep, name, job, worker_exit)
-        result = replace(with_deletions(result, deleted), attempt=job.attempt)
+        result = replace(with_deletions(with_full_disk(result, log.full_disk), deleted), attempt=job.attempt)
         if trial.heartbeat.is_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
-        if deleted:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / SPEC, job.to_json())  # the user needs this file to run `result.command`
-        write_json(folder / RESULT, result.to_json())
+        result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
         trial.heartbeat.end()
     return result
+
+
+def _write_result(trial: _Supervised, result: TrialResult, *, has_lost_its_folder: bool) -> TrialResult:
+    """Write the result, after waiting for space if the disk is full; return it as it was written."""
+    latest = result
+
+    def write() -> None:
+        if has_lost_its_folder:
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            write_json(trial.folder / SPEC, trial.job.to_json())  # the user needs this file to run `result.command`
+        write_json(trial.folder / RESULT, latest.to_json())
+
+    def wait(why: str) -> None:
+        nonlocal latest
+        latest = with_full_disk(result, why)
+        trial.wait_for_space(why)
+
+    when_there_is_space(write, wait)
+    return latest
 
 
 def allowed_silence(limits: Limits) -> float:
@@ -200,9 +229,14 @@ def _read_job(folder: Path) -> TrialJob:
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path, attempt: str) -> Iterator[int]:
+def _claimed(folder: Path, attempt: str, cancel: Callable[[], str | None]) -> Iterator[int]:
     """Create the file that claims the trial. Keep it open to find out later whether the trial deleted it."""
-    if not claim(folder, attempt, slurm_job()):
+
+    def give_up_if_cancelled(why: str) -> None:
+        if stopped := cancel():
+            raise AlreadyStartedError(f"{stopped}, while it waited to start the trial ({why})")
+
+    if not when_there_is_space(lambda: claim(folder, attempt, slurm_job()), give_up_if_cancelled):
         raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
     handle = os.open(folder / STARTED, os.O_RDONLY)
     try:
@@ -211,16 +245,18 @@ def _claimed(folder: Path, attempt: str) -> Iterator[int]:
         os.close(handle)
 
 
-def _run_worker(trial: _Supervised) -> WorkerExit:
+def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
     # The duration is measured with the monotonic clock, because the system clock may jump.
     unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
     sweep, name, spec, cwd = trial.sweep, trial.name, trial.spec, trial.job.cwd
     limit = limit_memory(spec.limits.memory_bytes, group_name(trial.folder, trial.job.attempt))
     try:
-        nodes = _start_nodes(trial, limit)
-        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(trial, worker, nodes)
-        job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
+        nodes = _start_nodes(trial, limit, log.handle)
+        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd, log.handle)
+        log.start()
+        watch = _watch(trial, worker, nodes, log)
+        at_once = watch.own_kill is not None
+        job_end = nodes.finish(at_once=at_once, waits=trial.wait_for_space) if nodes else JobEnd()
         seconds = time.monotonic() - began
         unkillable_pids = kill_descendants(os.getpid())
         life_peak = _life_peak(watch.memory)
@@ -244,13 +280,13 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
         limit.close()
 
 
-def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None":
+def _start_nodes(trial: _Supervised, limit: MemoryLimit, output: int) -> "RunningNodes | None":
     """Start the processes of a trial; return None if it has only one, or if it is a command that starts its own."""
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None
     from flopwatch.sweep.supervisor.job_nodes import start_nodes
 
-    return start_nodes(trial.sweep, trial.name, trial.spec, limit, trial.job.cwd)
+    return start_nodes(trial.sweep, trial.name, trial.spec, limit, trial.job.cwd, output)
 
 
 def _life_peak(memory: TreeMemory) -> HostPeak:
@@ -288,15 +324,17 @@ class _Watch:
     progress: Progress = field(default_factory=Progress)
     began: float = field(default_factory=time.monotonic)
     progressed: float = field(default_factory=time.monotonic)
+    sampled: float = field(default_factory=time.monotonic)
 
-    def sample(self, folder: Path, spec: TrialSpec) -> None:
-        self.memory.sample()
-        latest = _latest_progress(folder, spec)
+    def note(self, latest: Progress) -> None:
         # Memory was sampled before the phase was read, so the sample is from this phase or an earlier one.
         if latest.phase not in AFTER_THE_STEPS:
             self.steps_peak = self.memory.peak
-        if latest != self.progress:
-            self.progress, self.progressed = latest, time.monotonic()
+        before, self.sampled = self.sampled, time.monotonic()
+        if latest.waits:  # for space on a full disk
+            self.began += self.sampled - before
+        if latest != self.progress or latest.waits:
+            self.progress, self.progressed = latest, self.sampled
 
     def check_limits(self, limits: Limits) -> None:
         """Set `own_kill` if the trial exceeds a limit and must be killed."""
@@ -313,12 +351,15 @@ class _Watch:
             self.detail = f"no progress for {now - self.progressed:.0f} s, in {self.progress.text}"
 
 
-def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None") -> _Watch:
+def _watch(
+    trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", log: TrialLog
+) -> _Watch:
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes))
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
         trial.heartbeat.beat()
-        watch.sample(trial.folder, trial.spec)
+        watch.memory.sample()
+        watch.note(_latest_progress(trial, log))
         if why := trial.cancel() or trial.heartbeat.why_superseded():
             watch.own_kill, watch.detail = "cancelled", why
         else:
@@ -363,36 +404,6 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
         time.sleep(0.01)
 
 
-def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
-    """Read the worker's progress. For a command, which writes no heartbeat, it is the number of bytes in its log."""
-    if spec.trainer != "command":
-        return read_progress(folder)
-    try:
-        printed = log_file(folder.parent.parent, folder.name).stat().st_size
-    except OSError:
-        printed = 0
-    return Progress("run", printed)
-
-
-def _deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...]:
-    """Return names of the folders and files that the trial deleted while it ran, for the result's reason."""
-    if not sweep.is_dir():
-        return ("the sweep's folder",)
-    try:
-        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
-    except OSError:  # A network file system raises ESTALE for a deleted file.
-        is_folder_gone = True
-    is_log_gone = not os.path.lexists(log_file(sweep, name))
-    return (*(("its folder",) if is_folder_gone else ()), *(("its log",) if is_log_gone else ()))
-
-
-def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
-    """Add the deleted files and folders to the result's reason. If the trial's folder is gone, `ok` becomes `error`."""
-    if not places:
-        return result
-    what = " and ".join(places) + (" were" if len(places) > 1 else " was")
-    evidence = {**result.evidence, "deleted_while_it_ran": list(places)}
-    if places == ("its log",) or result.outcome not in ("ok", "error"):
-        return replace(result, reason=f"{result.reason}; {what} deleted while it ran", evidence=evidence)
-    reason = f"{what} deleted while it ran, so what it measured could not be kept ({result.reason})"
-    return replace(result, outcome="error", reason=reason, evidence=evidence)
+def _latest_progress(trial: _Supervised, log: TrialLog) -> Progress:
+    """Read the worker's progress. For a command, which writes no heartbeat, it is the number of printed bytes."""
+    return Progress("run", log.received_bytes) if trial.spec.trainer == "command" else read_progress(trial.folder)

@@ -9,6 +9,7 @@ from typing import Any
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome
+from flopwatch.sweep.full_disk import is_full_disk
 
 # Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
 _DEVICE_WORDS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "HIP out of memory")
@@ -54,10 +55,12 @@ def traceback_of(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The outcome of a trial that raised this exception; out of memory if it or one of its causes reports that."""
+    """The outcome of a trial that raised this exception; it or one of its causes may report memory or a full disk."""
     memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
     if memory is not None:
         return memory
+    if any(is_full_disk(link) for link in _chain(error)):
+        return "lost"  # it says nothing about the configuration, so the trial is retried
     if isinstance(error, UnsupportedError):
         return "unsupported"
     return "invalid" if isinstance(error, InputError) else "error"

@@ -20,6 +20,7 @@ from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 
@@ -36,7 +37,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
     """
     if rank is not None:  # this process must end with torchrun, because a supervisor on another host could not end it
         die_with_parent(signal.SIGKILL)
-    stacks = (trial_dir / of_rank(STACKS, rank or 0)).open("w")
+    stacks = when_there_is_space(lambda: (trial_dir / of_rank(STACKS, rank or 0)).open("w"))
     faulthandler.enable()
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -48,11 +49,9 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         _measure(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat, rank)
     except BaseException as error:
         content = describe_exception(error)
-        if rank is None:
-            write_json(trial_dir / EXCEPTION, content)
-        else:
-            facts = {"rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
-            write_json(trial_dir / exception_file(rank), content | facts)
+        file = trial_dir / (EXCEPTION if rank is None else exception_file(rank))
+        facts = {} if rank is None else {"rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
+        heartbeat.written(lambda: write_json(file, content | facts))
         print_exception(error, content)
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1

@@ -7,8 +7,9 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ from flopwatch.models.load import load_model
 from flopwatch.optional import require
 from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
-from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder, write_json
+from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, open_for_lines, run_folder, write_json, write_line
 from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing
@@ -59,9 +61,11 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
     trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
     trial.build()
     own_steps = trial_dir / of_rank(STEPS, ranks.rank)
-    with own_steps.open("w", buffering=1) as rows:
-        trial.run_steps("warmup", spec.warmup_steps, rows)
-        trial.run_steps("measure", spec.steps, rows)
+    own_steps.unlink(missing_ok=True)
+    rows = when_there_is_space(lambda: open_for_lines(own_steps))
+    trial.run_steps("warmup", spec.warmup_steps, rows)
+    trial.run_steps("measure", spec.steps, rows)
+    os.close(rows)
     trial.write_slowest_steps(own_steps)
     trial.finish_steps()
     trial.attempt("memory", trial.measure_memory)
@@ -109,11 +113,12 @@ class _TrialRun:
         )
         self.save()
 
-    def run_steps(self, phase: str, count: int, rows: TextIO) -> None:
+    def run_steps(self, phase: str, count: int, rows: int) -> None:
         for step in range(count):
             self._heartbeat.beat(phase, step)
             seconds = timed_step(self._parts(), self.device)
-            rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
+            row = {"phase": phase, "step": step, **seconds}
+            self._heartbeat.written(partial(write_line, rows, row))
 
     def write_slowest_steps(self, own_steps: Path) -> None:
         """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
@@ -121,7 +126,8 @@ class _TrialRun:
             return
         rows = slowest_rows(self._ranks.gathered(list(read_lines(own_steps))))
         if self._ranks.rank == 0:
-            own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            self._heartbeat.written(lambda: own_steps.write_text(text))
 
     def _parts(self) -> list[StepPart]:
         return step_parts(self.trainer, self._batches)
@@ -214,7 +220,7 @@ class _TrialRun:
                 self._note_failure("tensorboard", error)
         facts = {"done": is_done, "steps_done": self._has_all_steps}
         content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
-        write_json(self.trial_dir / MEASURED, content)
+        self._heartbeat.written(lambda: write_json(self.trial_dir / MEASURED, content))
 
 
 def _model(spec: TrialSpec, device: str) -> nn.Module:
