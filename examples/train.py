@@ -22,9 +22,10 @@ def batches(batch_size: int, longest: int) -> Iterator[dict[str, torch.Tensor]]:
     while True:
         lengths = torch.randint(longest // 2, longest + 1, (batch_size,), generator=generator)
         width = int(lengths.max())
-        # Rows that count up, so that there is something to learn.
-        start = torch.randint(0, VOCABULARY, (batch_size, 1), generator=generator)
-        ids = (start + torch.arange(width)) % VOCABULARY
+        # Rows that count up by 1 to 8, so that there is something to learn: the loss comes down to ln 8, or 2.08.
+        ids = torch.randint(1, 9, (batch_size, width), generator=generator)
+        ids[:, 0] = torch.randint(0, VOCABULARY, (batch_size,), generator=generator)
+        ids = ids.cumsum(1) % VOCABULARY
         mask = (torch.arange(width) < lengths[:, None]).long()
         yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
@@ -42,7 +43,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = batches(batch_size=8, longest=128)
     sinks = [name for name in arguments.sinks.split(",") if name]
-    with flopwatch.TrainingMonitor(arguments.folder, model=model, sinks=sinks, total_steps=arguments.steps) as monitor:
+    with flopwatch.TrainingMonitor(
+        arguments.folder, model=model, log_every=10, total_steps=arguments.steps, sinks=sinks
+    ) as monitor:
         for number in range(arguments.steps):
             batch = next(data)
             with monitor.step(batch, epoch=number / arguments.steps) as step:

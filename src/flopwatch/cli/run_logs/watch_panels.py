@@ -34,8 +34,8 @@ _FLOPS_PARTS = {
 }
 _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
     "training/loss": ("loss", "cyan", lambda value: number(value, digits=4), 0.0),
-    "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 0.2),
-    "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 0.2),
+    "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 1.0),
+    "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 1.0),
 }
 """For each metric: its name, its colour, how to format a value, and the argument `least_share` of `shown_range`."""
 _CARD_WIDTHS = (20, 20, 20, 21)
