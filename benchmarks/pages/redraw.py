@@ -118,7 +118,7 @@ def draw(name: str, text: str) -> list[Path]:
         picture.write_text(console.export_svg(title="flopwatch"), encoding="utf-8")
         return [picture]
     if name == "report":
-        return [photograph(text, PICTURES / "report.png", 1280, 1500, "light")]
+        return [photograph(text, PICTURES / "report.png", 1280, 1900, "light")]
     return [
         photograph(text, PICTURES / f"{name}-{width}-{scheme}.webp", width, 1700, scheme)
         for width in (1280, 390)
@@ -140,8 +140,6 @@ def photograph(html: str, picture: Path, width: int, height: int, scheme: str) -
         subprocess.run([*command, frame.as_uri()], check=True, stderr=subprocess.DEVNULL)
         with Image.open(shot) as image:
             cropped = image.crop((0, 0, width, height)).convert("RGB")
-            if picture.suffix == ".png":  # a palette, which is a third of the size
-                cropped = cropped.quantize(128)
             cropped.save(picture, quality=80, method=6, optimize=True)
     return picture
 
