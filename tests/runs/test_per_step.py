@@ -109,11 +109,26 @@ def test_a_part_that_only_one_run_measured_is_folded_into_the_passes_of_both(key
     assert compare_per_step(b, run()).notes[0].startswith("Only B measured")
 
 
-def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_other_times():
-    unknown = run(measured=MEASURED - {"input_wait"})
-    assert compare_per_step(unknown, unknown).notes == (
-        "The input wait of both runs is unknown, so it is part of other times.",
-    )
+def test_an_input_wait_is_folded_into_the_time_between_the_passes_if_that_is_measured():
+    measured = MEASURED | {"between"}
+    b = run(measured=measured - {"input_wait"}, between=5.0, input_wait=0.0)
+    found = compare_per_step(run(measured=measured, between=3.0), b)
+    assert parts_of(found)["between"] == pytest.approx((50.0, 50.0))
+    assert found.notes == ('Only A measured "input wait", so it is part of "between the passes" in both.',)
+
+
+@pytest.mark.parametrize(("also", "place"), [({"between"}, "between the passes"), (set(), "forward and backward")])
+def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_another_time(also, place):
+    unknown = run(measured=(MEASURED - {"input_wait"}) | also)
+    (note,) = compare_per_step(unknown, unknown).notes
+    assert note == f'The input wait of both runs is unknown. It is part of "{place}" and at most that long.'
+
+
+def test_the_time_between_the_passes_of_an_older_log_is_in_its_passes():
+    older = {**LEDGER, **AT_PEAK}
+    newer = {**older, "passes_timed": 900.0, "outside_passes": 100.0}
+    (note,) = compare(log_of(older), log_of(newer)).per_step.notes
+    assert note == 'Only B measured "between the passes", so it is part of "forward and backward" in both.'
 
 
 def test_runs_without_flops_are_compared_by_their_times():

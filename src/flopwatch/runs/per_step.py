@@ -143,8 +143,11 @@ def _folds(a: RunTime, b: RunTime) -> dict[str, str]:
     An input wait that is not measured is time between the passes, if that is measured; anything else is in the passes.
     """
     once = sorted({*a.measured} ^ {*b.measured})
-    between = "between" if "between" in a.measured and "between" in b.measured else PASSES
-    return {key: between if key == "input_wait" else PASSES for key in once}
+    return {key: _place_of_waits(a, b) if key == "input_wait" else PASSES for key in once}
+
+
+def _place_of_waits(a: RunTime, b: RunTime) -> str:
+    return "between" if "between" in a.measured and "between" in b.measured else PASSES
 
 
 def _folded(amounts: Mapping[str, float], folds: Mapping[str, str]) -> dict[str, float]:
@@ -252,7 +255,8 @@ def _notes(a: RunTime, b: RunTime) -> tuple[str, ...]:
         which = "A" if key in a.measured else "B"
         notes.append(f'Only {which} measured "{_name(key)}", so it is part of "{_name(target)}" in both.')
     if "input_wait" not in {*a.measured, *b.measured}:
-        notes.append("The input wait of both runs is unknown, so it is part of other times.")
+        place = _name(_place_of_waits(a, b))
+        notes.append(f'The input wait of both runs is unknown. It is part of "{place}" and at most that long.')
     once = [key for key in _ONCE if a.seconds.get(key) or b.seconds.get(key)]
     if a.steps != b.steps and once:
         names = ", ".join(_name(key) for key in once)

@@ -17,7 +17,7 @@ from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.texts import LOSSES, MEASURE_WAIT, LossText, in_shell, text_of
+from flopwatch.runs.waterfall.texts import IN_STEPS, LOSSES, MEASURE_WAIT, LossText, in_shell, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def time_by_part(log: RunLog, traces: Sequence[TraceSplit] = ()) -> tuple[dict[s
     if goodput is None:
         return None
     seconds |= dict.fromkeys(AT_PEAK, 0.0)
-    measured = {*_uses_of_steps(seconds, goodput.productive_seconds)}
+    measured = {*_uses_of_steps(seconds, goodput.productive_seconds), *IN_STEPS.intersection(goodput.lost_seconds)}
     parts, _ = _divide(seconds, goodput, traces, _facts(log))
-    return parts, frozenset(measured | ({"input_wait"} if goodput.knows_input_wait else set()))
+    return parts, frozenset(measured if goodput.knows_input_wait else measured - {"input_wait"})
 
 
 def _unread(log: RunLog) -> list[str]:
