@@ -1,6 +1,6 @@
 """A small real training on the CPU in which one thing can be changed, for tests that have to find the change.
 
-    changed_training.py [<change>] [<folder>]        changes: see CHANGES
+    changed_training.py <change> [<width> [<folder>]]        changes: see CHANGES
 
 With a folder, a TrainingMonitor is written in; without one, the script is meant for `flopwatch run`. Prints one line of
 JSON behind the word RESULT: what the change cost by the script's own clock, and the sizes that it changes.
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flopwatch
 
-WIDTH, SEQUENCES, LENGTH, STEPS = 192, 8, 64, 30
+WIDTH, SEQUENCES, LENGTH, STEPS = 32, 8, 64, 30
 PER_STEP_SECONDS, ONCE_SECONDS = 0.4, 12.0
 NESTED = 5
 """How often a recomputed layer runs again: checkpoints in checkpoints, to be more than the noise of a busy machine."""
@@ -94,12 +94,12 @@ class SlowBackward(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    def __init__(self, injected: Injected) -> None:
+    def __init__(self, width: int, injected: Injected) -> None:
         super().__init__()
         self.injected = injected
-        self.embedding = nn.Embedding(100, WIDTH)
+        self.embedding = nn.Embedding(100, width)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(2)
         )
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -129,11 +129,11 @@ class Adam(torch.optim.AdamW):
         return super().step(closure)
 
 
-def train(change: str, folder: str | None) -> dict[str, Any]:
+def train(change: str, width: int, folder: str | None) -> dict[str, Any]:
     injected = Injected(change)
     injected.sleep("start-up", ONCE_SECONDS)
     torch.manual_seed(0)
-    model = Model(injected)
+    model = Model(width, injected)
     optimizer = Adam(model.parameters(), injected)
     length = 4 * LENGTH if change == "more padding per batch" else LENGTH
     size = 1 if change == "smaller batch" else SEQUENCES
@@ -180,9 +180,9 @@ def train(change: str, folder: str | None) -> dict[str, Any]:
     return {"injected_ms_per_step": 1000 * injected.seconds / steps, "ms_per_step": 1000 * seconds / steps, **sizes}
 
 
-def main(change: str = "", folder: str | None = None) -> None:
+def main(change: str = "", width: str = str(WIDTH), folder: str | None = None) -> None:
     torch.set_num_threads(1)
-    sys.stdout.write(f"RESULT {json.dumps(train(change, folder))}\n")
+    sys.stdout.write(f"RESULT {json.dumps(train(change, int(width), folder))}\n")
 
 
 if __name__ == "__main__":

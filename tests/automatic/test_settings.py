@@ -41,6 +41,7 @@ OTHER_THAN_DEFAULT = {
     "data_parallel_size": 1,
     "sinks": ["tensorboard"],
     "sink_options": {"tensorboard": {"log_dir": "events"}},
+    "log_what_ran": False,
     "strict": True,
     "eval_steps": 4,
     "save_steps": 5,

@@ -61,6 +61,11 @@ def test_pauses_are_not_named_first_where_steps_became_2_7_times_longer():
     assert "Most of the change: forward and backward grew from 370 ms to 1.15 s; next, pauses grew" in found.sentence
 
 
+def test_faster_steps_are_not_named_first_where_a_pause_made_the_run_longer():
+    found = compare_per_step(run(passes=37.0), run(passes=9.0, optimizer=2.0, pause=90.0))
+    assert [cause.key for cause in found.causes[:2]] == ["pause", "passes"]
+
+
 def test_steps_with_a_quarter_of_the_flops_are_called_smaller_not_faster():
     found = compare_per_step(run(), run(flops={"passes": 175e9}, passes=25.0))
     causes = {cause.key: cause.change_ms for cause in found.causes}

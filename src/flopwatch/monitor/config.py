@@ -72,6 +72,9 @@ class MonitorConfig(BaseModel):
 
     quiet: bool = Field(False, description="True: print no lines to stderr, unless sinks has console.")
     sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of each sink, by the sink's name.")
+    log_what_ran: bool = Field(
+        True, description="False: the log does not say script, arguments, folder, git commit, user, job and packages."
+    )
     strict: bool = Field(False, description="True: raise errors of the monitor instead of reporting them once.")
     eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; only written to the log.")
     save_steps: int | None = Field(None, ge=1, description="Steps between checkpoints; only written to the log.")

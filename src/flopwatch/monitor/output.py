@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.what_ran import what_ran
 from flopwatch.records.flops import Peak
 from flopwatch.records.reading import first_line
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -415,7 +416,8 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
         sinks += made
         failures |= reasons
     console = None if config.quiet or any(_is_console(want) for want in wanted) else _default_console()
-    log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
+    describe = what_ran if config.log_what_ran else None
+    log = JsonlSink(log_path, config.local_log_every, config.local_log_seconds, describe=describe)
     outlets = Outlets([log, *sinks, *([] if console is None else [console])], console=console)
     for name, reason in failures.items():
         outlets.failed_parts.setdefault(name, reason)

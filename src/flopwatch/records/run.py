@@ -32,6 +32,8 @@ class RunStart:
         environment: Versions, host and device; under torchrun also the job and the number of the attempt.
         ledger: The run's totals when the session began, in the local log only, so that they are not lost if the
             session is killed before its first row.
+        what_ran: Script, arguments, folder, git commit, user, ids of the job and versions of packages, in the local
+            log only; empty with the setting `log_what_ran: false`.
     """
 
     session: str
@@ -44,6 +46,7 @@ class RunStart:
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     ledger: Mapping[str, Any] = field(default_factory=dict)
+    what_ran: Mapping[str, Any] = field(default_factory=dict)
 
     type: Literal["run"] = "run"
     format: int = FORMAT

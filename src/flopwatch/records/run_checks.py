@@ -124,6 +124,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "world_size": lambda value: _is_count(value) and value > 0,
     "config": _mapping_of(lambda value: True),
     "environment": _is_environment,
+    "what_ran": _mapping_of(lambda value: True),
     "mode": _is_text,
     "method": _or_none(_is_text),
     "attention": _is_text,

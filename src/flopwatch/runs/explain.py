@@ -5,13 +5,14 @@ timed, are not warm-up, and have known FLOPs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isclose
 from typing import Any
 
 from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row
 from flopwatch.runs import RunLog, provenance_at, step_cells
+from flopwatch.runs.what_ran import what_ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Explanation:
         torn_lines: Number of lines of the log that could not be read.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.
         all_ranks_mfu: MFU of the window over all ranks; None if there is only one rank.
+        what_ran: Script, arguments, folder, git commit, user, job and packages of the session, in words.
     """
 
     log: str
@@ -89,6 +91,7 @@ class Explanation:
     all_ranks_mfu: float | None = None
     exact: bool | None = None
     notes: tuple[str, ...] = ()
+    what_ran: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -140,7 +143,8 @@ def _explained(
         step=step,
         window=(numbers[0], numbers[-1]),
         is_window=is_window,
-        session=_session_of(step, log),
+        session=(session := _session_of(step, log)),
+        what_ran=dict(what_ran(log.starts[session - 1])) if log.starts else {},
         sessions=max(len(log.starts), 1),
         steps=tuple(cells["step"] for cells in steps),
         left_out=left_out,

@@ -23,7 +23,8 @@ _ONCE = ("start_up", "compile", "count")
 LEAST_SHARE = 0.02
 """Two runs of the same training differ by some percent; a smaller share of the time per step is not put into words."""
 _FAR_LONGER = 2.0
-"""If the steps themselves became longer or shorter by this factor, what changed most in them comes first."""
+"""If the steps themselves became longer or shorter by this factor, as the whole run did, what changed most in them is
+named first: a long pause or start-up may cost a short run more, but does not explain such steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,8 @@ def _is_in_steps(key: str) -> bool:
 def _ordered(causes: Mapping[str, float], in_a: Mapping[str, float], in_b: Mapping[str, float]) -> list[Cause]:
     found = sorted((Cause(key, change) for key, change in causes.items()), key=lambda cause: -abs(cause.change_ms))
     step_a, step_b = (sum(ms for key, ms in run.items() if _is_in_steps(key)) for run in (in_a, in_b))
-    if max(step_a, step_b) >= _FAR_LONGER * min(step_a, step_b):
+    has_grown = sum(in_b.values()) > sum(in_a.values())
+    if (step_b >= _FAR_LONGER * step_a) if has_grown else (step_a >= _FAR_LONGER * step_b):
         first = next(cause for cause in found if _is_in_steps(cause.key))
         found.sort(key=lambda cause: cause is not first)
     return found

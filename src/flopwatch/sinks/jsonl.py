@@ -4,8 +4,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,25 @@ class JsonlSink:
         flush_steps: int = 200,
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
+        describe: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        """Create a sink; the file is opened with the first record.
+
+        Args:
+            path: The log.
+            flush_steps: Most steps between two flushes.
+            flush_seconds: Most seconds between two flushes.
+            clock: Host time.
+            describe: Returns what runs, for `RunStart.what_ran`. Called in the sink's thread, so it may take a moment,
+                and by this sink alone, so no other sink gets it.
+        """
         # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps
         self._flush_seconds = flush_seconds
         self._clock = clock
+        self._describe = describe
         self._descriptor: int | None = None
         self._session_start = 0
         """Where the lines of this session begin in the file."""
@@ -61,6 +74,8 @@ class JsonlSink:
         """The lines with the run's start and provenance. They are written again if the log must be created anew."""
 
     def write(self, record: Record) -> None:
+        if isinstance(record, RunStart) and self._describe is not None:
+            record = replace(record, what_ran=self._describe())
         line = _encode(record.to_json())
         if isinstance(record, Row) and record.exact:
             line = _EXACT_WHEN_WRITTEN.join(line.rsplit(b',"exact":true,', 1))

@@ -78,6 +78,8 @@ def print_explanation(explanation: "Explanation") -> None:
         "tokens": _tokens(explanation),
         "counting": _counting(explanation),
     }
+    if explanation.what_ran:
+        sections["what ran"] = (f"{label}: {text}" for label, text in explanation.what_ran.items())
     if explanation.goodput is not None:
         sections["goodput"] = _goodput(explanation.goodput)
     for label, paragraphs in sections.items():

@@ -12,6 +12,7 @@ from flopwatch.records.run import Provenance, RunStart
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
 from flopwatch.runs.waterfall.texts import IN_STEPS
 from flopwatch.runs.waterfall.times import TimeUse
+from flopwatch.runs.what_ran import what_ran
 
 NAMES = {
     "perf/mfu_percent": "MFU",
@@ -192,7 +193,7 @@ def places(report: RunReport) -> list[tuple[str, str]]:
         return []
     environment = dict(start.environment)
     environment.pop("process", None)
-    facts: dict[str, Any] = {"folder": start.output_dir}
+    facts: dict[str, Any] = {**dict(what_ran(start)), "folder": start.output_dir}
     facts |= {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
     facts |= {"world size": start.world_size, "rank that logs": start.rank, **environment}
     return [(one_line(str(name), 60), setting_text(value)) for name, value in facts.items() if value is not None]

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import stat
-import subprocess
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -107,22 +106,6 @@ def _words(command: str) -> tuple[str, ...]:
         return tuple(shlex.split(command))
     except ValueError:
         return tuple(command.split())
-
-
-@cache
-def git_state(folder: str) -> str | None:
-    """The git commit of the folder, with `+` if files were changed since; None outside of a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 @lru_cache(maxsize=1024)

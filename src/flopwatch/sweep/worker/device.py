@@ -12,11 +12,12 @@ import torch
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
+from flopwatch.git_state import git_state
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.hardware.device import find_device
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse
-from flopwatch.sweep.host.environment import git_state, machine
+from flopwatch.sweep.host.environment import machine
 from flopwatch.sweep.host.memory import resident
 from flopwatch.sweep.host.processes import GPUS
 from flopwatch.sweep.trainers.protocol import StepPart
@@ -132,6 +133,12 @@ def device_peak(device: torch.device, dtype: str) -> Peak | None:
     return known or (measure_peak(device, compute) if device.type == "cpu" else None)
 
 
+def _commit() -> str | None:
+    """The git commit of the working folder, with `+` if files were changed since."""
+    state = git_state(os.getcwd())
+    return None if state is None else f"{state['commit'][:12]}{'+' if state['dirty'] else ''}"
+
+
 def describe_worker(device: torch.device) -> dict[str, Any]:
     """The conditions of the measurement: machine, device, clock rate, threads, git commit."""
     found = {
@@ -139,7 +146,7 @@ def describe_worker(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "threads": torch.get_num_threads(),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "git": git_state(os.getcwd()),
+        "git": _commit(),
     }
     if device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(device)
