@@ -14,10 +14,10 @@ from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.folder import Trial, held_folder, prepare
+from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.build_result import collect_measurements
-from support.sweeping import Listener, run_sweep
+from support.sweeping import Listener, left_behind, run_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -64,19 +64,49 @@ def specs(*commands):
     ]
 
 
-@pytest.mark.parametrize("what", ["{trial_dir}", "$(realpath {trial_dir}/../..)"])
-def test_a_trial_that_deletes_its_folder_or_the_sweep_is_not_run_at_every_resume(tmp_path, monkeypatch, what):
+def test_a_trial_that_deletes_its_folder_is_not_run_at_every_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
-    matrix = specs("true", f"rm -rf {what}", "true")
+    matrix = specs("true", "rm -rf {trial_dir}", "true")
     run_sweep(tmp_path / "s", matrix[:1], LocalEngine())
     run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
     again = Listener()
     found = run_sweep(tmp_path / "s", matrix, LocalEngine(), listener=again)
     assert again.begun == []
     assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "error", "ok"]
-    whose = "its folder" if what == "{trial_dir}" else "the sweep's folder"
-    assert f"{whose} was deleted" in found["command_bs2_seq8"].reason
+    assert "its folder was deleted" in found["command_bs2_seq8"].reason
+
+
+def test_a_trial_that_deletes_the_list_of_trials_does_not_end_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    matrix = specs("true", "rm {trial_dir}/../../sweep.json {trial_dir}/../../results.jsonl", "true")
+    found = run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+    assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "ok", "ok"]
     assert len(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]) == 3
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_sweep_whose_folder_was_deleted_ends_and_does_not_make_it_again(tmp_path, monkeypatch, is_made_again):
+    """Also if a new sweep runs there by then, whose runner has the same number."""
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    anew = "; mkdir -p $F/runners; cp $F.runner $F/runners/1.runner" if is_made_again else ""
+    (tmp_path / "s.runner").write_text('{"pid": 1, "boot": "", "unix_time": 1.0}')
+    matrix = specs(f"F=$(realpath {{trial_dir}}/../..); rm -rf $F{anew}; sleep 60", f"touch {tmp_path}/second")
+    with pytest.raises(FolderGoneError, match="was deleted or renamed while this sweep ran in it"):
+        run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+    left = [path.name for path in (tmp_path / "s").rglob("*")] if (tmp_path / "s").exists() else None
+    assert left == (["runners", "1.runner"] if is_made_again else None)
+    assert not (tmp_path / "second").exists()
+    assert left_behind(tmp_path / "s") == []
+
+
+def test_the_command_says_that_its_folder_was_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    words = ["--command", "rm -rf $(realpath {trial_dir}/../..)", "batch_size=1,2", "seq_len=8", "-o", "s"]
+    command = [sys.executable, "-m", "flopwatch", "sweep", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "s was deleted or renamed" in done.stderr) == (1, True), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("jump_seconds", [-7200.0, 266_400.0])

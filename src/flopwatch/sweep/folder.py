@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.errors import InputError
+from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.records.reading import read_json, read_object
 from flopwatch.records.sweep_results import is_sweep_folder, read_result, read_trial_list
 from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
@@ -64,6 +64,10 @@ from flopwatch.sweep.host.processes import check_system
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
 _WATCHER = LivenessWatcher()  # one for all supervisors, because it must remember when each heartbeat last changed
+
+
+class FolderGoneError(FlopwatchError):
+    """The sweep's folder was deleted while this runner used it."""
 
 
 class StillRunsError(InputError):
@@ -187,7 +191,9 @@ def prepare(trial: Trial) -> None:
 
     Raises:
         StillRunsError: An earlier attempt still runs.
+        FolderGoneError: The sweep's folder was deleted.
     """
+    check_held(trial.sweep)
     folder, log, run = folder_of(trial), log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
     _clear_folder(trial)
     for file, has_right_type in ((log, Path.is_file), (run, Path.is_dir)):
@@ -273,7 +279,8 @@ def attempt_of(sweep: Path, name: str) -> str:
 
 
 def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResult], engine: str) -> None:
-    """Write `sweep.json` and `results.jsonl` again, after a trial has deleted the sweep's folder."""
+    """Write `sweep.json` and `results.jsonl` again, after a trial has deleted them."""
+    check_held(sweep)
     _make_folders(sweep)
     write_trial_list(sweep, trials, engine)
     for result in kept:
@@ -281,6 +288,7 @@ def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResu
 
 
 def record(sweep: Path, result: TrialResult) -> None:
+    check_held(sweep)
     append_line(sweep / RESULTS, result.to_json())
 
 
@@ -288,33 +296,60 @@ def result_file(sweep: Path, name: str) -> Path:
     return trial_folder(sweep, name) / RESULT
 
 
+_HELD: dict[Path, tuple[Path, Mapping[str, Any]]] = {}
+"""The folders that this process holds: the file `N.runner` of this runner, and what it wrote into that file."""
+
+
+def check_held(sweep: Path) -> None:
+    """Raise a FolderGoneError if this process held the folder and its file `N.runner` is gone.
+
+    Then a user has deleted the folder, and perhaps started a new sweep in it. This runner must not write into it again.
+    """
+    if sweep in _HELD and not _is_ours(*_HELD[sweep]):
+        raise FolderGoneError(
+            f"{sweep} was deleted or renamed while this sweep ran in it, so the sweep was ended; "
+            "the same command starts it again"
+        )
+
+
+def _is_ours(file: Path, written: Mapping[str, Any]) -> bool:
+    found = read_json(file)
+    if isinstance(found, dict):
+        return all(found.get(key) == written[key] for key in ("pid", "boot", "unix_time"))
+    return os.path.lexists(file)  # a damaged file may be ours
+
+
 @contextlib.contextmanager
 def _hold(sweep: Path, report: Callable[[str], None]) -> Iterator[None]:
     folder = sweep / RUNNERS
-    number = _take_number(folder, sweep, report)
+    number, written = _take_number(folder, sweep, report)
+    held = _HELD[sweep] = _runner_file(folder, number), written
     ended = threading.Event()
     liveness = LivenessFile(_liveness_file(folder, number), {"number": number})
     liveness.beat()
     beater = threading.Thread(
-        target=_beat_until, args=(ended, folder, number, liveness), name="flopwatch-holder", daemon=True
+        target=_beat_until, args=(ended, folder, number, liveness, held), name="flopwatch-holder", daemon=True
     )
     beater.start()
     try:
         yield
     finally:
+        del _HELD[sweep]
         ended.set()
         beater.join(BEAT_SECONDS)
-        liveness.end()
+        if _is_ours(*held):
+            liveness.end()
 
 
-def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> int:
+def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
+    """Create the next `N.runner`; return N and the content of the file."""
     number = _highest_number(folder)
     while True:
         if number:
             _wait_for_end(folder, number, sweep, report)
         facts = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
         if create_exclusively(_runner_file(folder, number + 1), facts):
-            return number + 1
+            return number + 1, facts
         number += 1  # another runner has taken this number, perhaps on a host whose files become visible late
 
 
@@ -352,8 +387,8 @@ def _process_text(holder: Any) -> str:
     return f"pid {holder.get('pid')} on {holder.get('host')}"
 
 
-def _beat_until(ended: threading.Event, folder: Path, number: int, liveness: LivenessFile) -> None:
-    while not ended.wait(BEAT_SECONDS):
+def _beat_until(ended: threading.Event, folder: Path, number: int, liveness: LivenessFile, held: Any) -> None:
+    while not ended.wait(BEAT_SECONDS) and _is_ours(*held):  # the main thread ends a runner whose folder is gone
         successor = _highest_number(folder)
         if successor > number and not ended.is_set():
             # Exit without any clean-up, because two runners must not start and cancel trials at the same time.

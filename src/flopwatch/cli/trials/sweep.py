@@ -218,19 +218,25 @@ def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engi
 
 
 def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -> None:
+    from flopwatch.cli import print_error
     from flopwatch.cli.trials.sweep_screens import CommandScreen
     from flopwatch.sweep import run_sweep
+    from flopwatch.sweep.folder import FolderGoneError
 
-    plan, counts, stop = run_sweep(
-        request.output,
-        lambda: request.plan(shuffle_seed),
-        request.engine,
-        CommandScreen(),
-        with_preflight=with_preflight,
-        retries=request.retries,
-        repeats=request.repeats,
-        budget_seconds=request.budget_seconds,
-    )
+    try:
+        plan, counts, stop = run_sweep(
+            request.output,
+            lambda: request.plan(shuffle_seed),
+            request.engine,
+            CommandScreen(),
+            with_preflight=with_preflight,
+            retries=request.retries,
+            repeats=request.repeats,
+            budget_seconds=request.budget_seconds,
+        )
+    except FolderGoneError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
     _print_next_steps(request.output, plan, counts, stop)
 
 

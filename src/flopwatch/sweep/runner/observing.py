@@ -25,7 +25,7 @@ from flopwatch.records.reading import (
 from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER, write_json
-from flopwatch.sweep.folder import Trial
+from flopwatch.sweep.folder import FolderGoneError, Trial, check_held
 from flopwatch.sweep.runner.plan import Plan
 
 
@@ -220,7 +220,8 @@ class RunnerFile:
             waiting=waiting,
             stopping=reason if stopping is None else stopping,
         )
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FolderGoneError):
+            check_held(self._file.parent)
             write_json(self._file, asdict(state))
 
 

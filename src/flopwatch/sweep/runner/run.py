@@ -28,6 +28,7 @@ from flopwatch.sweep.folder import (
     StillRunsError,
     Trial,
     attempt_of,
+    check_held,
     folder_of,
     has_begun,
     is_supervised,
@@ -284,6 +285,7 @@ class _Run:
     repeating: dict[str, TrialResult] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     is_cancelled: bool = False
+    next_check: float = 0.0
     pause: Pause = field(default_factory=Pause)
     late: LateResults = field(default_factory=LateResults)
     silent: SilentSupervisors = field(default_factory=SilentSupervisors)
@@ -329,6 +331,9 @@ class _Run:
         return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
 
     def tick(self) -> None:
+        if time.monotonic() >= self.next_check:
+            check_held(self.sweep)
+            self.next_check = time.monotonic() + BEAT_SECONDS
         if self.stop.is_finishing:
             self._wind_down()
         else:

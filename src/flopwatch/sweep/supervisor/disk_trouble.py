@@ -10,10 +10,16 @@ from flopwatch.records.trial_files import log_file
 _DOUBTED = ("error", "crash", "timeout", "hang")  # these would blame the trainer
 
 
-def deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...]:
-    """Return names of the folders and files that the trial deleted while it ran, for the result's reason."""
-    if not sweep.is_dir():
-        return ("the sweep's folder",)
+SWEEPS_FOLDER = "the sweep's folder"
+
+
+def deleted_places(sweep: Path, name: str, claim_handle: int, sweep_handle: int) -> tuple[str, ...]:
+    """Return names of the folders and files that were deleted while the trial ran, for the result's reason.
+
+    The handles are those of the trial's `started.json` and of the sweep's folder, which may have been made again.
+    """
+    if not sweep.is_dir() or not os.path.samestat(os.stat(sweep), os.fstat(sweep_handle)):
+        return (SWEEPS_FOLDER,)
     try:
         is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
     except OSError:  # A network file system raises ESTALE for a deleted file.

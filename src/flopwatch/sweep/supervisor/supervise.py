@@ -49,7 +49,7 @@ from flopwatch.sweep.host.processes import (
 from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.supervisor.build_result import build_result
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
-from flopwatch.sweep.supervisor.disk_trouble import deleted_places, with_deletions, with_full_disk
+from flopwatch.sweep.supervisor.disk_trouble import SWEEPS_FOLDER, deleted_places, with_deletions, with_full_disk
 from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def supervise(
     folder = trial_folder(sweep, name)
     job = _wait_for_job(folder, attempt)
     adopt_orphans()
-    with _claimed(folder, job.attempt, cancel) as claim_handle:
+    with _claimed(sweep, folder, job.attempt, cancel) as handles:
         if guard is not None:
             os.write(guard, f"{allowed_silence(job.spec.limits) + _GUARD_PATIENCE_SECONDS:g}\n".encode())
         trial = _Supervised(sweep, name, job, cancel, SupervisorHeartbeat(folder, job.attempt, guard))
@@ -163,13 +163,14 @@ def supervise(
             worker_exit = _run_worker(trial, log)
         finally:
             log.close(trial.wait_for_space)
-        deleted = deleted_places(sweep, name, claim_handle)
+        deleted = deleted_places(sweep, name, *handles)
         result = build_result(sweep, name, job, worker_exit)
         result = replace(with_deletions(with_full_disk(result, log.full_disk), deleted), attempt=job.attempt)
         if trial.heartbeat.is_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
-        result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
-        trial.heartbeat.end()
+        if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
+            result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
+            trial.heartbeat.end()
     return result
 
 
@@ -229,8 +230,11 @@ def _read_job(folder: Path) -> TrialJob:
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path, attempt: str, cancel: Callable[[], str | None]) -> Iterator[int]:
-    """Create the file that claims the trial. Keep it open to find out later whether the trial deleted it."""
+def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str | None]) -> Iterator[tuple[int, int]]:
+    """Create the file that claims the trial.
+
+    It and the sweep's folder stay open, to find out later whether they were deleted.
+    """
 
     def give_up_if_cancelled(why: str) -> None:
         if stopped := cancel():
@@ -238,11 +242,12 @@ def _claimed(folder: Path, attempt: str, cancel: Callable[[], str | None]) -> It
 
     if not when_there_is_space(lambda: claim(folder, attempt, slurm_job()), give_up_if_cancelled):
         raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
-    handle = os.open(folder / STARTED, os.O_RDONLY)
+    handles = os.open(folder / STARTED, os.O_RDONLY), os.open(sweep, os.O_RDONLY)
     try:
-        yield handle
+        yield handles
     finally:
-        os.close(handle)
+        for handle in handles:
+            os.close(handle)
 
 
 def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
