@@ -125,7 +125,8 @@ def test_preflight_is_shown_when_it_has_the_known_shape(flopwatch, tmp_path):
     [
         (["."], "is not the folder of a sweep"),
         (["no/such/folder"], "is not a folder"),
-        ([], "name one folder"),
+        ([], "no run was named"),
+        (["a", "--logs-dir", "b"], "name one folder"),
         (["--logs-dir", "."], "is not the folder of a sweep"),
     ],
 )

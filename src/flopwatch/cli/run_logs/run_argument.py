@@ -36,7 +36,7 @@ def chosen_run(run_dir: str | None) -> str:
             return str(below[-1])
         if run_dir is None:
             place = f"{Path.cwd() / RUNS_FOLDER}"
-            raise InputError(f"no run was named, and there is none in {place}; name the folder of a run") from None
+            raise InputError(f"no run was named, and there is none in {place}; name a folder") from None
     return folder
 
 
