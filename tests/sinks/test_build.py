@@ -32,7 +32,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "options", "why"),
     [
-        ("prometheus", {}, "no port was given"),
+        ("prometheus:x", {}, "is not a port"),
         ("tensorboard", {"tensorboard": {"colour": "red"}}, "colour"),
         ("no_such_module:Sink", {}, "no_such_module"),
         ("flopwatch.testing:NoSuchSink", {}, "NoSuchSink"),

@@ -3,10 +3,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from flopwatch.errors import InputError
-from flopwatch.records.run import Row
+from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks.prometheus import PrometheusSink
+from flopwatch.sinks.thread import build_sinks
 from support.sinks.sample_run import ORIGIN, START, basic_row, detailed_row
 from support.sinks.servers import free_port
 
@@ -29,7 +31,7 @@ def exposed(sink):
 
 def test_before_the_first_row_no_number_is_shown(sink):
     sink.write(START)
-    assert exposed(sink) == ({}, {})
+    assert [series.partition("{")[0] for series in exposed(sink)[0]] == ["flopwatch_run_info"]
 
 
 def test_names_have_units_and_help_says_what_the_metric_says(sink):
@@ -43,16 +45,53 @@ def test_names_have_units_and_help_says_what_the_metric_says(sink):
     assert helps["flopwatch_perf_mfu"].startswith("Model FLOPs over what the devices could have done")
 
 
-def test_a_number_of_a_detailed_row_stays_until_the_next_one(sink):
+def test_a_scrape_has_the_values_of_one_row_and_the_newest_of_the_users_own(sink):
     sink.write(START)
-    sink.write(Row(1, 0.0, {"perf/hfu": 0.5, "perf/mfu": 0.4, "mine": 1.0}, detailed=True))
+    sink.write(Row(1, 0.0, {"perf/hfu": 0.5, "perf/mfu": 0.4, "dataset/a/loss": 2.0, "mine": 1.0}, detailed=True))
     sink.write(Row(2, 0.0, {"perf/mfu": 0.41}))
     values, _ = exposed(sink)
-    assert (values["flopwatch_perf_hfu"], values["flopwatch_perf_mfu"]) == (0.5, 0.41)
-    sink.write(Row(3, 0.0, {"perf/mfu": 0.42}, detailed=True))
-    values, _ = exposed(sink)
+    assert values["flopwatch_perf_mfu"] == 0.41
+    assert values["flopwatch_global_step"] == 2
     assert "flopwatch_perf_hfu" not in values
+    assert 'flopwatch_dataset_loss{dataset="a"}' not in values
     assert values["flopwatch_mine"] == 1.0
+
+
+def test_the_page_is_what_prometheus_reads_and_names_the_run(sink, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    sink.write(RunStart("one", 0.0, 'runs/night "7"', rank=0, world_size=2, environment={"host": "node1"}))
+    sink.write(detailed_row(50))
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink._port}/metrics", timeout=10) as response:
+        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+    labels = families["flopwatch_run_info"].samples[0].labels
+    known = {name: labels[name] for name in ("run", "host", "rank", "world_size", "slurm_job_id")}
+    assert known == {"run": 'night "7"', "host": "node1", "rank": "0", "world_size": "2", "slurm_job_id": "4711"}
+    assert families["flopwatch_perf_mfu"].samples[0].value == detailed_row(50).values["perf/mfu"]
+
+
+def test_without_a_port_the_next_free_one_is_taken_and_told():
+    told = []
+    sinks = [PrometheusSink() for _ in range(2)]
+    for sink in sinks:
+        sink.tell = told.append
+    try:
+        for sink in sinks:
+            sink.write(START)
+        first, second = (sink._port for sink in sinks)
+        assert 9477 <= first < second
+        assert f"http://127.0.0.1:{second}/metrics" in told[-1]
+        assert exposed(sinks[1])[0]
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+def test_the_spelling_with_a_port_and_a_port_that_is_none(tmp_path):
+    port = free_port()
+    (sink,), failures = build_sinks([f"prometheus:{port}"], tmp_path, {})
+    assert (sink._port, failures) == (port, {})
+    _, failures = build_sinks(["prometheus:http"], tmp_path, {})
+    assert "'http' is not a port" in failures["prometheus:http"]
 
 
 def test_two_keys_of_the_user_never_share_a_name(sink):

@@ -33,7 +33,9 @@ def run(
     is_module: Annotated[bool, flag("Run a module, as `python -m` does.", "-m")] = False,
     output_dir: Annotated[Path | None, flag("The run's folder; by default a new one in flopwatch-runs.")] = None,
     log_every: Annotated[int | None, flag("Steps per line and row; by default 50, or 10 seconds.")] = None,
-    sinks: Annotated[str | None, flag("Also write to tensorboard, wandb, mlflow, prometheus; comma-separated.")] = None,
+    sinks: Annotated[
+        str | None, flag("Also: tensorboard, wandb, mlflow, prometheus, prometheus:PORT; comma-separated.")
+    ] = None,
     config: Annotated[Path | None, flag("A YAML file with settings of the monitor.")] = None,
     peak_tflops: Annotated[float | None, flag("Dense peak of one device, if flopwatch does not know it.")] = None,
     dtype: Annotated[str | None, flag("Compute type whose peak MFU is compared with, such as bf16.")] = None,

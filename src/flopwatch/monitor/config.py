@@ -63,7 +63,9 @@ class MonitorConfig(BaseModel):
     data_parallel_size: int | None = Field(
         None, ge=1, description="Number of different batches per step; smaller than the world size if ranks share one."
     )
-    sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
+    sinks: tuple[str, ...] = Field(
+        (), description="console, tensorboard, wandb, mlflow, prometheus, prometheus:PORT, module:Class."
+    )
 
     @field_validator("sinks", mode="before")
     @classmethod

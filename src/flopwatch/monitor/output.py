@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -292,6 +293,9 @@ class Outlets:
     def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False, console: "ConsoleSink | None" = None) -> None:
         self._is_quiet = is_quiet
         self._console = console
+        for sink in sinks:
+            if hasattr(sink, "tell"):
+                sink.tell = partial(self.notify, "warning", f"sink:{sink.name}")
         self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
         self._early: list[Record] = []
         self._has_started = False

@@ -1,17 +1,28 @@
-"""Serves the newest value of every metric to Prometheus."""
+"""Serves the values of the newest row to Prometheus."""
 
 import errno
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.optional import require
 from flopwatch.records.metrics import METRICS, STEP_KEY, find_metric
-from flopwatch.records.run import Number, Provenance, Record, Row
+from flopwatch.records.run import Number, Provenance, Record, Row, RunStart
 
-_OWN_NAMES = ("flopwatch", f"flopwatch_{STEP_KEY}", "flopwatch_last_row_timestamp_seconds")
+DEFAULT_PORT = 9477
+"""Other exporters on GPU machines use 9400 and the next ports."""
+_PORTS_TRIED = 20
+_OWN_NAMES = (
+    "flopwatch",
+    "flopwatch_run",
+    "flopwatch_run_info",
+    f"flopwatch_{STEP_KEY}",
+    "flopwatch_last_row_timestamp_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +38,40 @@ class PrometheusSink:
     """Serves `http://address:port/metrics` while the run lasts.
 
     `perf/mfu` becomes `flopwatch_perf_mfu`. The name of a time ends in its unit (`flopwatch_perf_step_time_seconds`).
-    Values of a dataset have its name as a label (`flopwatch_dataset_loss{dataset="code"}`). Metrics of other code in
-    the process are not served. Only this machine can read the metrics, unless `address` is set.
+    Values of a dataset have its name as a label (`flopwatch_dataset_loss{dataset="code"}`). `flopwatch_run_info` has
+    the run's name, host, rank and job as labels. The metrics of flopwatch are those of the newest row, all of the same
+    steps; a metric of the user keeps its newest value. Metrics of other code in the process are not served. Only this
+    machine can read the metrics, unless `address` is set.
+
+    Args:
+        port: Without one, the first free port from 9477 on; a notice names it if it is another.
+        address: The address to listen on.
     """
 
     name = "prometheus"
     gather_seconds = 0.0
 
-    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
-        self._port = port
+    def __init__(self, port: int | None = None, address: str = "127.0.0.1") -> None:
+        self._ports = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED) if port is None else range(port, port + 1)
+        self._port = self._ports[0]
         self._address = address
+        self.tell: Callable[[str], None] = lambda message: None
+        """Set by the monitor; takes a message to the user."""
         self._server: Any = None
         self._thread: Any = None
         self._series: dict[str, _Series] = {}
-        self._values: dict[str, Number] = {}
-        self._row: Row | None = None
+        self._newest: tuple[Row | None, dict[str, Number]] = None, {}
+        """The newest row and the values to serve, in one attribute, because a scrape may read it at any moment."""
         self._origin: Provenance | None = None
+        self._start: RunStart | None = None
 
     def write(self, record: Record) -> None:
         if self._server is None:
             self._open()
         if isinstance(record, Provenance):
             self._origin = record
+        elif isinstance(record, RunStart):
+            self._start = record
         elif isinstance(record, Row):
             self._take(record)
 
@@ -65,14 +88,16 @@ class PrometheusSink:
     def collect(self) -> Iterator[Any]:
         """Yield the metrics. prometheus_client calls this at each scrape, in a thread of its server."""
         core = require("prometheus_client.core", "prometheus")
-        values, row, origin = self._values, self._row, self._origin
+        (row, values), origin, start = self._newest, self._origin, self._start
+        if start is not None:
+            yield core.InfoMetricFamily("flopwatch_run", "Which run this is.", value=_run_labels(start))
         if origin is not None:
             yield core.InfoMetricFamily(
                 "flopwatch", "How FLOPs are counted, and the peak of the device.", value=_labels(origin)
             )
         if row is not None:
-            yield core.GaugeMetricFamily(_OWN_NAMES[1], "The last step that was logged.", value=row.step)
-            yield core.GaugeMetricFamily(_OWN_NAMES[2], "When the newest values were logged.", value=row.unix_time)
+            yield core.GaugeMetricFamily(_OWN_NAMES[-2], "The last step that was logged.", value=row.step)
+            yield core.GaugeMetricFamily(_OWN_NAMES[-1], "When the newest values were logged.", value=row.unix_time)
         families: dict[str, Any] = {}
         for key, value in values.items():
             series = self._series[key]
@@ -86,25 +111,37 @@ class PrometheusSink:
         client = require("prometheus_client", "prometheus")
         registry = client.CollectorRegistry()
         registry.register(self)
-        try:
-            self._server, self._thread = client.start_http_server(self._port, self._address, registry)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise InputError(
-                f"port {self._port} of {self._address} is taken by another program, so nothing is served to "
-                f"Prometheus; pass another port, such as {self._port + 1}"
-            ) from error
+        for port in self._ports:
+            try:
+                self._server, self._thread = client.start_http_server(port, self._address, registry)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                self._port = port
+                break
+        else:
+            self._refuse_taken_ports()
+        if self._port != self._ports[0]:
+            address = f"http://{self._address}:{self._port}/metrics"
+            self.tell(
+                f"port {self._ports[0]} is taken by another program, so Prometheus finds the metrics at {address}"
+            )
+
+    def _refuse_taken_ports(self) -> None:
+        first, last = self._ports[0], self._ports[-1]
+        which = f"port {first} of {self._address} is" if first == last else f"the ports {first} to {last} are"
+        raise InputError(
+            f"{which} taken by another program, so nothing is served to Prometheus; pass another port, such as "
+            f"prometheus:{last + 1}"
+        )
 
     def _take(self, row: Row) -> None:
         for key in row.values.keys() - self._series.keys():
             self._series[key] = _name(key, {series.name for series in self._series.values()})
-        kept = self._values
-        if row.detailed:  # a detailed row has every known metric, so metrics that it lacks are unknown now
-            kept = {key: value for key, value in kept.items() if key not in METRICS}
-        # This makes a new dict, because a scrape may be reading the old one.
-        self._values = {**kept, **row.values}
-        self._row = row
+        of_user = {key: value for key, value in self._newest[1].items() if find_metric(key).key not in METRICS}
+        kept = {key: value for key, value in of_user.items() if not find_metric(key).key.startswith("dataset/")}
+        self._newest = row, {**kept, **row.values}
 
 
 def _name(key: str, taken: set[str]) -> _Series:
@@ -129,6 +166,24 @@ def _name(key: str, taken: set[str]) -> _Series:
             name, number = f"{alone}_{number}", number + 1
         return _Series(name, f"{key}: {metric.description}")
     return _Series(name, metric.description)
+
+
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
+
+
+def _run_labels(start: RunStart) -> dict[str, str]:
+    """The labels of the metric `flopwatch_run_info`; unknown facts are left out."""
+    jobs = {name.lower(): os.environ.get(name) for name in _JOBS}
+    facts = {
+        "run": Path(start.output_dir).absolute().name,
+        "folder": str(Path(start.output_dir).absolute()),
+        "session": start.session,
+        "host": start.environment.get("host"),
+        "rank": start.rank,
+        "world_size": start.world_size,
+        **{name: job for name, job in jobs.items() if job and job != "none"},
+    }
+    return {label: str(fact) for label, fact in facts.items() if fact is not None}
 
 
 def _labels(origin: Provenance) -> dict[str, str]:

@@ -183,14 +183,14 @@ def build_sinks(
 ) -> tuple[list[Sink], dict[str, str]]:
     """Create the wanted sinks. A sink opens files and connections later, in its thread, at its first record.
 
-    >>> sinks, failures = build_sinks(["console", "prometheus"], Path("outputs"), {"console": {}})
+    >>> sinks, failures = build_sinks(["console", "prometheus:9480"], Path("outputs"), {"console": {}})
     >>> [sink.name for sink in sinks]
-    ['console']
-    >>> failures
-    {'prometheus': "no port was given; pass one, such as options={'prometheus': {'port': 9477}}"}
+    ['console', 'prometheus']
+    >>> build_sinks(["prometheus:x"], Path("outputs"), {})[1]
+    {'prometheus:x': "'prometheus:x': 'x' is not a port; write a number from 1 to 65535, such as prometheus:9477"}
 
     Args:
-        wanted: Names from `SINK_NAMES`, `module:Class`, or objects with the methods of `Sink`.
+        wanted: Names from `SINK_NAMES`, `prometheus:PORT`, `module:Class`, or objects with the methods of `Sink`.
         output_dir: The run's folder, in which sinks create their files.
         options: Keyword arguments for the classes of sinks, by the name in `wanted`.
 
@@ -214,16 +214,28 @@ def build_sinks(
                 "or an object of such a class"
             )
         try:
-            sinks.append(_make(want, output_dir, options.get(want, {})))
+            name, port = _split_port(want)
+            sinks.append(_make(name, output_dir, {**options.get(name, {}), **port}))
         except Exception as error:
             failures[want] = first_line(error)
     return sinks, failures
 
 
+def _split_port(want: str) -> tuple[str, dict[str, int]]:
+    """Separate the port from `prometheus:9480`.
+
+    >>> _split_port("prometheus:9480"), _split_port("my_sinks:Mine")
+    (('prometheus', {'port': 9480}), ('my_sinks:Mine', {}))
+    """
+    name, _, port = want.partition(":")
+    if name != "prometheus" or not port:
+        return want, {}
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"{want!r}: {port!r} is not a port; write a number from 1 to 65535, such as prometheus:9477")
+    return name, {"port": int(port)}
+
+
 def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
-    # There is no default port, because other exporters on GPU machines use 9400 and the next ports.
-    if name == "prometheus" and "port" not in options:
-        raise InputError("no port was given; pass one, such as options={'prometheus': {'port': 9477}}")
     defaults: dict[str, dict[str, Any]] = {
         "tensorboard": {"log_dir": output_dir / "tensorboard"},
         "wandb": {"output_dir": output_dir},
