@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flopwatch.records.metrics import find_metric
+from flopwatch.records.metrics import METRICS, find_metric
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.thread import SinkThread, build_sinks
 from support.sinks.sample_run import ORIGIN, WARNING, records, rows
