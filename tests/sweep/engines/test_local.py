@@ -26,6 +26,10 @@ def test_every_trial_ends_once_with_a_result(tmp_path):
     contract.every_trial_ends_once_with_a_result(LocalEngine(gpus=(), jobs=2), tmp_path / "sweep")
 
 
+def test_a_trial_with_a_wide_interval_runs_until_its_runs_agree(tmp_path):
+    contract.a_trial_with_a_wide_interval_runs_until_its_runs_agree(LocalEngine(gpus=(), jobs=2), tmp_path / "sweep")
+
+
 def test_cancel_ends_everything(tmp_path):
     contract.cancel_ends_everything(LocalEngine(gpus=(), jobs=2), tmp_path / "sweep")
 
