@@ -118,3 +118,16 @@ def test_sinks_of_the_command_line_replace_those_of_the_file(run_with):
 def test_a_setting_that_cannot_be_used_is_named_and_the_training_goes_on(run_with, settings, message):
     _, stderr = run_with(settings)
     assert message in " ".join(stderr.split())
+
+
+def test_without_a_log_no_command_is_advised_that_would_read_it(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ends = {}
+    for folder in ("/proc/nope", str(tmp_path / "run")):
+        process = start_warm(COMMAND, "run", "--output-dir", folder, "train.py", cwd=tmp_path, env=dict(os.environ))
+        _, ends[folder] = process.communicate()
+        assert process.returncode == 0
+    unwritable, written = ends.values()
+    assert "the run's log cannot be written" in unwritable
+    assert "Next:" not in unwritable
+    assert f"Next: flopwatch why {tmp_path}/run" in written

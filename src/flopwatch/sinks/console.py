@@ -128,6 +128,10 @@ _WIDEST = 100
 _NOTICE_STYLES = {"info": "cyan", "warning": "yellow", "error": "red"}
 
 
+_LOG = "jsonl"
+"""Name of the sink that writes the run's log."""
+
+
 class ConsoleSink:
     r"""Shows the progress of a run as text.
 
@@ -180,7 +184,8 @@ class ConsoleSink:
         else:
             self._last_row = None
             self._show(_end(record))
-            if self._start is not None and "perf/mfu_percent" in record.values:
+            has_log = _LOG not in record.failed_parts  # without it there is nothing to read
+            if self._start is not None and has_log and record.values.get("total/steps"):
                 where = shlex.quote(str(self._start.output_dir))
                 self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
 
