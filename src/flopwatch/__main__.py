@@ -1,5 +1,34 @@
-"""Runs the command line as `python -m flopwatch`."""
+"""Runs the command line: `flopwatch`, or `python -m flopwatch`."""
 
-from flopwatch.cli import main
+import contextlib
+import os
+import signal
+import sys
 
-main()
+
+def main() -> None:
+    # Before the other imports, which take most of a second.
+    if is_sweeping(sys.argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from flopwatch.cli import main
+
+    main()
+
+
+def is_sweeping(words: list[str]) -> bool:
+    return words[:1] in (["sweep"], ["trial"], ["fit"]) and words[1:2] not in (["attach"], ["stop"])
+
+
+def _leave(number: int, frame: object) -> None:
+    """End at once on Ctrl-C, until the running trials have a handler of their own.
+
+    A KeyboardInterrupt would print a traceback, and is lost if it is raised in a callback of the garbage collector.
+    """
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        os.write(2, b"flopwatch: stopped by Ctrl-C\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import pytest
 
 from flopwatch.errors import InputError
@@ -104,6 +107,8 @@ def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
         ({"trainers": [{"label": "x"}]}, "needs a command"),
         ({"trainers": [{"trainer": "ghost", "command": "true"}]}, "has both a name and a command"),
         ({"limits": {"memory": "lots"}}, "not an amount of memory"),
+        ({"limits": {"wall_seconds": math.inf}}, "finite number"),
+        ({"budget": "0"}, "a duration of '0' leaves no time to run anything"),
         ({"exclude": ["speed>3"]}, "cannot name 'speed'"),
         ({"exclude": ["batch_size>=1"]}, "`exclude` removes all trials; exclude fewer"),
         ({"batch_sizes": list(range(1, 400)), "seq_lens": list(range(1, 400))}, "more than the limit of 100,000"),
@@ -121,6 +126,42 @@ def test_a_file_that_is_no_matrix_is_refused(tmp_path, content):
     file.write_text(content)
     with pytest.raises(InputError, match=r"sweep\.yaml"):
         read_matrix(file, {})
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", r"sweep\.yaml is empty; write settings into it"),
+        ("# nothing\n", r"sweep\.yaml is empty"),
+        (f"{BOMB}options: *h\n", "aliases that stand for more than 1,000,000 values in line"),
+        ("options: &a {lr: *a}\n", "an alias that contains itself in line 1"),
+        (
+            "steps: 3\ntrainers: [standard]\nsteps: 4\n",
+            "the key 'steps' is given twice, first in line 1 and again in line 3",
+        ),
+        ("options:\n  lr: 1\n  lr: 2\n", "the key 'lr' is given twice, first in line 2 and again in line 3"),
+    ],
+)
+def test_a_file_that_is_no_matrix_says_what_is_wrong(tmp_path, content, told):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(content)
+    with pytest.raises(InputError, match=told):
+        read_matrix(file, {})
+
+
+def test_a_few_aliases_are_fine(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        "trainers:\n- {trainer: standard, options: &both {lr: 0.1}}\n"
+        "- {trainer: 'mine:A', options: *both}\n- {trainer: 'mine:B', options: {<<: *both, rank: 3}}\n"
+    )
+    entries = read_matrix(file, {}).trainers
+    assert [entry.options for entry in entries] == [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.1, "rank": 3}]
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -83,6 +83,7 @@ def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
     # A closed terminal sends SIGHUP. An empty function ignores it, because trial processes would inherit SIG_IGN.
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before[signal.SIGINT] = signal.default_int_handler  # what runs after the trials handles KeyboardInterrupt
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from flopwatch.sweep.spec.parsing import (
     parse_share,
     process_points,
 )
+from flopwatch.sweep.spec.yaml_file import load_yaml
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
@@ -77,8 +78,8 @@ class LimitSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    wall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
-    no_progress_seconds: Annotated[float, Field(gt=0)] | None = None
+    wall_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 3600.0
+    no_progress_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
 
 
@@ -205,7 +206,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
             raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
-        content = yaml.safe_load(text.decode("utf-8"))
+        content = load_yaml(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
     except InputError:
@@ -213,7 +214,11 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
         mark = getattr(error, "problem_mark", None)
         what = first_line(error) if mark is None else f"{getattr(error, 'problem', None)} in line {mark.line + 1}"
-        raise InputError(f"{file} is not YAML ({cut(what, 100)}); correct it, or name a YAML file") from None
+        raise InputError(
+            f"{file} is not YAML for a matrix ({cut(what, 200)}); correct it, or name another file"
+        ) from None
+    if content is None:
+        raise InputError(f"{file} is empty; write settings into it, such as `trainers: [standard, ghost]`")
     if not isinstance(content, dict):
         raise InputError(
             f"{file} contains a {type(content).__name__}; write it as a mapping such as `trainers: [standard, ghost]`"

@@ -111,6 +111,10 @@ def parse_seconds(text: Any) -> float | None:
     parts = re.findall(_DURATION, written)
     is_whole = re.fullmatch(f"(?:{_DURATION})+", written) and (len(parts) == 1 or all(unit for _, unit in parts))
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0.0
+    if is_whole and seconds == 0 and not isinstance(text, bool):
+        raise InputError(
+            f"a duration of {text!r} leaves no time to run anything; write 8h, 90m, 1h30m, or leave it out"
+        )
     if isinstance(text, bool) or seconds <= 0:
         raise InputError(f"{text!r} is not a duration; write it as 8h, 90m, 1h30m or a number of seconds")
     return seconds
