@@ -24,6 +24,7 @@ KEPT = (
 
 
 def main() -> None:
+    print(f"Load average before the recording: {os.getloadavg()[0]:.1f}; it should be near 0.")
     with tempfile.TemporaryDirectory(prefix="project-") as folder:
         # A verdict needs a minute of steps.
         _run(folder, str(ROOT / "examples" / "train.py"), "--steps", "240", "--model", "small")
