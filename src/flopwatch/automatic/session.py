@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwatch.automatic.imports import when_imported
+from flopwatch.clock import note_cells
 from flopwatch.random_state import same_random_states
+from flopwatch.records.html_table import html_table
 
 if TYPE_CHECKING:
     from flopwatch.automatic.watcher import Watcher
@@ -85,8 +87,18 @@ class WatchedProcess:
         monitors = [callback.monitor for callback in self._callbacks if callback.monitor is not None]
         return monitors[-1] if monitors else self._watcher.monitor if self._watcher is not None else None
 
+    def __repr__(self) -> str:
+        return f"watch({str(self._output_dir)!r}: {'no training yet' if self.monitor is None else repr(self.monitor)})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows if the object is the last line of a cell: the newest training."""
+        if self.monitor is not None:
+            return self.monitor._repr_html_()
+        return html_table(f"{self._output_dir}: no training yet", [])
+
     def start(self) -> None:
         self.is_on = True
+        note_cells()
         self._silence_log()
         # The actions add to `_cancel` too, so that it must not be assigned here.
         self._cancel.append(when_imported("torch", self._watch_optimizers))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flopwatch.clock import Clock
+from flopwatch.clock import Clock, cell_start_unix_time
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import DeviceFacts, read_device
 from flopwatch.monitor import output as notices
@@ -41,8 +41,9 @@ class WallClock:
     """Unix time computed from the monitor's clock, so that a change of the system time does not affect the totals.
 
     Attributes:
-        session_start_unix_time: When the process started; or, if the process had an earlier monitor, as in a notebook,
-            when this monitor was created.
+        session_start_unix_time: When the process started; in a notebook, when the cell began that creates the monitor,
+            because a person may think for hours before it; if the process had an earlier monitor, when this one was
+            created.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -52,7 +53,7 @@ class WallClock:
         self._offset_seconds = made - clock()
         is_first = _monitored_process != os.getpid()
         _monitored_process = os.getpid()
-        started = process_start_unix_time() if is_first else None
+        started = (cell_start_unix_time() or process_start_unix_time()) if is_first else None
         self.session_start_unix_time = made if started is None else min(started, made)
 
     def unix_time(self) -> float:

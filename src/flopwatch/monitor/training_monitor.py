@@ -566,14 +566,24 @@ class TrainingMonitor:
 
     @same_random_states()
     def _repr_html_(self) -> str:
-        """What a notebook shows if the monitor is the last line of a cell: the newest row, later the summary."""
+        """What a notebook shows if the monitor is the last line of a cell: newest row or summary, and the waterfall."""
         from flopwatch.sinks.console import summary_lines  # imports rich, which a training may not need
 
         summary, run = self.summary, self._started_run
         if summary is None and run is not None:
             summary = Summary(run.last_step, 0.0, self.latest, exact=run.rows.exact, notes=run.rows.notes)
         title = f"{self.output_dir}: {self._state()}"
-        return html_table(title, [] if summary is None else summary_lines(summary))
+        return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
+
+    def _waterfall(self) -> list[tuple[str, str]]:
+        from flopwatch.runs.notebook import waterfall_lines
+        from flopwatch.runs.reading import read_log
+
+        self._do("flush", lambda run: run.outlets.flush_log())
+        try:
+            return list(waterfall_lines(read_log(self.log_path)))
+        except Exception:  # the log may be absent or damaged; the table is shown without it
+            return []
 
     def _words(self) -> str:
         values = self.latest

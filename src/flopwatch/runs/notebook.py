@@ -28,6 +28,11 @@ def _lines(log: RunLog) -> Iterator[tuple[str, str]]:
         "loss": number(values.get("training/loss"), 4),
     }
     yield from shown.items()
+    yield from waterfall_lines(log)
+
+
+def waterfall_lines(log: RunLog) -> Iterator[tuple[str, str]]:
+    """Each loss between the peak and the MFU of the run; nothing if the log has too little for it."""
     waterfall = waterfall_of(log)
     if waterfall is None:
         return
