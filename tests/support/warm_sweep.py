@@ -161,11 +161,11 @@ def _become(
     """Do what subprocess and a new interpreter do before the module runs, then run it and end this process."""
     status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if stdout is not None:
-            os.dup2(stdout if isinstance(stdout, int) else stdout.fileno(), 1)
-        if stderr is not None:
-            os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        known = {subprocess.STDOUT: 1, subprocess.DEVNULL: nothing}
+        for number, stream in ((0, stdin or subprocess.DEVNULL), (1, stdout), (2, stderr)):
+            if stream is not None:
+                os.dup2(known.get(stream, stream) if isinstance(stream, int) else stream.fileno(), number)
         if cwd is not None:
             os.chdir(cwd)
         if start_new_session:

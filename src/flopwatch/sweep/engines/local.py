@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from typing import IO
 from flopwatch.errors import InputError
 from flopwatch.records.reading import one_line, read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import STARTED, log_file, trial_folder
+from flopwatch.records.trial_files import STARTED, trial_folder
 from flopwatch.sweep.claims import is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.processes import CORES, GPUS, PARENT
+from flopwatch.sweep.host.processes import CORES, GPUS
+from flopwatch.sweep.supervisor.spare import SpareSupervisor
 
 _EPSILON = 1e-9  # absorbs rounding errors of GPU shares
 
@@ -296,10 +296,12 @@ class LocalEngine:
         self._next_slot: Slot | None = None
         self._give_up: dict[str, float] = {}
         self._pool: SlotPool
+        self._supervisors: SpareSupervisor
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
         """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
+        self._supervisors = SpareSupervisor(sweep)
         for trial in unfinished:
             is_supervised(sweep, trial.name)  # watch all heartbeats from now on, so that their timeouts run in parallel
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
@@ -324,7 +326,9 @@ class LocalEngine:
             slot, self._next_slot = self._next_slot, None
             if slot is None:
                 raise RuntimeError("submit() was called before room() returned a number above 0")
-            self._running[trial.name] = _Running(trial, _start(trial, slot), slot)
+            attempt = attempt_of(trial.sweep, trial.name)
+            process = self._supervisors.start(trial.name, attempt, slot.environment)
+            self._running[trial.name] = _Running(trial, process, slot)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         self._sleep_until_one_ends(seconds)
@@ -382,25 +386,13 @@ class LocalEngine:
         if self._next_slot is not None:
             self._pool.give_back(self._next_slot)
             self._next_slot = None
+        self._supervisors.close()
         self._pool.close()
 
     def state(self) -> str:
         if self._pool.waits_for and self._next_slot is None:
             return f"waiting for {self._pool.waits_for}"
         return f"GPU {', '.join(self._gpus)}" if self._gpus else f"{self._jobs} at a time"
-
-
-def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
-    attempt = attempt_of(trial.sweep, trial.name)
-    with log_file(trial.sweep, trial.name).open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name, attempt],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, PARENT: str(os.getpid()), **slot.environment},
-            start_new_session=True,  # otherwise Ctrl-C in the terminal would reach the supervisor too
-        )
 
 
 def _is_gone(running: _Running) -> bool:

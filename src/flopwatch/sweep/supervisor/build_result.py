@@ -369,6 +369,8 @@ def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tupl
 
 
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
+    if not any(trial_dir.glob("*.jsonl")) and not (trial_dir / "flopwatch").is_dir():  # see `find_log`
+        return {}
     from flopwatch.runs import find_log, read_log  # imported here because few trials have a monitor's log
     from flopwatch.runs.measures import steady_steps
 
