@@ -13,9 +13,11 @@ import argparse
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
-from matrix.environments import WORK, CannotBuildError, build, build_wheel, find_python
+from matrix.environments import WORK, CannotBuildError, build, build_wheel, committed, find_python
 from matrix.rows import Row, chosen
 from matrix.suite import Outcome, read_results, run_suite, write_results
 from matrix.tables import lacks, suite_words, write_tables
@@ -29,10 +31,10 @@ def main() -> int:
     results = read_results(options.results)
     if not options.table:
         WORK.mkdir(parents=True, exist_ok=True)
-        wheel = build_wheel()
+        wheel, source = build_wheel(), {"day": date.today().isoformat(), "commit": committed()}
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = [pool.submit(_run_row, row, wheel, options) for row in chosen(options.only)]
-            done = [run.result() for run in runs]
+            done = [replace(run.result(), **source) for run in runs]
         results.update({outcome.name: outcome for outcome in done})
         if options.write:
             write_results(options.results, results)

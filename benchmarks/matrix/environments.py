@@ -143,6 +143,16 @@ def _variables() -> dict[str, str]:
     return {"UV_HTTP_TIMEOUT": "300", **kept}
 
 
+def committed() -> str:
+    """The commit of the source, in short; empty if there are changes beside it or there is no git."""
+    asked = run(
+        ["git", "-C", str(ROOT), "status", "--porcelain", "src", "tests", "testbeds", "pyproject.toml"], check=False
+    )
+    if asked.returncode != 0 or asked.stdout:
+        return ""
+    return run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]).stdout.strip()
+
+
 def run(command: list[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, env=_variables(), check=False)
     if check and done.returncode != 0:

@@ -16,7 +16,7 @@ SHOWN = ("torch", "transformers", "numpy", "lightning", "accelerate")
 
 LIMIT_SECONDS = 3600
 
-QUICK = "not compiled and not sweep_of_four and not test_law and not profiler and not without_unix"
+QUICK = "not compiled and not layouts and not sweep_of_four and not test_law and not profiler and not without_unix"
 """The part of the portable suite that CI runs, as a `-k` expression of pytest: all but the slowest tests."""
 
 
@@ -26,6 +26,9 @@ class Outcome:
 
     name: str
     python: str
+    day: str = ""
+    commit: str = ""
+    """What was run, if it is in the repository; empty if the source had changes that were not committed."""
     versions: dict[str, str] = field(default_factory=dict)
     not_run: str = ""
     """Why nothing was run, for example because there is no interpreter."""

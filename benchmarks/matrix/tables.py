@@ -19,16 +19,17 @@ def write_tables(results: dict[str, Outcome]) -> None:
 
 def long_table(outcomes: list[Outcome]) -> str:
     head = ("torch", "Python", "transformers", "numpy", "lightning", "accelerate", "portable suite",
-            "architectures equal to the truth", "packages changed by the install", "what it lacks")  # fmt: skip
+            "architectures equal to the truth", "packages changed by the install", "what it lacks",
+            "run on, at commit")  # fmt: skip
     lines = [_line(head), _line(["---"] * len(head))]
     for outcome in outcomes:
         versions = [_version(outcome, name) for name in ("transformers", "numpy", "lightning", "accelerate")]
         cells = [_torch(outcome), outcome.python, *versions]
         if outcome.not_run:
-            lines.append(_line([*cells, "not run", "", "", outcome.not_run]))
+            lines.append(_line([*cells, "not run", "", "", outcome.not_run, ""]))
             continue
         changed = ", ".join(outcome.changed_packages) or "none"
-        lines.append(_line([*cells, suite_words(outcome), _equal(outcome), changed, lacks(outcome)]))
+        lines.append(_line([*cells, suite_words(outcome), _equal(outcome), changed, lacks(outcome), _run_on(outcome)]))
     return "\n".join(lines)
 
 
@@ -52,12 +53,17 @@ def _equal(outcome: Outcome) -> str:
     return f"{len(outcome.equal_architectures)} / {len(outcome.equal_architectures) + wrong}"
 
 
+def _run_on(outcome: Outcome) -> str:
+    return ", ".join(filter(None, [outcome.day, outcome.commit and f"`{outcome.commit}`"]))
+
+
 def _short(name: str) -> str:
     return name.rpartition(".")[2] if "[" not in name else name[name.rindex(".", 0, name.index("[")) + 1 :]
 
 
 def _torch(outcome: Outcome) -> str:
-    return _version(outcome, "torch") or outcome.name.partition("-")[0].removeprefix("torch")
+    release = _version(outcome, "torch") or outcome.name.partition("-")[0].removeprefix("torch")
+    return release + " (lowest versions)" * outcome.name.endswith("-lowest")
 
 
 def _version(outcome: Outcome, package: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from matrix import environments, rows, suite, tables
+from matrix.__main__ import RESULTS
 
 REPORT = """<testsuites><testsuite time="12.5"><properties>
 <property name="missing" value="no `_a`: by step&#9;no `_b`"/>
@@ -28,7 +29,13 @@ REPORT = """<testsuites><testsuite time="12.5"><properties>
 def outcome_of(tmp_path: Path) -> suite.Outcome:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
-    outcome = suite.Outcome("torch2.6.0-py3.10", "3.10.13", versions={"torch": "2.6.0+cu124", "numpy": "1.26.4"})
+    outcome = suite.Outcome(
+        "torch2.6.0-py3.10",
+        "3.10.13",
+        day="2026-11-18",
+        commit="abc1234",
+        versions={"torch": "2.6.0+cu124", "numpy": "1.26.4"},
+    )
     suite._read(report, outcome)
     return outcome
 
@@ -49,7 +56,22 @@ def test_the_table_says_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
     assert "2 passed, **1 failed**: test_a_count_equals_the_truth_to_the_flop[gpt2]" in row
     assert "| 2 / 3 |" in row
     assert "transformers has no qwen9; counted by a real step: mixtral; this torch cannot compile; no `_a`" in row
-    assert ": by step; no `_b` |" in row
+    assert ": by step; no `_b` | 2026-11-18, `abc1234` |" in row
+
+
+@pytest.mark.skipif(not (environments.ROOT / ".git").exists(), reason="this is no clone of the repository")
+def test_the_commit_of_every_row_is_in_the_repository() -> None:
+    if (
+        environments.run(["git", "-C", str(environments.ROOT), "rev-parse", "--is-shallow-repository"]).stdout
+        != "false\n"
+    ):
+        pytest.skip("this clone has only the newest commits")
+    for outcome in suite.read_results(RESULTS).values():
+        if outcome.commit:
+            known = environments.run(
+                ["git", "-C", str(environments.ROOT), "cat-file", "-e", outcome.commit], check=False
+            )
+            assert known.returncode == 0, f"{outcome.name} ran at {outcome.commit}, which is not in the repository"
 
 
 def test_a_package_that_the_install_changed_makes_the_row_red() -> None:

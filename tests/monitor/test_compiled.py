@@ -8,11 +8,12 @@ import torch
 
 import flopwatch
 from flopwatch.flops.tracing import live
+from support.parallel_layouts import COMPILED_ALONE
 from testbeds.compiled.trainings import TRAININGS, Compiler, batch_of, true_flops
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS = 12
-ON_NEW_TORCH = pytest.mark.skipif(not live._compiles_beside, reason="before torch 2.10, compiled code alone is counted")
+ON_NEW_TORCH = pytest.mark.skipif(not live._compiles_beside, reason=COMPILED_ALONE)
 
 
 def trained(name, folder=None, *, door="step", lengths=(16,), backend="aot_eager"):
@@ -65,7 +66,7 @@ def test_every_row_is_exact_and_right(name, door, tmp_path):
 
 
 @ON_NEW_TORCH
-@pytest.mark.parametrize("name", ["whole", "dynamic", "blocks"])
+@pytest.mark.parametrize("name", ["whole", "dynamic", pytest.param("blocks", marks=pytest.mark.portable)])
 def test_every_length_is_exact_and_right(name, tmp_path):
     lengths = (16, 9, 24, 12, 16, 30)
     trained(name, tmp_path, lengths=lengths)
