@@ -31,10 +31,10 @@ def main() -> int:
     results = read_results(options.results)
     if not options.table:
         WORK.mkdir(parents=True, exist_ok=True)
-        wheel, source = build_wheel(), {"day": date.today().isoformat(), "commit": committed()}
+        wheel, day, commit = build_wheel(), date.today().isoformat(), committed()
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = [pool.submit(_run_row, row, wheel, options) for row in chosen(options.only)]
-            done = [replace(run.result(), **source) for run in runs]
+            done = [replace(run.result(), day=day, commit=commit) for run in runs]
         results.update({outcome.name: outcome for outcome in done})
         if options.write:
             write_results(options.results, results)
