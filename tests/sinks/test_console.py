@@ -170,9 +170,9 @@ def test_a_long_wait_for_input_is_shown_in_the_line_and_at_the_end(waiting, is_s
     assert ("input wait  34.4 % of the time in steps" in end) is is_shown
 
 
-def test_the_end_of_a_run_names_the_command_that_explains_its_mfu():
+def test_the_end_of_a_run_names_the_command_that_explains_it():
     stream = io.StringIO()
     sink = ConsoleSink(stream)
     sink.write(replace(START, output_dir="/runs/of me/" + 80 * "a"))
-    sink.write(Summary(20, 0.0, {"perf/mfu_percent": 31.0}))
+    sink.write(Summary(20, 0.0, {"total/steps": 20}))
     assert stream.getvalue().splitlines()[-1] == f"Next: flopwatch why '/runs/of me/{80 * 'a'}'"
