@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,10 @@ from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.host.processes import is_running
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, left_behind, run_sweep
+from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -225,3 +229,29 @@ def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep,
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "spec.json" in done.stderr
     assert sorted(os.listdir(file.parent)) == ([] if content is None else ["spec.json"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("dies", ["supervisor", "runner"])
+def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp_path, monkeypatch, dies):
+    """The runner kills it before the next attempt, or the next runner does."""
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    command = f"test -e {tmp_path}/go || (setsid env -i sh -c 'echo $$ > {tmp_path}/stray; exec sleep 600' & sleep 600)"
+    words = ["sweep", "--command", command, "batch_size=1", "seq_len=8", "-o", str(tmp_path / "s")]
+    runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
+    strays = tmp_path / "s/trials/Command_bs1_seq8/strays.json"
+    wait_until(strays.exists, "the supervisor has found the process")
+    stray = int((tmp_path / "stray").read_text())
+    assert [pid for pid, _ in json.loads(strays.read_text())["processes"]] == [stray]
+    supervisor = json.loads((strays.parent / "started.json").read_text())["pid"]
+    guard = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
+    (tmp_path / "go").touch()
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none of them notices the others' end
+        for pid in (guard, supervisor, *([runner.pid] if dies == "runner" else [])):
+            os.kill(pid, number)
+    if dies == "runner":
+        runner.wait()
+        runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
+    assert runner.wait(120) == 0
+    assert not is_running(stray)
+    assert left_behind(tmp_path / "s") == []

@@ -8,7 +8,7 @@ DIR/
   preflight.json        which trainer can train which model, and how
   report.html           written by `flopwatch report`
   trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
-                        exception.json, stacks.txt, guard.json, result.json; metrics.json of a command
+                        exception.json, stacks.txt, guard.json, strays.json, result.json; metrics.json of a command
   logs/NAME.log         what the trial printed; of more than 8 MiB the beginning and the end
   runs/NAME/            TensorBoard scalars and the Kineto trace
   earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
@@ -46,6 +46,8 @@ METRICS = "metrics.json"
 STACKS = "stacks.txt"
 GUARD = "guard.json"
 """Says why the guard, a second process that monitors the supervisor, killed a supervisor that hung."""
+STRAYS = "strays.json"
+"""Processes of the trial that have cleared their environment, so that only their pids identify them."""
 RESULT = "result.json"
 
 KEPT_LOG, KEPT_RUN = "log.txt", "run"

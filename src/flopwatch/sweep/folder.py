@@ -60,6 +60,7 @@ from flopwatch.sweep.claims import (
 from flopwatch.sweep.full_disk import refused_on_a_full_disk
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system
+from flopwatch.sweep.strays import kill_strays
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
@@ -223,6 +224,7 @@ def _clear_folder(trial: Trial) -> None:
         raise StillRunsError(
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
+    kill_strays(folder)
     # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
     if _is_only_prepared(folder) and withdraw(folder):
         _discard(trial.sweep, folder)

@@ -108,6 +108,11 @@ class TreeMemory:
         self.peak = HostPeak()
         self.lower_bound_bytes = 0
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """The processes that the last search found."""
+        return self._pids
+
     def sample(self) -> None:
         self._search()
         found = distinct({pid: memory for pid in self._pids if (memory := resident(pid)) is not None})

@@ -105,18 +105,21 @@ def is_running(pid: int) -> bool:
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
     """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only."""
-    marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
-    if attempt:
-        marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
-    found = []
-    for pid in _all_pids():
-        with contextlib.suppress(OSError):
-            content = Path(f"/proc/{pid}/environ").read_bytes()
-            if marks <= set(content.split(b"\0")):
-                found.append(pid)
+    found = [pid for pid in _all_pids() if is_marked(pid, trial_dir, attempt)]
     # Leave out ancestors of this process, because a user's shell may have the same environment variables.
     spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
+
+
+def is_marked(pid: int, trial_dir: Path, attempt: str = "") -> bool | None:
+    """Whether the process has this trial's environment variable; None if the process is gone or not ours."""
+    marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
+    if attempt:
+        marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
+    try:
+        return marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return None
 
 
 def _self_and_ancestors() -> set[int]:

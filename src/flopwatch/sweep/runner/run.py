@@ -49,6 +49,7 @@ from flopwatch.sweep.runner.plan import (
     inferred_result,
     proves_too_large,
 )
+from flopwatch.sweep.strays import kill_strays
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 from flopwatch.sweep.supervisor.supervise import allowed_silence
 
@@ -504,6 +505,7 @@ def _result_before(before: TrialResult, trial: Trial, failed: TrialResult) -> Tr
 
 def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     """Kill remaining processes of a trial whose supervisor wrote no result, and make a result from the evidence."""
+    kill_strays(folder_of(trial))
     kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     began = read_object(folder_of(trial) / STARTED).get("unix_time")

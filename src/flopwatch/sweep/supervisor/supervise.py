@@ -47,6 +47,7 @@ from flopwatch.sweep.host.processes import (
     waiter,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
+from flopwatch.sweep.strays import Strays
 from flopwatch.sweep.supervisor.build_result import build_result
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
 from flopwatch.sweep.supervisor.disk_trouble import SWEEPS_FOLDER, deleted_places, with_deletions, with_full_disk
@@ -360,10 +361,11 @@ def _watch(
     trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", log: TrialLog
 ) -> _Watch:
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes))
-    wait = waiter(worker)
+    wait, strays = waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
         trial.heartbeat.beat()
         watch.memory.sample()
+        strays.note(watch.memory.pids)
         watch.note(_latest_progress(trial, log))
         if why := trial.cancel() or trial.heartbeat.why_superseded():
             watch.own_kill, watch.detail = "cancelled", why
