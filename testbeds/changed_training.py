@@ -32,6 +32,8 @@ CHANGES = {
     "backward": "passes",
     "optimizer": "optimizer",
     "logging": "host",
+    "between the passes": "between",
+    "between steps": "between",
     "evaluation": "eval",
     "checkpoint": "checkpoint",
     "pause": "pause",
@@ -155,6 +157,7 @@ def train(change: str, width: int, folder: str | None) -> dict[str, Any]:
     began = time.perf_counter()
     for number, batch in enumerate(loader):
         loss = model(**batch)
+        injected.sleep("between the passes")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,6 +165,7 @@ def train(change: str, width: int, folder: str | None) -> dict[str, Any]:
         if monitor is not None:
             monitor.log_step(number, loss=loss, batch=batch)
         tokens, real_tokens, steps = batch["input_ids"].numel(), int(batch["attention_mask"].sum()), steps + 1
+        injected.sleep("between steps")
         if number in (STEPS // 2, STEPS - 5):
             with phase("eval"), torch.no_grad():
                 model.eval()

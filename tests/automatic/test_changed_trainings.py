@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "testbeds" / "changed_training.py"
 AS_A_COMMAND = "from flopwatch.cli import main; main()"
-WRITTEN_IN = ("logging", "checkpoint", "pause")
+WRITTEN_IN = ("logging", "between steps", "checkpoint", "pause")
 """Changes that only a monitor in the script can tell apart."""
 
 
