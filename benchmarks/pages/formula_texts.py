@@ -73,7 +73,7 @@ METRIC_FORMULAS = {
     "time/divided_seconds": "sum over the steps in which an optimizer was timed, without warm-up and stalls",
     "time/optimizer_seconds": "clock or device events around each `optimizer.step()`",
     "time/host_seconds": "end of the step − end of its last optimizer",
-    "time/passes_timed_seconds": "sum over the steps in which optimizer and passes were timed, without warm-up and stalls",
+    "time/passes_timed_seconds": "sum over the steps whose optimizer and passes were timed, without warm-up and stalls",
     "time/outside_passes_seconds": "step − input wait − forward and backward passes − optimizer − what follows it",
     "time/between_seconds": "productive time × `time/outside_passes_seconds` / `time/passes_timed_seconds`",
     "time/straggler_seconds": "Σ (`ranks/straggler_excess_percent` × time of the window)",
