@@ -13,6 +13,7 @@ class Row:
     numpy: str = ""
     lightning: str = ""
     accelerate: str = ""
+    trl: str = ">=0.24"
     is_lowest: bool = False
     """Instead of these, the lowest version of everything that pyproject.toml asks for, with all extras."""
 
@@ -22,7 +23,7 @@ class Row:
 
     def requirements(self) -> list[str]:
         """The user's packages, which are installed before flopwatch."""
-        frameworks = {name: getattr(self, name) for name in ("transformers", "numpy", "lightning", "accelerate")}
+        frameworks = {name: getattr(self, name) for name in ("transformers", "numpy", "lightning", "accelerate", "trl")}
         return [f"torch=={self.torch}", *(name + pin for name, pin in frameworks.items())]
 
 
@@ -30,7 +31,7 @@ TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3")
 
 ROWS = (
     Row("2.6.0", "3.10", is_lowest=True),
-    Row("2.6.0", "3.10", transformers="==4.57.6", numpy="<2", lightning="==2.4.0", accelerate="==1.3.0"),
+    Row("2.6.0", "3.10", transformers="==4.57.6", numpy="<2", lightning="==2.4.0", accelerate="==1.4.0"),
     Row("2.8.0", "3.11", transformers="==4.57.6"),
     Row("2.9.1", "3.12"),
     Row("2.10.0", "3.11"),

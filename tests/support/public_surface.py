@@ -5,6 +5,7 @@
 """
 
 import ast
+import builtins
 import dataclasses
 import inspect
 import json
@@ -12,7 +13,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any
 
 from flopwatch.compat import MOVED_MODULES
@@ -85,8 +86,8 @@ def describe(found: Any) -> Any:
     """A module's public names, a class's parameters and members, a function's parameters; otherwise the type."""
     if isinstance(found, ModuleType):
         return {name: describe(value) for name, value in sorted(vars(found).items()) if _is_own(found, name, value)}
-    if inspect.isclass(found):
-        members = [name for name in dir(found) if not name.startswith("_") and not hasattr(BaseException, name)]
+    if inspect.isclass(found) and not isinstance(found, GenericAlias):  # an alias is a class too on Python 3.10
+        members = [name for name in dir(found) if not name.startswith("_") and name not in _of_others(found)]
         members += getattr(found, "model_fields", {})
         members += [field.name for field in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
         shown = {
@@ -98,6 +99,14 @@ def describe(found: Any) -> Any:
     if inspect.isroutine(found):
         return {"parameters": parameters(found)}
     return type(found).__name__
+
+
+def _of_others(found: type) -> set[str]:
+    """Members of exceptions and of other packages' classes that this class only inherits: they change with releases."""
+    ours = [base for base in found.__mro__ if base is found or base.__module__.partition(".")[0] == "flopwatch"]
+    others = [base for base in found.__mro__ if base not in ours and not hasattr(builtins, base.__name__)]
+    inherited = {name for base in (ImportError, *others) for name in dir(base)}
+    return inherited - {name for base in ours for name in vars(base)}
 
 
 def to_text(surface: dict[str, Any]) -> str:
