@@ -104,7 +104,7 @@ def test_spans_of_time(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "h", "8 hours", "-1h", "0", "1h30", "8x", True, "h8", "nan", "1e3"])
 def test_what_is_no_span_of_time(text):
-    with pytest.raises(InputError, match="is not a duration; write it as 8h, 90m"):
+    with pytest.raises(InputError, match=r"duration.*write.* 8h, 90m"):
         parse_seconds(text)
 
 
