@@ -70,7 +70,7 @@ def build(row: Row, python: str, wheel: Path, say: Callable[[str], None]) -> Env
     made = Environment(WORK / row.name)
     run([uv(), "venv", "--quiet", "--clear", "--seed", "--python", python, str(made.folder)])
     say(f"installing torch {row.torch}")
-    wanted = _lowest(made) if row.is_lowest else row.requirements()
+    wanted = _lowest(made, row) if row.is_lowest else row.requirements()
     run([uv(), "pip", "install", "--quiet", "--python", made.python, *pip_sources(), *wanted, *TOOLS])
     made.before = packages(made.python)
     say("installing flopwatch with pip")
@@ -80,12 +80,13 @@ def build(row: Row, python: str, wheel: Path, say: Callable[[str], None]) -> Env
     return made
 
 
-def _lowest(made: Environment) -> list[str]:
+def _lowest(made: Environment, row: Row) -> list[str]:
     """The lowest version of every package that pyproject.toml names, and the newest of what those need."""
+    limit = made.folder / "limit.txt"
+    limit.write_text(f"transformers{row.transformers}\n")
     command = [uv(), "pip", "compile", "--quiet", "--resolution=lowest-direct", "--extra=all", *pip_sources()]
-    listed = run(
-        [*command, "--no-header", "--no-annotate", "--python", made.python, str(ROOT / "pyproject.toml")]
-    ).stdout
+    command += ["--no-header", "--no-annotate", f"--constraint={limit}", "--python", made.python]
+    listed = run([*command, str(ROOT / "pyproject.toml")]).stdout
     return [line for line in listed.splitlines() if "==" in line]
 
 

@@ -23,12 +23,12 @@ NOT_POLYNOMIAL = ["mamba2", "qwen3_next", "qwen2_5_vl"]
 IMAGES_ONLY = ["vit", "convnext", "resnet", "segformer"]
 
 
-TRANSFORMERS_4 = version("transformers").startswith("4.")
-WITHOUT_LAW = {"gemma3", "mixtral"} if TRANSFORMERS_4 else set()
-"""transformers 4 calls another attention kernel for batches that fit into a sliding window, and runs only the experts
-that a batch chooses."""
-WITH_LAW = {"mamba2"} if TRANSFORMERS_4 else set()
-"""Its chunks take no products in transformers 4."""
+UP_TO_5_0 = tuple(int(part) for part in version("transformers").split(".")[:2]) <= (5, 0)
+WITHOUT_LAW = {"gemma3", "mixtral"} if UP_TO_5_0 else set()
+"""transformers 4 and 5.0 call another attention kernel for batches that fit into a sliding window, and run only the
+experts that a batch chooses."""
+WITH_LAW = {"mamba2"} if UP_TO_5_0 else set()
+"""Its chunks take no products there."""
 
 PORTABLE = {"llama", "gemma3", "mixtral", "resnet", "mamba2"}
 """Full and sliding attention, experts, convolutions, and one that has no polynomial."""
