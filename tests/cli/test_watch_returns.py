@@ -50,13 +50,12 @@ def test_the_folder_of_a_hugging_face_run_is_enough(flopwatch, tmp_path):
         assert flopwatch(command, str(tmp_path / "hf_run"))[0] == 0
 
 
-def test_a_folder_above_several_runs_is_answered_with_their_names(flopwatch, tmp_path):
+def test_list_answers_a_folder_above_several_runs_with_their_names(flopwatch, tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name, 20)
-    status, out, _ = flopwatch("watch", str(tmp_path))
+    status, out, _ = flopwatch("watch", str(tmp_path), "--list")
     assert status == 0
-    assert f"2 runs in {tmp_path}" in out
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["a", "b"]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["a", "b"]
 
 
 def test_a_run_that_says_nothing_any_more_has_no_time_left():
