@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import flopwatch
 from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import live, regions
+from flopwatch.monitor.timing.pass_hooks import PassHooks
+from flopwatch.monitor.timing.timers import HostTimer
 from flopwatch.torch_internals import PRIVATE_NAMES
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
@@ -196,6 +199,20 @@ def graph_task(monkeypatch):
     assert whole.recompute_flops == RECOMPUTED
     assert says("_current_graph_task_id", result)
     assert "cannot be counted as they run" in live.obstacle()
+
+
+@without("_execution_engine")
+def execution_engine(monkeypatch):
+    run_backward = torch.autograd.Variable._execution_engine.run_backward  # torch itself needs it
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", types.SimpleNamespace(run_backward=run_backward))
+    model = Model()
+    hooks = PassHooks(lambda: types.SimpleNamespace(divides=True, timer=HostTimer(time.monotonic)))
+    hooks.forward_begins()
+    output = model(torch.ones(ROWS, WIDTH))
+    hooks.forward_ends(output)
+    output.backward()
+    assert hooks.take() is None
+    assert says("_execution_engine", count())
 
 
 @without("_current_autograd_node")

@@ -2,8 +2,10 @@
 
 FlopwatchError
 ├── BrokenRecordError         a record in a file has a missing or wrong field (also a ValueError)
+├── FolderGoneError           the folder of a sweep was deleted while its runner used it
 ├── InputError                an argument, a file or a model cannot be used (also a ValueError)
 │   ├── NoLogError            a run has no log, or has not written it yet
+│   ├── StillRunsError        an earlier attempt of a trial still runs
 │   └── UnsupportedError      this trainer cannot train this model
 ├── MeasurementError          counting or measuring failed
 │   ├── NeedsOtherRanksError  the model calls collectives and cannot run on one rank alone

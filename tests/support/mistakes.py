@@ -76,7 +76,7 @@ def _train(options: Mapping[str, Any], *, batch: Any = ..., numbers: Any = range
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     steps = 0
-    with flopwatch.TrainingMonitor(**{"output_dir": "outputs", "model": net, **options}) as monitor:
+    with flopwatch.TrainingMonitor(**{"output_dir": "outputs", "model": net, "quiet": True, **options}) as monitor:
         for number in numbers:
             inputs = torch.ones(4, 8)
             with monitor.step(inputs if batch is ... else batch, step=number) as step:
@@ -95,7 +95,7 @@ def _train_longer(options: Mapping[str, Any]) -> int:
 
 def _two_at_once(options: Mapping[str, Any]) -> int:
     net = _net()
-    with flopwatch.TrainingMonitor("outputs", model=net) as first:
+    with flopwatch.TrainingMonitor("outputs", model=net, quiet=True) as first:
         first.log_step(0, batch=torch.ones(4, 8))
         first.state_dict()
         return _train(options)

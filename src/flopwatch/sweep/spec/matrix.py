@@ -215,7 +215,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         what = first_line(error) if mark is None else f"{getattr(error, 'problem', None)} in line {mark.line + 1}"
         raise InputError(
-            f"{file} is not YAML for a matrix ({cut(what, 200)}); correct it, or name another file"
+            f"{file} is not YAML for a matrix ({cut(what, 200)}); correct it, or name a YAML file"
         ) from None
     if content is None:
         raise InputError(f"{file} is empty; write settings into it, such as `trainers: [standard, ghost]`")
