@@ -201,7 +201,7 @@ class _PrivateTrainer:
 
     def _sample_losses(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if self._losses is None:
-            # In a region of its own: in torch 2.9 and earlier, autocast keeps the weights that it has converted for the
+            # In a region of its own: in torch 2.10 and earlier, autocast keeps weights that it has converted for the
             # rest of the region, and weights that were converted without gradients get none.
             with autocast(self.settings):
                 self._losses = find_per_sample_losses(self.plain_model, batch)
