@@ -255,3 +255,25 @@ def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp
     assert runner.wait(120) == 0
     assert not is_running(stray)
     assert left_behind(tmp_path / "s") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_trial_whose_guard_is_killed_is_lost_and_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    command = f"test -e {tmp_path}/go || (touch {tmp_path}/began; sleep 600)"
+    words = ["sweep", "--command", command, "batch_size=1", "seq_len=8", "-o", str(tmp_path / "s")]
+    runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
+    wait_until((tmp_path / "began").exists, "the trial has begun")
+    folder = tmp_path / "s/trials/Command_bs1_seq8"
+    supervisor = json.loads((folder / "started.json").read_text())["pid"]
+    guard = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
+    (tmp_path / "go").touch()
+    os.kill(guard, signal.SIGKILL)
+    assert runner.wait(120) == 0
+    result = read_result(folder / "result.json")
+    assert result.outcome == "ok"
+    (lost,) = result.earlier_attempts
+    assert (lost["outcome"], lost["reason"]) == ("lost", "the trial's guard process was killed by SIGKILL")
+    ended = json.loads((tmp_path / "s" / lost["folder"] / "result.json").read_text())
+    assert ended["reason"] == "the supervisor received SIGTERM, because its parent process was killed"
+    assert left_behind(tmp_path / "s") == []

@@ -6,6 +6,7 @@ from the evidence that the engine returns, such as the exit code. The module als
 
 import importlib
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,9 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
 def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
     """Return the true outcome of a trial whose supervisor wrote `cancelled`; None if the engine does not know it.
 
-    A supervisor writes `cancelled` after SIGTERM, which may come from Slurm (time limit) or from Ray's memory monitor.
+    A supervisor writes `cancelled` after SIGTERM, which may come from Slurm (time limit), from Ray's memory monitor, or
+    from the kernel if the supervisor's guard (`trial_guard.py`) was killed. Only then does the engine, which waits for
+    the guard, see SIGKILL although the supervisor has written a result.
 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
@@ -186,7 +189,11 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
     is_known = (
         outcome != "lost" or bool(evidence.get("stuck")) or _state(evidence) in _SLURM or evidence.get("error") in _RAY
     )
-    return (outcome, reason) if is_known else None
+    if is_known:
+        return outcome, reason
+    if evidence.get("signal") == signal.SIGKILL:
+        return "lost", "the trial's guard process was killed by SIGKILL"
+    return None
 
 
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
@@ -221,11 +228,11 @@ def _state(evidence: Mapping[str, Any]) -> str:
 
 
 def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
-    signal, exit_code, detail = evidence.get("signal"), evidence.get("exit_code"), evidence.get("detail")
+    number, exit_code, detail = evidence.get("signal"), evidence.get("exit_code"), evidence.get("detail")
     if error:
         return f"its supervisor could not be run: {error}" + (f": {detail}" if detail else "")
-    if signal:
-        return f"its supervisor was killed by {signal_text(signal)}"
+    if number:
+        return f"its supervisor was killed by {signal_text(number)}"
     if exit_code:
         return f"its supervisor left with exit code {exit_code} and wrote no result"
     if state:
@@ -233,8 +240,8 @@ def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
     return "its supervisor ended without a result, for an unknown reason"
 
 
-def signal_text(signal: Any) -> str:
-    return f"signal {signal}" if isinstance(signal, int) else str(signal)
+def signal_text(number: Any) -> str:
+    return f"signal {number}" if isinstance(number, int) else str(number)
 
 
 def _last_line(log: str) -> str:

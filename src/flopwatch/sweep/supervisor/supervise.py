@@ -82,10 +82,12 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     if expected is not None and os.getppid() != int(expected):
         return 1  # the process that started this one ended before `die_with_parent` was called
     guard = become_guarded(sweep, name)
+    parent = os.getppid()
     stop: list[str] = []
 
     def note(number: int, frame: object) -> None:
-        stop.append(f"the supervisor received {signal_name(number)}, because its runner or its job ended")
+        why = "its runner or its job ended" if os.getppid() == parent else "its parent process was killed"
+        stop.append(f"the supervisor received {signal_name(number)}, because {why}")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
