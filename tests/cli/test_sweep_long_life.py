@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_a_detached_sweep_runs_in_a_session_of_its_own_and_says_how_to_see_it(tm
     assert os.getsid(runner.pid) == runner.pid
     assert runner.terminal() is None
     assert "another sweep is running" in flopwatch(*words(HOLD), "--detach", code=2)
+    resume = "3 trials have no result yet; run the same sweep command again to resume"
+    until(lambda: left_behind(tmp_path / "s"))
+    seen = " ".join(flopwatch("report", "s").split())
+    assert "3 trials have no result yet; the sweep is running; to see it: flopwatch sweep attach s" in seen
+    state = json.loads((tmp_path / "s" / "runner.json").read_text())
+    for change, told in (
+        ({"host": "far"}, f"if process {runner.pid} on far still runs"),
+        ({"stopping": "over"}, resume),
+    ):
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "s", copy, dirs_exist_ok=True)
+        (copy / "runner.json").write_text(json.dumps({**state, **change}))
+        assert told in " ".join(flopwatch("report", "copy").split())
     (tmp_path / "go").touch()
     seen = flopwatch("sweep", "attach", "s")
     assert "No process runs the sweep in s any more. Next: flopwatch report s" in seen

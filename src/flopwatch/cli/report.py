@@ -1,5 +1,6 @@
 """`flopwatch report`: prints the report of a sweep or of a run, writes it to files, or logs it to W&B or MLflow."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +78,7 @@ def report(
         if is_logged:
             log_capture(capture, wandb, mlflow)
         return
-    summary = summarise(capture)
+    summary = summarise(capture, _next_step(folder))
     written += _write_files(summary, html=html, md=md, output=output)
     if as_json:
         from flopwatch.report.exports import report_json
@@ -125,6 +126,20 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
         raise InputError(f"{str(folder)!r} is not a folder; name the folder of a run, or that `flopwatch sweep` wrote")
     # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
     return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
+
+
+def _next_step(sweep: Path) -> str:
+    """What to do about trials without a result: look at the runner if it is alive, else start one."""
+    from flopwatch.report.summary import RESUME
+    from flopwatch.sweep.runner.observing import is_alive, read_runner
+
+    state = read_runner(sweep)
+    if state is None or (runs := is_alive(state)) is False:
+        return RESUME
+    show = f"flopwatch sweep attach {shlex.quote(str(sweep))}"
+    if runs:
+        return f"the sweep is running; to see it: {show}"
+    return f"if process {state.pid} on {state.host} still runs the sweep, `{show}` shows it; otherwise {RESUME}"
 
 
 def _metrics(names: str | None) -> tuple[str, ...]:

@@ -23,8 +23,11 @@ class _Member(NamedTuple):
     result: TrialResult | None
 
 
-def summarise(capture: Capture) -> SweepSummary:
-    """Compute everything that the report shows."""
+RESUME = "run the same sweep command again to resume"
+
+
+def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
+    """Compute everything that the report shows; `next_step` is what to do about trials without a result."""
     results = list(capture.results.values())
     members = _grouped(capture)
     varying = _varying([cells.group_settings(group[0].spec) for group in members])
@@ -43,7 +46,7 @@ def summarise(capture: Capture) -> SweepSummary:
         preflight=capture.preflight,
         warnings=(
             *capture.troubles,
-            *_warnings(groups, totals.by_outcome),
+            *_warnings(groups, totals.by_outcome, next_step),
             *problems.incomplete_warnings(results),
             *problems.retried_warnings(results),
         ),
@@ -127,11 +130,11 @@ def _largest_ok(results: Sequence[TrialResult]) -> dict[tuple[Any, ...], int]:
     return largest
 
 
-def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[str, ...]:
+def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int], next_step: str) -> tuple[str, ...]:
     warnings = [f"{group.title}: {warning}" for group in groups for warning in group.warnings]
     if missing := by_outcome.get("missing", 0):
         verb = "trial has" if missing == 1 else "trials have"
-        warnings.append(f"{missing:,} {verb} no result yet; run the same sweep command again to resume")
+        warnings.append(f"{missing:,} {verb} no result yet; {next_step}")
     return tuple(warnings)
 
 
