@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from flopwatch.records.privacy import PrivacySpent
+from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.trial import TrialSpec
 from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
@@ -29,19 +29,18 @@ def spending(result, note):
     return replace(result, measured=replace(result.measured, privacy=spent))
 
 
+NO_NOISE = "epsilon is unknown: the trainer declares no noise_multiplier"
+
+
 def full_of_caveats():
     return summary_of(
         shaky("standard", 4, 512, 0.2, steps=5),
         shaky("standard", 8, 512, 0.5, steps=5),
         shaky("standard", 4, 1024, 1.0, retries=3, gib=1),
-        spending(
-            ran("ghost", 4, 512, 1.00, spread=0.01), "epsilon is unknown: the trainer declares no noise_multiplier"
-        ),
-        spending(
-            ran("dpsgd", 4, 512, 1.01, spread=0.2), "epsilon is unknown: the trainer declares no noise_multiplier"
-        ),
-        ran("ghost", 8, 512, 2.02, spread=0.2),
-        ran("dpsgd", 8, 512, 2.00, spread=0.01),
+        spending(ran("ghost", 4, 512, 1.00, spread=0.01), NO_NOISE),
+        spending(ran("dpsgd", 4, 512, 1.01, spread=0.2), NO_NOISE),
+        spending(ran("ghost", 8, 512, 2.02, spread=0.2), NO_NOISE),
+        spending(ran("dpsgd", 8, 512, 2.00, spread=0.01), NO_NOISE),
         ended("ghost", 2, 512, "oom_device"),
         missing=[TrialSpec("fast", "tiny", 4, 512)],
     )
@@ -70,7 +69,7 @@ def forms(summary):
         "1 trial has no result yet; run the same sweep command again to resume",
         "A batch ran although a smaller one ran out of memory: the limit is unclear.",
         "1 more are uncertain: medians cross, but their intervals overlap",
-        "epsilon is unknown: the trainer declares no noise_multiplier",
+        NO_NOISE,
         "Private trainers are never compared with trainers that are not private.",
         "~ marks an unstable step time: ignore small differences.",
     ],
@@ -85,7 +84,7 @@ def test_every_caveat_of_every_choice_is_printed_and_is_in_the_json():
     caveats = [caveat for choice in summary.groups[0].choices for caveat in choice.caveats]
     in_json = [one for choice in json.loads(report_json(summary))["groups"][0]["choices"] for one in choice["caveats"]]
 
-    assert len(caveats) == 5
+    assert len(caveats) == 6
     assert in_json == caveats
     assert all(caveat in text for caveat in caveats for text in forms(summary).values())
 
@@ -109,3 +108,40 @@ def test_no_warning_is_left_out_without_a_word():
     for form, text in forms(summary).items():
         assert "warning number 19" in text, form
         assert "3 more warnings: see the JSON report" in text, form
+
+
+def declaring(trainer, batch, seconds, declared):
+    result = ran(trainer, batch, 32, seconds)
+    return replace(result, measured=replace(result.measured, declared_privacy=declared))
+
+
+SHUFFLED = Privacy(1.0, 1.0, "shuffled")
+
+
+@pytest.mark.parametrize(
+    ("declared", "part"),
+    [
+        (SHUFFLED, "epsilon is unknown: the trainer declares the sampling 'shuffled'"),
+        (Privacy(max_grad_norm=1.0), "epsilon is unknown: the trainer declares no noise_multiplier"),
+        (Privacy(0.0, 1.0), "epsilon is infinite, because the noise multiplier is 0"),
+    ],
+)
+def test_a_private_trainer_without_epsilon_is_recommended_only_with_that_said(declared, part):
+    summary = summary_of(declaring("mine:Own", 4, 1.0, declared), declaring("mine:Own", 8, 9.0, declared))
+    (choice,) = summary.groups[0].choices
+
+    assert (choice.privacy, choice.fastest.batch_size, choice.candidates) == ("private", 4, 2)
+    assert choice.caveats[0].startswith(part)
+    for form, text in forms(summary).items():
+        assert part in text, form
+
+
+def test_a_trainer_with_epsilon_is_preferred_to_faster_ones_without():
+    too_large = spending(ran("dpsgd", 2000, 32, 0.1), "a batch of 2000 is larger than the data set")
+    summary = summary_of(declaring("mine:Own", 4, 0.1, SHUFFLED), ran("dpsgd", 4, 32, 2.0), too_large)
+    (choice,) = summary.groups[0].choices
+
+    assert (choice.fastest.trainer, choice.fastest.batch_size, choice.candidates) == ("dpsgd", 4, 1)
+    for form, text in forms(summary).items():
+        told = "left out, because their epsilon is unknown or infinite: mine:Own, dpsgd batch 2000"
+        assert told in text, form

@@ -39,7 +39,16 @@ def test_trainers_that_spend_the_same_stand_in_one_row_with_all_that_epsilon_is_
     assert (first.batch_size, first.trainers, second.trainers) == (8, ("ghost", "fast"), ("fast",))
     for form, text in texts(summary).items():
         words = " ".join(text.replace("\\", "").split())
-        for part in ("1.839", "25,000", "1e-05", "0.01", "prv", "ghost, fast", "Batch 16: a warning", "Poisson"):
+        for part in (
+            "1.839",
+            "25,000",
+            "1e-05",
+            "0.01",
+            "prv",
+            "ghost, fast",
+            "Batch 16 of fast: a warning",
+            "Poisson",
+        ):
             assert part in words, (form, part)
 
 
@@ -64,7 +73,7 @@ def test_json_has_epsilon_unrounded_for_each_trial_and_each_group():
 def test_an_epsilon_that_is_not_known_is_a_dash_and_its_reason():
     text = texts(summary_of(spending("ghost", 8, replace(SPENT, epsilon=None, note="no epsilon holds"))))["terminal"]
 
-    assert "Batch 8: no epsilon holds." in text
+    assert "Batch 8 of ghost: no epsilon holds." in text
     assert "–" in text
 
 

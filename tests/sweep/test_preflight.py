@@ -136,6 +136,9 @@ class Crashing(StandardTrainer):
     def forward(self, batch):
         os.kill(os.getpid(), signal.SIGSEGV)
 
+class Claims(StandardTrainer):
+    privacy = "epsilon 3"
+
 class Raising(StandardTrainer):
     def forward(self, batch):
         raise RuntimeError("no CUDA here")
@@ -191,6 +194,15 @@ def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
     assert found["mine:Raising", "tiny"].reason == "not tried: RuntimeError: no CUDA here"
     assert found["standard", "mine:large"].reason == "not tried: no copy of the model is small enough for the preflight"
     assert found["standard", "mine:large"].parameters == 41_604_096
+
+
+@pytest.mark.slow
+def test_an_attribute_privacy_of_another_type_is_said_to_declare_nothing(users_folder):
+    (found,) = run_preflight_warm(users_folder, specs("tiny", trainers=["mine:Claims"])).values()
+
+    assert found.supported
+    assert found.tried
+    assert "its attribute `privacy` is a str, not a flopwatch.sweep.Privacy" in found.reason
 
 
 @pytest.mark.slow

@@ -160,7 +160,25 @@ def make_cell(result: TrialResult, column: str) -> Cell:
         hfu=positive(cost.hfu),
         hardware_flops=positive(cost.hardware_flops),
         is_lower_bound=cost.is_lower_bound,
+        why_no_epsilon=_why_no_epsilon(result),
     )
+
+
+def _why_no_epsilon(result: TrialResult) -> str:
+    """Why a private trial has no epsilon, or could have none if the sweep asked for it."""
+    measured = result.measured
+    declared, spent = measured.declared_privacy, measured.privacy
+    if privacy_of(result.spec, result) != "private" or (spent and positive(spent.epsilon)):
+        return ""
+    if spent:
+        why = spent.note
+    elif result.spec.privacy:
+        why = measured.not_measured.get("privacy", "it was not computed")
+    elif declared and declared.noise_multiplier == 0:
+        why = "epsilon is infinite, because the noise multiplier is 0"
+    else:
+        return declared.why_unknown() if declared else ""
+    return why if why.startswith("epsilon is ") else f"epsilon is unknown: {why}"
 
 
 def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:

@@ -295,11 +295,14 @@ def privacy_notes(group: Group) -> list[str]:
 
 
 def _own_notes(rows: Sequence[PrivacyRow]) -> list[str]:
-    batches: dict[str, list[int]] = {}
+    batches: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         if row.spent.note:
-            batches.setdefault(row.spent.note, []).append(row.batch_size)
-    return [f"Batch {', '.join(map(str, dict.fromkeys(sizes)))}: {note}." for note, sizes in batches.items()]
+            batches.setdefault((row.spent.note, ", ".join(row.trainers)), []).append(row.batch_size)
+    return [
+        f"Batch {', '.join(map(str, dict.fromkeys(sizes)))} of {trainers}: {note}."
+        for (note, trainers), sizes in batches.items()
+    ]
 
 
 class Metric(NamedTuple):

@@ -30,6 +30,7 @@ class Cell:
         tokens_per_s: Tokens per second, including padding; None if samples are not sequences.
         hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
+        why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
     """
 
     trial: str
@@ -53,6 +54,7 @@ class Cell:
     hfu: float | None = None
     hardware_flops: int | None = None
     is_lower_bound: bool = False
+    why_no_epsilon: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class Choice:
         tied: Trials that are not measurably slower than `fastest`, the fastest first.
         lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
             memory is unknown.
-        candidates: The number of trials compared.
+        candidates: The number of trials compared. Private trials without epsilon are left out if others have one.
         verdict: Whether the fastest is measurably faster than the others, in words.
         caveats: Reasons to be careful with the verdict. Every form of the report shows them.
     """

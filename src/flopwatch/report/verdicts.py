@@ -5,7 +5,8 @@ interpolated between two measured values: the logarithm of the ratio of the two 
 in the logarithm of the batch size or sequence length. This is exact if both costs grow with a power of that size.
 
 What to run is decided for each sequence length, separately for private and not private trainers, because a faster
-trainer that is not private does not replace a private one.
+trainer that is not private does not replace a private one. For the same reason, a private trainer whose epsilon is
+unknown is chosen only if no other one has a known epsilon.
 """
 
 from collections import defaultdict
@@ -14,6 +15,7 @@ from itertools import combinations, pairwise
 from math import exp, log
 from typing import NamedTuple
 
+from flopwatch.records.reading import listed
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
@@ -140,7 +142,9 @@ def throughput_interval(cell: Cell) -> tuple[float, float] | None:
 
 
 def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
-    ranked = sorted(members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
+    known = [cell for cell in members if not cell.why_no_epsilon]
+    left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
+    ranked = sorted(known or members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
     fastest = ranked[0]
     near = [
         cell
@@ -154,9 +158,9 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
         fastest,
         tied,
         lightest=min(near, key=lambda cell: cell.peak_bytes or 0) if near else None,
-        candidates=len(members),
-        verdict=_verdict(fastest, tied, len(members)),
-        caveats=tuple(_caveats(fastest, ranked[1:])),
+        candidates=len(ranked),
+        verdict=_verdict(fastest, tied, len(ranked)),
+        caveats=(*_epsilon_caveats(fastest, ranked, left_out), *_caveats(fastest, ranked[1:])),
     )
 
 
@@ -170,6 +174,16 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
     ]
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
     return f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+
+
+def _epsilon_caveats(fastest: Cell, ranked: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
+    if fastest.why_no_epsilon:
+        yield fastest.why_no_epsilon
+    if left_out:
+        # A trainer may have an epsilon with some batch sizes only: a batch can be larger than the data set.
+        kept = {cell.trainer for cell in ranked}
+        names = dict.fromkeys(configuration(cell) if cell.trainer in kept else cell.trainer for cell in left_out)
+        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), 3)}"
 
 
 _UNSTABLE = "its step time is unstable"

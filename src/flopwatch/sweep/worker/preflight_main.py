@@ -21,6 +21,7 @@ from torch import nn
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
+from flopwatch.records.privacy import Privacy
 from flopwatch.records.reading import cut, first_line, read_json
 from flopwatch.records.trial import LABELS, PRIVATE
 from flopwatch.records.trial_files import append_line
@@ -29,7 +30,7 @@ from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
 from flopwatch.sweep.trainers.options import enable_checkpointing
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
-from flopwatch.sweep.trainers.protocol import TrainerSettings, declared_privacy, load_trainer
+from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
 from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.sweep.worker.step_cost import count_plain
@@ -119,17 +120,27 @@ def _try_on(tiny: nn.Module, result: PreflightResult, request: Request) -> Prefl
     if result.trainer == "standard":
         return result
     try:
-        _run_step(result.trainer, copy.deepcopy(tiny), request)
+        instance = _run_step(result.trainer, copy.deepcopy(tiny), request)
     except FlopwatchError:
         raise
     except Exception as error:
         if result.trainer in PRIVATE:
             raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny, request), error)) from error
         raise
-    return _compared(tiny, result, request) if result.trainer in PRIVATE else result
+    return _compared(tiny, result, request) if result.trainer in PRIVATE else _with_undeclared(result, instance)
 
 
-def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
+def _with_undeclared(result: PreflightResult, instance: Trainer) -> PreflightResult:
+    """Say that an attribute `privacy` of another type is no declaration, because it may have been meant as one."""
+    found = getattr(instance, "privacy", None)
+    if found is None or isinstance(found, Privacy):
+        return result
+    is_what = f"a {type(found).__name__}, not a flopwatch.sweep.Privacy"
+    reason = f"the trainer runs, but is not taken as private: its attribute `privacy` is {is_what}"
+    return replace(result, reason=reason)
+
+
+def _run_step(trainer: str, model: nn.Module, request: Request) -> Trainer:
     device = torch.device("cpu")
     batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
     settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
@@ -139,6 +150,7 @@ def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     _check_finite("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     instance.update()
     _check_finite("weights", model.parameters())
+    return instance
 
 
 def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
