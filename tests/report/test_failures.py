@@ -2,8 +2,10 @@
 
 import pytest
 
+from flopwatch.errors import UnsupportedError
 from flopwatch.records.trial import Limits
 from flopwatch.report.problems import normalised
+from flopwatch.sweep.trainers.protocol import step_parts
 from support.few_results import ended, ran, summary_of
 
 pytestmark = pytest.mark.requirement("R26")
@@ -131,3 +133,16 @@ def test_advice_fits_the_ending(outcome, more, words):
 def test_the_signal_of_our_own_kill_is_not_taken_for_the_cause():
     (failure,) = summary_of(ended("standard", 8, 64, "hang", evidence={"signal": "SIGKILL"}, phase="warmup")).failures
     assert failure.cause == "in phase warmup"
+
+
+def test_the_advice_for_a_trainer_that_cannot_accumulate_does_not_contradict_the_reason():
+    reason = ""
+    try:
+        step_parts(object(), [{}, {}])
+    except UnsupportedError as error:
+        reason = str(error)
+    (failure,) = summary_of(ended("mine:Own", 4, 64, "unsupported", reason=reason, micro_batch_size=2)).failures
+
+    assert failure.advice == (
+        "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer.",
+    )

@@ -99,3 +99,11 @@ def test_trainers_stand_in_a_fixed_order_with_their_privacy():
         ("fast", "private"),
         ("my.module:Trainer", "unknown"),
     ]
+
+
+def test_the_time_of_earlier_runs_of_a_trial_counts():
+    earlier = ({"outcome": "ok", "unix_time": 1000.0, "seconds": 28.0}, {"outcome": "lost", "seconds": "long"})
+    totals = summary_of(ended("ghost", 4, 64, "ok", unix_time=1030.0, seconds=18.0, earlier_attempts=earlier)).totals
+
+    assert totals.trial_seconds == 46.0
+    assert totals.wall_seconds == 48.0

@@ -240,6 +240,8 @@ def _error(cause: str) -> tuple[str, ...]:
 
 
 def _unsupported(result: TrialResult) -> tuple[str, ...]:
+    if "no method accumulate()" in result.reason:
+        return ("Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer.",)
     if result.spec.checkpointing:
         return ("Remove this trainer and model from the matrix, or run them without gradient checkpointing.",)
     return ("Remove this trainer and model from the matrix, or choose another trainer for the model.",)
@@ -426,10 +428,19 @@ def _repeated(results: Iterable[TrialResult]) -> Iterator[str]:
     if repeated:
         runs = sum(len(result.measured.run_medians) for result in repeated)
         yield (
-            f"{plural(len(repeated), 'trial')} ran {runs:,} times in all, until the interval was narrow: "
+            f"{plural(len(repeated), 'trial')} ran {runs:,} times in all to narrow the interval: "
             f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
             "intervals contain the truth in about 92 % of cases, not 95 %"
         )
+    # A sweep's folder does not store --until and --max-repeats, so which of them ended the repeats is not known here.
+    wide = [
+        f"{result.name} ±{percent((steps.high - steps.low) / 2 / steps.median, decimals=0)} "
+        f"after {len(result.measured.run_medians)} runs"
+        for result in repeated
+        if (steps := result.measured.steps) and steps.unstable
+    ]
+    if wide:
+        yield f"repeats stopped at a wide interval: {listed(wide)}; to narrow it, raise --max-repeats or lower --until"
 
 
 def _left_on_the_node(result: TrialResult) -> list[str]:

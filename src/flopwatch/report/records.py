@@ -64,7 +64,8 @@ class Totals:
     Attributes:
         trials: Number of planned trials.
         by_outcome: Number of trials with each outcome; `missing` means that a trial has no result yet.
-        trial_seconds: Sum of the durations of all trials, also of those that ran at the same time.
+        trial_seconds: Sum of the durations of all trials and their earlier attempts, also of those that ran at the same
+            time.
         wall_seconds: Time from the first start to the last end; None if the clock of a machine is clearly wrong.
     """
 

@@ -158,6 +158,11 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
     if missing:
         counts["missing"] = missing
     lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
+    lives += [
+        (cells.positive(attempt.get("unix_time")), cells.positive(attempt.get("seconds")) or 0.0)
+        for result in results
+        for attempt in result.earlier_attempts
+    ]
     return Totals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),

@@ -200,5 +200,5 @@ def test_the_command_repeats_a_command_by_its_real_supervisor_until_its_runs_agr
     assert result.measured.run_medians == (1.0, 1.0, 1.0)
     assert (result.measured.steps.low, result.measured.steps.unstable) == (1.0, False)
     assert sorted(place.name for place in (folder / "earlier").iterdir()) == [f"{result.name}.1", f"{result.name}.2"]
-    assert "1 trial ran 3 times in all, until the interval was narrow" in " ".join(report.stdout.split())
+    assert "1 trial ran 3 times in all to narrow the interval" in " ".join(report.stdout.split())
     assert "needed more than one attempt" not in report.stdout
