@@ -1,8 +1,10 @@
 """A disk that is full for a while: trials wait for space, nothing finished is lost, nothing runs twice."""
 
 import contextlib
+import io
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -11,13 +13,16 @@ import time
 
 import pytest
 
+from flopwatch.cli import LastingStream
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import log_file, write_json
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.trial_log import TrialLog
+from flopwatch.sweep.runner.observing import Follower
 from flopwatch.sweep.supervisor.disk_trouble import with_full_disk
 from flopwatch.sweep.worker.exception_outcome import outcome_of
+from testbeds.wait_until import wait_until
 
 MOMENTS = 10 if os.environ.get("FLOPWATCH_LONG") else 3
 STEPS = "for i in 1 2 3 4; do seq 400; sleep 0.4; done"
@@ -143,6 +148,40 @@ def test_a_trainer_is_not_blamed_for_rows_that_found_no_space(tmp_path, disk):
     assert (result.outcome, result.earlier_attempts) == ("ok", ())
     assert done_in_vain < 60, "it waited in the middle of its steps"
     assert result.measured.steps.count == 60
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_waits_for_space_is_seen_in_the_output_and_by_a_viewer(tmp_path, disk):
+    command = f"touch {tmp_path}/began; while ! test -e {tmp_path}/full; do sleep 0.05; done; seq 9000"
+    runner = start(tmp_path, disk, "--command", command, "batch_size=1", "seq_len=8")
+    try:
+        wait_until((tmp_path / "began").exists, "the trial has begun")
+        follower = Follower(disk / "s")
+        wait_until(lambda: follower.running(follower.runner()), "a viewer sees the trial")
+        fill(disk)
+        (tmp_path / "full").touch()
+        told = runner.stdout.readline() if select.select([runner.stdout], [], [], 20.0)[0] else ""
+        wait_until(lambda: "No space" in follower.runner().engine_state, "a viewer sees that it waits", 20.0)
+    finally:
+        free(disk)
+    output = ended(runner)
+    assert runner.returncode == 0, output
+    assert told == f"waiting: No space left on device ({disk}/s/trials/Command_bs1_seq8)\n"
+    assert "No space" not in output
+
+
+def test_output_to_a_file_on_a_full_disk_goes_on_when_there_is_space(disk):
+    said = io.StringIO()
+    with (disk / "runner.log").open("w") as file:
+        fill(disk)
+        stream = LastingStream(file, said)
+        for line in ("while it is full\n", "after it\n"):
+            stream.write(line)
+            stream.flush()
+            assert ((disk / "runner.log").stat().st_size == 0) == line.startswith("while")
+            free(disk)
+    assert (disk / "runner.log").read_text() == "while it is full\nafter it\n"
+    assert said.getvalue() == ""
 
 
 def test_a_sweep_that_starts_on_a_full_disk_runs_nothing_and_says_so(tmp_path, disk):

@@ -9,6 +9,7 @@ import errno
 import io
 import os
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,10 +150,11 @@ class LastingStream:
         except BlockingIOError:  # a non-blocking pipe is full: this text is lost
             return len(text)
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            if not self._may_recover(error):
+                self._give_up(error)
         return len(text)
 
-    def flush(self) -> None:
+    def flush(self, *, is_last: bool = False) -> None:
         if self.is_gone:
             return
         try:
@@ -160,7 +162,16 @@ class LastingStream:
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            if is_last or not self._may_recover(error):
+                self._give_up(error)
+
+    def _may_recover(self, error: Exception) -> bool:
+        """Whether the output is a file on a full disk: the stream keeps the text and writes it once there is space."""
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            return stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode)
+        return False
 
     def isatty(self) -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -197,8 +208,8 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+            if isinstance(stream, LastingStream):
+                stream.flush(is_last=True)
         sys.stdout, sys.stderr = before
 
 

@@ -30,6 +30,7 @@ _GUARD_SECONDS = 1.0  # how often a supervisor writes a byte to the process that
 _LIVENESS_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
 _HEARTBEAT_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
 _ENDED = "ended"
+_WAITING = "waiting: "
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -214,14 +215,17 @@ class SupervisorHeartbeat:
         self._is_superseded = False
         self._next_to_guard = 0.0
 
-    def beat(self) -> None:
-        """Write the heartbeats that are due; cheap enough to be called many times a second."""
+    def beat(self, waits: str = "") -> None:
+        """Write the heartbeats that are due; cheap enough to be called many times a second.
+
+        `waits` is the system's message while the supervisor waits for space on a full disk.
+        """
         if self._guard is not None and time.monotonic() >= self._next_to_guard:
             self._next_to_guard = time.monotonic() + _GUARD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._guard, b".")
         if self._file.is_due() and not self.is_superseded():
-            self._file.beat()
+            self._file.beat(f"{_WAITING}{waits}" if waits else "alive")
 
     def end(self) -> None:
         self._file.end()
@@ -288,11 +292,23 @@ class LivenessWatcher:
 
 def has_ended(liveness: Path) -> bool:
     """Whether the content of this `LivenessFile` says that its process has ended."""
+    return _state(liveness) == _ENDED
+
+
+def waits_for_space(folder: Path) -> str:
+    """The system's message while the trial's supervisor or worker waits for space on a full disk; "" otherwise."""
+    state = _state(folder / SUPERVISOR_HEARTBEAT)
+    if state.startswith(_WAITING):
+        return state.removeprefix(_WAITING)
+    return "" if state == _ENDED else read_progress(folder).waits
+
+
+def _state(liveness: Path) -> str:
     try:
         content: Any = json.loads(_read(liveness))
     except (ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.get("state") == _ENDED
+        return ""
+    return str(content.get("state", "")) if isinstance(content, dict) else ""
 
 
 def _read(file: Path) -> bytes:

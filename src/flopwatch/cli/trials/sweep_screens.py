@@ -119,8 +119,9 @@ class PlainLines:
         )
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Print why no trial runs, because a sweep that waits for another sweep would otherwise seem to hang."""
-        is_stuck = "held back" in engine_state or "not answered" in engine_state
+        """Print why nothing proceeds, because a sweep that waits for devices or space would otherwise seem to hang."""
+        is_full = engine_state.startswith("waiting: ")  # for space on a disk
+        is_stuck = is_full or "held back" in engine_state or "not answered" in engine_state
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)
         if waiting_for and without_numbers != self._waiting_for:

@@ -9,7 +9,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,8 @@ from flopwatch.records.reading import (
 from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER, write_json
-from flopwatch.sweep.folder import FolderGoneError, Trial, check_held
+from flopwatch.sweep.claims import BEAT_SECONDS, waits_for_space
+from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, folder_of
 from flopwatch.sweep.runner.plan import Plan
 
 
@@ -157,6 +159,23 @@ def process_start(pid: int) -> str:
     return "" if after_name[0] == b"Z" else after_name[19].decode()
 
 
+class FullDisk:
+    """Says that trials wait for space on a full disk, which neither their logs nor `runner.json` can say then."""
+
+    def __init__(self, clock: Clock = monotonic_seconds) -> None:
+        self._clock, self._next_look, self._text = clock, 0.0, ""
+
+    def __call__(self, running: Mapping[str, Trial]) -> str:
+        """Return `waiting: ` with the system's message and the trial's folder; "" if no trial waits."""
+        if self._clock() >= self._next_look:
+            self._next_look = self._clock() + BEAT_SECONDS
+            folders = map(folder_of, islice(running.values(), _MOST_NAMES))
+            self._text = next(
+                (f"waiting: {why} ({folder})" for folder in folders if (why := waits_for_space(folder))), ""
+            )
+        return self._text
+
+
 class RunnerFile:
     """An observer that writes `runner.json` about once a second and passes every call on to another observer."""
 
@@ -166,6 +185,7 @@ class RunnerFile:
         self._stop = Stop()
         self._since: dict[str, float] = {}
         self._next_write = 0.0
+        self._full_disk = FullDisk(clock)
         self._about: dict[str, Any] = {
             "pid": os.getpid(),
             "host": os.uname().nodename,
@@ -194,6 +214,7 @@ class RunnerFile:
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         now = self._clock()
+        engine_state = self._full_disk(running) or engine_state
         if now >= self._next_write:
             names = [name for name, _ in zip(running, range(_MOST_NAMES), strict=False)]
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
@@ -255,6 +276,7 @@ class Follower:
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
         self._last: RunnerState | None = None
         self._heard = clock()
+        self._full_disk = FullDisk(clock)
 
     def new_results(self) -> Iterator[TrialResult]:
         """Yield the results appended since the last call. An incomplete last line is left to the next call."""
@@ -284,7 +306,11 @@ class Follower:
         if state is None or is_alive(state) is False:
             return None
         is_silent = is_alive(state) is None and self._clock() - self._heard > _SILENCE_SECONDS
-        return None if is_silent else state
+        if is_silent:
+            return None
+        # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
+        waits = self._full_disk(self.running(state))
+        return replace(state, engine_state=waits) if waits else state
 
 
 def _listed_trials(sweep: Path) -> dict[str, Trial]:

@@ -123,7 +123,7 @@ class _Supervised:
 
     def wait_for_space(self, why: str) -> None:
         """Show that this supervisor is alive while it waits for space on a full disk."""
-        self.heartbeat.beat()
+        self.heartbeat.beat(waits=why)
         if self.heartbeat.why_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
 
