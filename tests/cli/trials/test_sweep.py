@@ -272,3 +272,13 @@ def test_square_brackets_in_a_reason_are_shown(capsys):
     reason = 'pip install "flopwatch[dp]"'
     print_result(TrialResult("one", "key", TrialSpec("ghost", "tiny", 1, 8), "invalid", reason), Console(width=100))
     assert f"invalid ({reason})" in capsys.readouterr().out
+
+
+def test_finished_trials_that_run_again_because_a_file_has_changed_are_announced(tmp_path):
+    (tmp_path / "job.sh").write_text("true\n")
+    words = ["sweep", "--command", "sh job.sh {batch_size}", "batch_size=1,2", "seq_len=8", "-o", "s"]
+    assert "run again" not in flopwatch(*words)
+    assert "run again" not in flopwatch(*words, "--dry-run")
+    (tmp_path / "job.sh").write_text("true; true\n")
+    for more in (["--dry-run"], []):
+        assert "warning: 2 finished trials will run again: job.sh has changed since" in flopwatch(*words, *more)

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import check_model_name
-from flopwatch.records.reading import BrokenRecordError
+from flopwatch.number_format import plural
+from flopwatch.records.reading import BrokenRecordError, listed
 from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import SweepResults, TrialList, gather_results, is_sweep_folder, troubles
 from flopwatch.records.trial import (
@@ -98,7 +100,25 @@ def make_plan(
     raised = raised if only == "oom" else frozenset()
     _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
     repeats = repeats if only is None else NO_REPEATS
-    return _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
+    plan = _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
+    return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
+
+
+def _outdated(todo: Sequence[Trial], earlier: Mapping[str, TrialResult]) -> tuple[str, ...]:
+    """Return a sentence about finished trials that run again, because the user has changed a file that they use."""
+    changed: dict[str, list[str]] = {}
+    for trial in todo:
+        result = earlier.get(trial.name)
+        if result is None or result.key == trial.key or result.outcome in UNSETTLED:
+            continue
+        now, before = fingerprint(trial.spec).get("sources", {}), result.environment.get("sources") or {}
+        if names := [name for name in {**before, **now} if now.get(name) != before.get(name)]:
+            changed[trial.name] = names
+    if not changed:
+        return ()
+    names = list(dict.fromkeys(chain.from_iterable(changed.values())))
+    verb = "has" if len(names) == 1 else "have"
+    return (f"{plural(len(changed), 'finished trial')} will run again: {listed(names)} {verb} changed since",)
 
 
 def _choose(
@@ -151,18 +171,18 @@ def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
     return result.outcome in wanted
 
 
-def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str]) -> None:
+def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str]) -> None:
     """Raise InputError if the folder has a trial with the name of a planned trial but another configuration.
 
     Otherwise the sweep's table would mix two experiments.
     """
-    if listed.newer_format is not None:
+    if known.newer_format is not None:
         raise InputError(
-            f"{sweep / SWEEP} was written by a newer flopwatch (format {listed.newer_format}) and is not overwritten; "
+            f"{sweep / SWEEP} was written by a newer flopwatch (format {known.newer_format}) and is not overwritten; "
             "update flopwatch, or choose another folder for the new sweep with --output"
         )
     for trial in trials:
-        before = _listed_settings(listed, trial.name)
+        before = _listed_settings(known, trial.name)
         if before is None or trial.name in may_change:
             continue
         now = trial.spec.measured_settings()
@@ -177,10 +197,10 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *,
             )
 
 
-def _listed_settings(listed: TrialList, name: str) -> dict[str, Any] | None:
+def _listed_settings(known: TrialList, name: str) -> dict[str, Any] | None:
     """Return the settings of a trial in the sweep's list; None if the trial is not listed or its entry is damaged."""
     try:
-        return TrialSpec.from_json(listed.trials[name]["spec"]).measured_settings()
+        return TrialSpec.from_json(known.trials[name]["spec"]).measured_settings()
     except (KeyError, BrokenRecordError):
         return None
 
