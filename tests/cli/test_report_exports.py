@@ -38,6 +38,17 @@ def test_a_dash_is_standard_output_and_then_nothing_else_is_on_it(flopwatch, swe
     assert [row["outcome"] for row in csv.DictReader(io.StringIO(out))] == ["ok"] * 12
 
 
+@pytest.mark.parametrize("option", ["--md", "--html", "--output"])
+def test_a_report_on_standard_output_is_the_text_of_the_file(flopwatch, sweep, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    flopwatch("report", str(sweep), option, "file")
+    status, out, err = flopwatch("report", str(sweep), option, "-")
+
+    assert (status, err) == (0, "")
+    assert out == (tmp_path / "file").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.slow
 def test_parquet_on_standard_output_is_the_bytes_of_the_file(sweep, tmp_path):
     file = tmp_path / "a.parquet"
@@ -46,7 +57,9 @@ def test_parquet_on_standard_output_is_the_bytes_of_the_file(sweep, tmp_path):
     assert subprocess.run([*command, "-"], check=True, capture_output=True).stdout == file.read_bytes()
 
 
-@pytest.mark.parametrize("words", [["--csv", "-", "--parquet", "-"], ["--csv", "-", "--json"]])
+@pytest.mark.parametrize(
+    "words", [["--csv", "-", "--parquet", "-"], ["--csv", "-", "--json"], ["--md", "-", "--html", "-"]]
+)
 def test_two_formats_do_not_share_standard_output(flopwatch, sweep, words):
     status, out, err = flopwatch("report", str(sweep), *words)
     assert (status, out) == (2, "")

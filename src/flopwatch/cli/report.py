@@ -1,6 +1,7 @@
 """`flopwatch report`: prints the report of a sweep or of a run, writes it to files, or logs it to W&B or MLflow."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +30,8 @@ def report(
         str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep, of a run or of runs.")
     ] = None,
     logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
-    html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
-    md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
+    html: Annotated[str | None, flag("Write one self-contained HTML page; - is stdout.", metavar="PATH")] = None,
+    md: Annotated[str | None, flag("Write Markdown; - is stdout.", metavar="PATH")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     output: Annotated[str | None, flag("Write the JSON to a file.", metavar="PATH")] = None,
     csv: Annotated[
@@ -55,7 +56,8 @@ def report(
     from flopwatch.report.summary import summarise
 
     metrics = _metrics(metric)
-    refuse_two_on_standard_output(csv, parquet, as_json=as_json)
+    paths = {"html": html, "md": md, "output": output, "csv": csv, "parquet": parquet}
+    refuse_two_on_standard_output(paths, as_json=as_json)
     refuse_unusable(wandb, mlflow)
     if directory is None and logs_dir is None:
         directory = chosen_run(None)
@@ -71,9 +73,9 @@ def report(
         )
     capture = capture_sweep(folder)
     written = write_tables(capture, csv, parquet)
-    is_printed = STANDARD_OUTPUT in (csv, parquet)
+    is_printed = STANDARD_OUTPUT in paths.values()
     is_logged = wandb is not None or mlflow is not None
-    if (written or is_printed or is_logged) and not (html or md or output or as_json or metrics):
+    if (written or is_logged) and not (html or md or output or as_json or metrics):
         say_written(written, err=is_printed)
         if is_logged:
             log_capture(capture, wandb, mlflow)
@@ -166,7 +168,7 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
-    """Write the requested tables. Returns the paths of the files; `-`, which is standard output, is left out."""
+    """Write the requested tables. Returns their paths."""
     from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table
@@ -178,23 +180,15 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
         typer.echo(one_line(trouble), err=True)
     written = []
     if csv is not None:
-        written.append(write_file(csv, table_csv(table).encode("utf-8")))
+        written.append(write_bytes(csv, table_csv(table).encode("utf-8")))
     if parquet is not None:
-        written.append(write_file(parquet, table_parquet(table)))
-    return [path for path in written if path != STANDARD_OUTPUT]
+        written.append(write_bytes(parquet, table_parquet(table)))
+    return written
 
 
-def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_json: bool) -> None:
+def refuse_two_on_standard_output(paths: Mapping[str, str | None], *, as_json: bool) -> None:
     """Raise an error if two formats would be mixed on standard output."""
-    asked = [f"--{name} -" for name, path in (("csv", csv), ("parquet", parquet)) if path == STANDARD_OUTPUT]
+    asked = [f"--{name} -" for name, path in paths.items() if path == STANDARD_OUTPUT]
     asked += ["--json"] if as_json else []
     if len(asked) > 1:
         raise InputError(f"{' and '.join(asked)} would both write to standard output; name a file for one of them")
-
-
-def write_file(path: str, content: bytes) -> str:
-    """Write to a file, or to standard output if the path is `-`. Returns the path."""
-    if path == STANDARD_OUTPUT:
-        typer.echo(content, nl=False)
-        return path
-    return write_bytes(path, content)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopwatch.cli import flag, print_json, text_width
-from flopwatch.cli.report import write_file
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
@@ -121,7 +121,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        write_file(md, rendering.comparison_markdown(comparison).encode("utf-8"))
+        write_bytes(md, rendering.comparison_markdown(comparison).encode("utf-8"))
     if as_json:
         typer.echo(rendering.comparison_json(comparison))
     elif md is None:

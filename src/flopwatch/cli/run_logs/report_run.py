@@ -36,14 +36,10 @@ def report_run(
     choose_peak: "ChoosePeak | None" = None,
 ) -> None:
     """Write the asked files of a run's report, and print JSON or, if nothing else was asked, the short form."""
-    is_csv_printed = csv == STANDARD_OUTPUT
+    is_printed = STANDARD_OUTPUT in (html, md, output, csv)
     written = []
     if csv is not None:
-        content = rows_as_csv(log, choose_peak)
-        if is_csv_printed:
-            typer.echo(content, nl=False)
-        else:
-            written.append(write_bytes(csv, content.encode()))
+        written.append(write_bytes(csv, rows_as_csv(log, choose_peak).encode()))
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
@@ -59,9 +55,9 @@ def report_run(
         from flopwatch.report.run_page.exports import run_json
 
         typer.echo(run_json(report))
-    elif not written and not is_csv_printed:
+    elif not written:
         _print_short_form(report)
-    say_written(written, err=as_json or is_csv_printed)
+    say_written(written, err=as_json or is_printed)
 
 
 def _print_short_form(report: "RunReport") -> None:
@@ -103,7 +99,8 @@ def rows_as_csv(log: Path, choose_peak: "ChoosePeak | None" = None) -> str:
 
 def say_written(paths: list[str], *, err: bool) -> None:
     for path in paths:
-        typer.echo(f"Written: {path}", err=err)
+        if path != STANDARD_OUTPUT:
+            typer.echo(f"Written: {path}", err=err)
 
 
 def write_asked(*files: tuple[str | None, Callable[[], str]]) -> list[str]:
@@ -112,7 +109,10 @@ def write_asked(*files: tuple[str | None, Callable[[], str]]) -> list[str]:
 
 
 def write_bytes(path: str, content: bytes) -> str:
-    """Write a file that the user named. Returns the path."""
+    """Write a file that the user named, or to standard output if the path is `-`. Returns the path."""
+    if path == STANDARD_OUTPUT:
+        typer.echo(content, nl=False)
+        return path
     try:
         Path(path).expanduser().write_bytes(content)
     except OSError as error:
