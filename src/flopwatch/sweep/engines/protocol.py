@@ -240,8 +240,8 @@ def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
     return "its supervisor ended without a result, for an unknown reason"
 
 
-def signal_text(number: Any) -> str:
-    return f"signal {number}" if isinstance(number, int) else str(number)
+def signal_text(signal: Any) -> str:
+    return f"signal {signal}" if isinstance(signal, int) else str(signal)
 
 
 def _last_line(log: str) -> str:
