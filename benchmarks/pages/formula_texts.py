@@ -29,7 +29,7 @@ METRIC_FORMULAS = {
     "at least half of the time",
     "perf/counted_steps_percent": "100 × steps with known FLOPs / steps",
     "perf/exact": "[the conditions](exactness.md#when-a-row-is-exact)",
-    "perf/goodput": "`time/productive_seconds` / `time/wall_seconds`",
+    "perf/goodput": "`time/productive_seconds` / (`time/wall_seconds` − `time/between_seconds`)",
     "perf/goodput_percent": "100 × `perf/goodput`",
     "perf/memory_allocated_gib": "`torch.cuda.max_memory_allocated()` / 2³⁰",
     "perf/memory_reserved_gib": "`torch.cuda.max_memory_reserved()` / 2³⁰",

@@ -107,7 +107,8 @@ def input_wait_unknown() -> NoticeText:
     return _info(
         "input_wait_unknown",
         "the input wait is not known, because micro-batches are fetched inside the step; "
-        "`for batch in monitor.batches(loader)` of a TrainingMonitor measures it",
+        "a TrainingMonitor measures it: `for batch in monitor.batches(loader)`, or `with monitor.input_wait():` around "
+        "your own function that fetches",
     )
 
 

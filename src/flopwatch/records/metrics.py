@@ -221,6 +221,11 @@ class Goodput:
     knows_input_wait: bool = True
 
     @property
+    def known_seconds(self) -> float:
+        """The time of which `share` is a share: the wall time without what is between the passes."""
+        return self.wall_seconds - self.lost_seconds.get("between", 0.0)
+
+    @property
     def caveat(self) -> str | None:
         """What a reader of `share` has to know about input wait that was not measured; None if there is nothing."""
         if "between" in self.lost_seconds:

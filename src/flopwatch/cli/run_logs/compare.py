@@ -311,7 +311,11 @@ def _print_remarks(comparison: "Comparison") -> None:
         remarks.insert(0, "The runs have different peaks: below a higher peak, the same steps lose more points.")
     wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")
     if None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
-        remarks.insert(0, "Where the input wait is unknown (–), goodput counts it as productive time.")
+        remarks.insert(
+            0,
+            "Goodput leaves out the time between passes. Where passes were not timed, unknown input wait (–) counts as "
+            "productive.",
+        )
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         remarks.insert(0, "With several ranks, rates and shares are those of the rank that writes the log.")
     typer.echo()

@@ -207,7 +207,10 @@ def _counting(explanation: "Explanation") -> Iterator[str]:
 
 
 def _goodput(goodput: "Goodput") -> Iterator[str]:
-    yield f"{percent(goodput.share, decimals=2)} of {goodput.wall_seconds:,.1f} s since the first process started"
+    since = f"{goodput.wall_seconds:,.1f} s since the first process started"
+    if goodput.caveat is not None and "between" in goodput.lost_seconds:
+        since = f"{goodput.known_seconds:,.1f} s, which are {since} without those between passes"
+    yield f"{percent(goodput.share, decimals=2)} of {since}"
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Largest losses: {', '.join(losses)}."

@@ -31,8 +31,8 @@ def chosen_run(run_dir: str | None) -> str:
     except NoLogError:
         below = runs_below(folder)
         if below:
-            which = "the newest of" if len(below) > 1 else "the only one of"
-            typer.secho(f"{below[-1]}: {which} {len(below)} runs in {folder}", dim=True, err=True)
+            which = f"the newest of {len(below)} runs" if len(below) > 1 else "the only run"
+            typer.secho(f"{below[-1]}: {which} in {folder}", dim=True, err=True)
             return str(below[-1])
         if run_dir is None:
             place = f"{Path.cwd() / RUNS_FOLDER}"

@@ -8,7 +8,7 @@ import typer
 
 from flopwatch.cli import print_json, text_width
 from flopwatch.errors import InputError
-from flopwatch.number_format import duration, plural
+from flopwatch.number_format import duration, percent, plural
 from flopwatch.records.reading import one_line
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def show_times(log: "RunLog", traces: "Sequence[TraceSplit]", problems: Sequence
                 "exact": exactness_of(log)[0],
                 "verdict": None,
                 "no_verdict": sentence,
-                "largest": [use.key for use in times.uses[:3]],
+                "largest": [use.key for use in times.largest()],
                 "mfu_percent": None,
                 "step_mfu_percent": None,
                 "losses": [],
@@ -57,8 +57,13 @@ def _print(log: "RunLog", times: "Times", sentence: str, notes: Sequence[str]) -
     typer.secho(f"\nWhere the time of {one_line(str(log.path.parent))} went", bold=True)
     rates = f": {times.rates()}" if times.rates() else ""
     done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
-    typer.secho(f"{done} {duration(times.wall_seconds)}{_on_what(log)}{ended}{rates}", dim=True)
+    _print_paragraph(f"{done} {duration(times.wall_seconds)}{_on_what(log)}{ended}{rates}", dim=True)
     _print_table(times)
+    for number, use in enumerate(times.largest(), 1):
+        typer.secho(f"{number}. {use.name}: {percent(use.share)} of the wall time", bold=True)
+        _print_paragraph(use.evidence)
+        _print_paragraph(f"Next: {use.advice}" if use.advice else "")
+        typer.echo()
     _print_paragraph(sentence)
     typer.echo()
     for note in notes:
@@ -71,7 +76,7 @@ def _on_what(log: "RunLog") -> str:
     environment = log.starts[-1].environment if log.starts else {}
     device = environment.get("device_name") or environment.get("device")
     dtypes = log.provenances[-1].dtypes if log.provenances else ()
-    return one_line(f" on {device}{', ' if dtypes else ''}{', '.join(dtypes)}") if device else ""
+    return " on " + one_line(f"{device}{', ' if dtypes else ''}{', '.join(dtypes)}") if device else ""
 
 
 def _print_table(times: "Times") -> None:

@@ -179,7 +179,7 @@ def _time_section(report: RunReport) -> Iterator[str]:
         Bar(name, 0.0, 100 * seconds / wall, f"{time} · {share}", "rest" if place == 0 else "loss")
         for place, ((name, seconds), (_, time, share)) in enumerate(zip(words.time_uses(report), rows, strict=True))
     ]
-    drawn = bar_chart(f"Goodput {percent(report.goodput.share)}", f"of {duration(wall)} wall time", bars)
+    drawn = bar_chart(f"Goodput {percent(report.goodput.share)}", f"of {duration(report.goodput.known_seconds)}", bars)
     uses = table(("use", "time", "share of the wall time"), [*rows, ("wall time", duration(wall), "100 %")], "tnn")
     yield f'<div class="chart one">{drawn}{behind(uses)}</div>'
     yield from map(paragraph, words.goodput_notes(report))

@@ -143,7 +143,8 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
         yield metric_text("training/loss", report.last("training/loss")), "newest loss"
     if report.goodput is not None:
-        yield percent(report.goodput.share), f"goodput: {duration(report.goodput.productive_seconds)} productive"
+        productive, known = duration(report.goodput.productive_seconds), duration(report.goodput.known_seconds)
+        yield percent(report.goodput.share), f"goodput: {productive} of {known} productive"
 
 
 def warnings(report: RunReport) -> list[str]:

@@ -54,7 +54,7 @@ _TEXTS = (
         'Save and log less often. With a TrainingMonitor in the loop, monitor.phase("checkpoint") names this work.',
     ),
     LossText(
-        "count", "counting FLOPs", "in flopwatch itself, which counted FLOPs; it does this once per kind of batch"
+        "count", "counting FLOPs", "in flopwatch itself, which counts some steps as they run, most of them at first"
     ),
     LossText("other", "other time", "in none of the other classes"),
     LossText(
@@ -103,7 +103,7 @@ _TEXTS = (
     LossText(
         "between",
         "between the passes",
-        "in steps, outside of forward pass, backward pass and optimizer; input wait was not measured there",
+        "in steps, outside of forward pass, backward pass and optimizer",
         "If batches are fetched there, prepare them ahead, in other processes. Otherwise read values such as "
         "loss.item() less often.",
     ),

@@ -13,18 +13,27 @@ from flopwatch.runs.waterfall.texts import IN_STEPS
 
 _NAMES = {"below_peak": "forward and backward pass", "slow_matmuls": "matmuls and attention"}
 """Without a peak, these losses are all of the time of what they are named after."""
+_LEAST_SHARE = 0.01
 _ABOUT_THE_PEAK = ("The FLOPs are not exact", "Without a trace", "The peak")
 
 
 @dataclass(frozen=True, slots=True)
 class TimeUse:
-    """One use of the wall time. `seconds_per_step` is None for what is not part of ordinary steps."""
+    """One use of the wall time.
+
+    Attributes:
+        seconds_per_step: None for what is not part of ordinary steps.
+        evidence: The measurement that shows it, in one sentence.
+        advice: What to try next; empty if there is nothing to advise.
+    """
 
     key: str
     name: str
     seconds: float
     share: float
     seconds_per_step: float | None = None
+    evidence: str = ""
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,10 @@ class Times:
     samples_per_second: float | None = None
     flops_per_second: float | None = None
     notes: tuple[str, ...] = ()
+
+    def largest(self, count: int = 3) -> list[TimeUse]:
+        """The uses that take most, without the work itself, which cannot be judged without a peak."""
+        return [use for use in self.uses if use.key not in _NAMES and use.share >= _LEAST_SHARE][:count]
 
     def rates(self) -> str:
         """The known rates in words, such as "1.2k tokens/s, 3.4 GFLOP/s"; empty if none is known."""
@@ -82,6 +95,8 @@ def times_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Times | None:
             loss.seconds,
             loss.seconds / parts.wall_seconds,
             loss.seconds / steps if steps and loss.key in IN_STEPS else None,
+            loss.evidence,
+            loss.advice,
         )
         for loss in parts.losses
     ]
