@@ -338,6 +338,6 @@ def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, wri
     summary = Summary(19, 3.0, {"perf/goodput_percent": 80.0})
     unknown = write("unknown", [0.1] * 20, summary=summary)
     known = write("known", [0.1] * 20, summary=summary, input_wait_seconds=0.0)
-    sentence = "goodput counts it as productive time"
+    sentence = "Goodput leaves out the time between passes"
     assert sentence in flopwatch("compare", unknown, known)[1]
     assert sentence not in flopwatch("compare", known, known)[1]
