@@ -43,10 +43,11 @@ def run(line, *more):
     return flopwatch_warm(*words, *more, COLUMNS="100")
 
 
-def _write_pictures(place):
-    """The page's own model and batch, in a file beside the user."""
-    (code,) = [text for text in blocks("python", PAGES[:1]) if "pictures.py" in text]
-    (place / "pictures.py").write_text(code)
+def _write_modules(place):
+    """The page's own model and batch, and its private trainer, in files beside the user."""
+    for name, words in (("pictures.py", "pictures.py"), ("private.py", "class DPLoop")):
+        (code,) = [text for text in blocks("python", PAGES[:1]) if words in text]
+        (place / name).write_text(code)
 
 
 # What looks at a running sweep is tested with one, in test_sweep_long_life.py.
@@ -56,7 +57,7 @@ SWEEPS = [line for line in commands() if line.startswith("flopwatch sweep") and 
 @pytest.mark.parametrize("line", SWEEPS)
 def test_every_sweep_on_the_page_has_a_matrix(place, line):
     """Dry, so that the page may name real sizes and engines; commands cost nothing and run."""
-    _write_pictures(place)
+    _write_modules(place)
     done = run(line) if "--command" in line else run(line, "--dry-run")
     assert done.returncode == 0, done.stderr
     if "--command" in line:
@@ -98,7 +99,7 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
 
 
 def test_the_pages_own_batch_is_swept_as_the_page_says(place):
-    _write_pictures(place)
+    _write_modules(place)
     (line,) = [line for line in commands() if "pictures:images" in line]
     done = run(line, "steps=1", "warmup_steps=1", "--no-trace")
     assert done.returncode == 0, done.stdout + done.stderr
