@@ -71,7 +71,9 @@ def _printed(arguments: str, folder: Path) -> str:
     colours = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     command = [sys.executable, "-m", "flopwatch", *shlex.split(arguments)]
     own = {
-        name: value for name, value in os.environ.items() if name != "NO_COLOR" and not name.startswith("FLOPWATCH_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "LINES") and not name.startswith("FLOPWATCH_")
     }
     environment = {**own, **colours, "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
