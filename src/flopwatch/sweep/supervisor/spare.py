@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -42,14 +43,14 @@ class SpareSupervisor:
         process, self._process = self._process, None
         order = {
             "arguments": [name, attempt],
-            "log": str(log_file(self._sweep, name)),
             "cwd": _working_folder(),
             "set": {key: value for key, value in environment.items() if self._environment.get(key) != value},
             "unset": [key for key in self._environment if key not in environment],
         }
-        with contextlib.suppress(BrokenPipeError):
-            with self._pipe:
-                self._pipe.write(json.dumps(order).encode())
+        # The log is opened here: on a shared file system, another process may not see its folder yet.
+        with contextlib.suppress(BrokenPipeError), self._pipe, log_file(self._sweep, name).open("ab") as log:
+            socket.send_fds(self._pipe, [b"{"], [log.fileno()])
+            self._pipe.sendall(json.dumps(order).encode()[1:])
             return process
         process.wait()
         return None
@@ -66,10 +67,9 @@ class SpareSupervisor:
             )
 
     def _start_spare(self) -> None:
-        reads, writes = os.pipe()
-        self._pipe = os.fdopen(writes, "wb")
+        reads, self._pipe = socket.socketpair()
         self._environment = {**os.environ, PARENT: str(os.getpid())}
-        with os.fdopen(reads, "rb") as order:
+        with reads as order:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)],
                 stdin=order,
@@ -103,17 +103,18 @@ def wait_for_trial() -> list[str]:
     Exits if the runner ends, or has no more trials.
     """
     die_with_parent(signal.SIGTERM)
-    with os.fdopen(0, "rb", closefd=False) as stream:
-        content = stream.read()
-    if not content:
-        sys.exit(0)
-    order = json.loads(content)
+    with socket.socket(fileno=os.dup(0)) as pipe:
+        content, handles, _, _ = socket.recv_fds(pipe, 1, 1)
+        if not content:
+            sys.exit(0)
+        with pipe.makefile("rb") as stream:
+            order = json.loads(content + stream.read())
     os.environ.update(order["set"])
     for key in order["unset"]:
         os.environ.pop(key, None)
     if order["cwd"] is not None and order["cwd"] != _working_folder():
         os.chdir(order["cwd"])
-    with open(os.devnull, "rb") as nothing, open(order["log"], "ab") as log:
+    with open(os.devnull, "rb") as nothing, os.fdopen(handles[0], "ab") as log:
         for ours, standard in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(ours.fileno(), standard)
     arguments: list[str] = order["arguments"]
