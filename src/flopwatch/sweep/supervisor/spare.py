@@ -72,7 +72,7 @@ class SpareSupervisor:
         with reads as order:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)],
-                stdin=order,
+                stdin=order.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=self._environment,
