@@ -315,7 +315,9 @@ def test_two_real_runs_of_which_one_waits_during_most_of_each_step(compared, tmp
     batch = torch.randn(16, 128)
 
     def train(name, steps, wait_seconds):
-        with package.TrainingMonitor(tmp_path / name, model=model, peak_flops_per_s=1e12, strict=True) as monitor:
+        with package.TrainingMonitor(
+            tmp_path / name, model=model, peak_flops_per_s=1e12, quiet=True, strict=True
+        ) as monitor:
             for _ in range(steps):
                 with monitor.step(batch):
                     model(batch).sum().backward()
