@@ -52,7 +52,9 @@ def test_a_trial_of_the_spare_has_the_environment_folder_log_and_input_of_now(en
 def test_a_spare_that_was_killed_is_replaced(engine, tmp_path):
     trials = contract.make_trials(tmp_path, "true", "true")
     contract.run_all(engine, trials[:1])
-    os.kill(spare_of(engine), 9)
+    spare = psutil.Process(spare_of(engine))
+    spare.kill()
+    wait_until(lambda: spare.status() == psutil.STATUS_ZOMBIE, "it is dead")
     contract.run_all(engine, trials[1:])
     assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]
 

@@ -48,7 +48,7 @@ class SpareSupervisor:
             "unset": [key for key in self._environment if key not in environment],
         }
         # The log is opened here: on a shared file system, another process may not see its folder yet.
-        with contextlib.suppress(BrokenPipeError), self._pipe, log_file(self._sweep, name).open("ab") as log:
+        with contextlib.suppress(ConnectionError), self._pipe, log_file(self._sweep, name).open("ab") as log:
             socket.send_fds(self._pipe, [b"{"], [log.fileno()])
             self._pipe.sendall(json.dumps(order).encode()[1:])
             return process
