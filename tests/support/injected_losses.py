@@ -34,7 +34,7 @@ CASES = (
 )
 WHERE = {"plain": None, "input": "input_wait", "slow_rank": "straggler"}
 """The loss in which an injected amount has to appear, if its key is not the name of the case."""
-STEP_GROUP = ("below_peak", "compile", "stall", "count", "host", "other", "outside", "ranks_wait")
+STEP_GROUP = ("between", "below_peak", "compile", "stall", "count", "host", "other", "outside", "ranks_wait")
 """What the script cannot tell apart with its own clock: together they are the rest of the wall time."""
 
 
