@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from support.sinks.servers import mlflow_server
@@ -6,9 +8,7 @@ from support.sinks.servers import mlflow_server
 @pytest.fixture(autouse=True)
 def untouched_by_this_machine(monkeypatch, tmp_path):
     """Neither the developer's accounts, servers nor terminal may decide a test, and nothing may leave the machine."""
-    mine = ("WANDB_PROJECT", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME")
-    left_by_other_tests = ("MLFLOW_EXPERIMENT_ID",)  # `mlflow.set_experiment` sets it for child processes
-    for name in (*mine, *left_by_other_tests):
+    for name in ("WANDB_PROJECT", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     settings = {
         "WANDB_MODE": "offline",
@@ -22,6 +22,8 @@ def untouched_by_this_machine(monkeypatch, tmp_path):
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    yield
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # `mlflow.set_experiment` sets it for child processes, and leaves it
 
 
 @pytest.fixture(scope="session")

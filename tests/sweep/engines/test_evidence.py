@@ -74,6 +74,7 @@ def test_a_ray_out_of_memory_says_that_another_trial_may_be_the_cause():
         ({"error": "OutOfMemoryError"}, "oom_host"),
         ({"error": "WorkerCrashedError"}, "lost"),
         ({"state": "CANCELLED by 0"}, "cancelled"),
+        ({"signal": 9}, "lost"),  # the guard above the supervisor was killed
     ],
 )
 def test_the_engine_knows_why_a_supervisor_was_told_to_stop(evidence, outcome):
@@ -81,9 +82,8 @@ def test_the_engine_knows_why_a_supervisor_was_told_to_stop(evidence, outcome):
 
 
 def test_an_engine_that_saw_nothing_explains_nothing():
-    assert [
-        outcome_known_to_engine(evidence) for evidence in ({}, {"exit_code": 0}, {"state": "COMPLETED"}, {"signal": 9})
-    ] == [None] * 4
+    told = ({}, {"exit_code": 0}, {"state": "COMPLETED"}, {"signal": 15})
+    assert [outcome_known_to_engine(evidence) for evidence in told] == [None] * 4
 
 
 def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
