@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flopwatch
+from flopwatch import process
 from flopwatch.monitor import session as wall_clock
 from flopwatch.monitor.session import describe_environment
 from flopwatch.records.metrics import LOST, carried_seconds, goodput_of, loss_in_step
@@ -80,7 +81,7 @@ class World:
         """A process starts, takes its time, and makes a monitor."""
         started = self.unix_time()
         self._patch.setattr(wall_clock, "_monitored_process", None)
-        self._patch.setattr(wall_clock, "process_start_unix_time", lambda: started)
+        self._patch.setattr(process, "start_unix_time", lambda: started)
         self.clock.advance(start_up)
         self.number = first_step
         self.new_monitor(load, **options)
@@ -519,10 +520,7 @@ def test_a_state_of_another_run_is_not_mixed_with_the_log_that_is_there(world, t
 @pytest.mark.slow
 def test_the_start_of_the_process_is_the_operating_systems(tmp_path):
     """Between the moments just before and just after it was started; the kernel counts in 10 ms."""
-    code = (
-        "import time; time.sleep(0.3)\n"
-        "from flopwatch.monitor.session import process_start_unix_time; print(repr(process_start_unix_time()))"
-    )
+    code = "import time; time.sleep(0.3)\nfrom flopwatch.process import start_unix_time; print(repr(start_unix_time()))"
     before = time.time()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     after = time.time()

@@ -77,7 +77,7 @@ def test_a_sweep_interrupted_by_a_reboot_is_resumed(tmp_path, environment, is_sa
     finally:
         kill_all([runner.pid, *descendants(runner.pid)])
         runner.wait()
-    rewrite(tmp_path / "s", boot=OTHER_BOOT, **({} if is_same_machine else {"machine": "another"}))
+    rewrite(tmp_path / "s", boot_id=OTHER_BOOT, **({} if is_same_machine else {"machine": "another"}))
     messages = resumed(tmp_path, environment)
     assert ("waiting 3 s" in messages) is not (is_same_machine and own_identity()["machine"] != "")
 
@@ -111,17 +111,17 @@ def test_a_process_of_an_earlier_boot_of_this_machine_is_dead_at_once(tmp_path, 
     monkeypatch.setattr(claims, "_machine", lambda: "this")
     here = own_identity()
     assert claims.is_alive_here(here) is True
-    assert claims.is_alive_here({**here, "boot": OTHER_BOOT}) is False
+    assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT}) is False
     for unsure in ({"machine": "that"}, {"machine": ""}, {"host": "far"}):
-        assert claims.is_alive_here({**here, "boot": OTHER_BOOT, **unsure}) is None
+        assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT, **unsure}) is None
     monkeypatch.setattr(claims, "_machine", lambda: "")
-    assert claims.is_alive_here({**here, "boot": OTHER_BOOT, "machine": ""}) is None
+    assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT, "machine": ""}) is None
 
 
 def test_what_was_judged_dead_stays_dead_until_its_heartbeat_changes(tmp_path):
     now = [0.0]
     watcher, sign = LivenessWatcher(lambda: now[0]), LivenessFile(tmp_path / SUPERVISOR_HEARTBEAT, {})
-    write_json(tmp_path / STARTED, {**own_identity(), "boot": OTHER_BOOT, "host": "far"})
+    write_json(tmp_path / STARTED, {**own_identity(), "boot_id": OTHER_BOOT, "host": "far"})
 
     def is_alive():
         return watcher.is_alive(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT)

@@ -236,7 +236,7 @@ def test_of_many_who_claim_at_once_one_gets_it(tmp_path, monkeypatch, has_links)
 
 def elsewhere():
     """A process of a host that is not this one."""
-    return {**own_identity(), "boot": "another", "host": "far"}
+    return {**own_identity(), "boot_id": "another", "host": "far"}
 
 
 def test_life_on_another_host_is_a_sign_that_changes_by_the_readers_clock(tmp_path, monkeypatch):

@@ -5,12 +5,13 @@ import os
 
 import pytest
 
+from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.runner.observing import Follower, process_start, read_runner, runner_file
+from flopwatch.sweep.runner.observing import Follower, read_runner, runner_file
 from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
 
-WHOLE = {"pid": os.getpid(), "host": "here", "process_start": process_start(os.getpid()), "running": {"a": 1.0}}
+WHOLE = {"pid": os.getpid(), "host": "here", "start_ticks": start_ticks(os.getpid()), "running": {"a": 1.0}}
 
 
 def test_what_a_runner_wrote_is_read_back(tmp_path):
@@ -20,7 +21,7 @@ def test_what_a_runner_wrote_is_read_back(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"pid": "1"}, {"pid": -1}, {"pid": 10**30 + 1}, {"pid": True}, {"process_start": ""}, {"process_start": None},
+    [{"pid": "1"}, {"pid": -1}, {"pid": 10**30 + 1}, {"pid": True}, {"start_ticks": ""}, {"start_ticks": None},
      {"host": 3}, {"running": ["a"]}, {"running": {"a": "long"}}, {"waiting": "many"}],
 )  # fmt: skip
 def test_a_damaged_one_names_nobody(tmp_path, change):

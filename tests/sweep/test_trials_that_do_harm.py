@@ -93,7 +93,7 @@ def test_a_sweep_whose_folder_was_deleted_ends_and_does_not_make_it_again(tmp_pa
     """Also if a new sweep runs there by then, whose runner has the same number."""
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     anew = "; mkdir -p $F/runners; cp $F.runner $F/runners/1.runner" if is_made_again else ""
-    (tmp_path / "s.runner").write_text('{"pid": 1, "boot": "", "unix_time": 1.0}')
+    (tmp_path / "s.runner").write_text('{"pid": 1, "boot_id": "", "unix_time": 1.0}')
     matrix = specs(f"F=$(realpath {{trial_dir}}/../..); rm -rf $F{anew}; sleep 60", f"touch {tmp_path}/second")
     with pytest.raises(FolderGoneError, match="was deleted or renamed while this sweep ran in it"):
         run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flopwatch import process
 from flopwatch.clock import Clock, cell_start_unix_time
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import DeviceFacts, read_device
@@ -25,11 +26,7 @@ from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.records.run_checks import broken_field
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
-from flopwatch.runs.state import identify_process, is_running
 from flopwatch.version import __version__
-
-_START_FIELD = 19
-"""Index of the process's start time in /proc/self/stat, after the command's name: field 22 of proc_pid_stat(5)."""
 
 _MOST_LINES_SEARCHED = 20_000
 """How many lines of a log are searched for the start of its last session, which takes 0.1 s."""
@@ -53,7 +50,7 @@ class WallClock:
         self._offset_seconds = made - clock()
         is_first = _monitored_process != os.getpid()
         _monitored_process = os.getpid()
-        started = (cell_start_unix_time() or process_start_unix_time()) if is_first else None
+        started = (cell_start_unix_time() or process.start_unix_time()) if is_first else None
         self.session_start_unix_time = made if started is None else min(started, made)
 
     def unix_time(self) -> float:
@@ -68,28 +65,6 @@ class WallClock:
         return self._offset_seconds + clock_seconds
 
 
-def process_start_unix_time() -> float | None:
-    """When this process started, with an error below 10 ms; None where the system does not provide it.
-
-    On Linux `psutil.create_time` would be wrong by up to a second, because it uses a boot time in whole seconds.
-    """
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_START_FIELD])
-        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return _start_by_psutil()
-    return time.time() - age_seconds
-
-
-def _start_by_psutil() -> float | None:
-    try:
-        import psutil
-
-        return float(psutil.Process().create_time())
-    except Exception:  # not installed, or one of psutil's own errors: the process may not read about itself
-        return None
-
-
 def describe_environment(device: torch.device) -> dict[str, Any]:
     elastic = _torchelastic()
     facts = _device_facts(device)
@@ -100,7 +75,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "process": identify_process(),
+        "process": process.own_identity(),
         "device": str(device),
         **({} if facts is None else {"device_name": facts.name, "device_units": facts.unit_count}),
         "threads": torch.get_num_threads(),
@@ -256,8 +231,8 @@ def process_writing(log: Path) -> int | None:
         last = next((record for record in records if record.get("type") in ("run", "summary")), {})
     except (OSError, TornLineError):
         return None
-    process = last.get("environment", {}).get("process", {})
-    return process["pid"] if is_running(process) else None
+    writer = last.get("environment", {}).get("process", {})
+    return writer["pid"] if process.is_alive(writer) else None
 
 
 def _end_of(ledger: Ledger) -> LastRecord | None:

@@ -3,86 +3,18 @@
 Whether the process is alive can be determined only on Linux.
 """
 
-import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import inf, isfinite
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from flopwatch.process import is_alive
 from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
 from flopwatch.spread import percentile
-
-_STATE_FIELD, _START_FIELD = 0, 19
-"""Indices in the part of /proc/PID/stat after the command's name: state (field 3) and start time (field 22)."""
-_DEAD_STATES = ("Z", "X")
-
-
-def identify_process() -> dict[str, Any]:
-    """Return values that together identify this process; empty on systems without /proc.
-
-    A process ID alone is not enough, because IDs are reused, and other machines and containers use the same IDs.
-    """
-    try:
-        return {
-            "pid": os.getpid(),
-            "start_ticks": int(_stat_fields(os.getpid())[_START_FIELD]),
-            "boot_id": _boot_id(),
-            "pid_namespace": os.readlink("/proc/self/ns/pid"),
-        }
-    except (OSError, ValueError, IndexError):
-        return {}
-
-
-def is_gone(process: Mapping[str, Any]) -> bool:
-    """Return True if the process has certainly ended. From another machine or container the result is always False.
-
-    >>> is_gone(identify_process())
-    False
-    """
-    return _has_ended_here(process) is True
-
-
-def is_running(process: Mapping[str, Any]) -> bool:
-    """Return True if the process certainly runs. From another machine or container the result is always False.
-
-    >>> is_running(identify_process()), is_running({})
-    (True, False)
-    """
-    return _has_ended_here(process) is False
-
-
-def _has_ended_here(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process of this machine and container has ended; None for others, and if it is unknown."""
-    try:
-        if process["boot_id"] != _boot_id() or process["pid_namespace"] != os.readlink("/proc/self/ns/pid"):
-            return None
-        return _has_ended(int(process["pid"]), int(process["start_ticks"]))
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return None
-
-
-def _has_ended(pid: int, start_ticks: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    fields = _stat_fields(pid)
-    return fields[_STATE_FIELD] in _DEAD_STATES or int(fields[_START_FIELD]) != start_ticks
-
-
-def _stat_fields(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class WatchFeed:
@@ -347,7 +279,7 @@ class WatchedRun:
             return "no log"
         if self.summary is not None:
             return self._state_at_the_end(self.summary)
-        if self.start is not None and is_gone(self.start.environment.get("process", {})):
+        if self.start is not None and is_alive(self.start.environment.get("process", {})) is False:
             return "died"
         window_seconds = (self.wall_seconds_per_step or 0.0) * self._steps_per_row
         limit_seconds = max(_SHORTEST_SILENCE_SECONDS, _WINDOWS_OF_SILENCE * window_seconds)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flopwatch import process
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep.full_disk import when_there_is_space
@@ -45,8 +46,8 @@ def visible_seconds() -> float:
 
 def own_identity() -> dict[str, Any]:
     """Identifies this process among the processes of all hosts, even after a reboot."""
-    process = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
-    return {"host": os.uname().nodename, "machine": _machine(), **process, **_pid_scope()}
+    unknown = {"pid": os.getpid(), "start_ticks": None, "boot_id": ""}
+    return {"host": os.uname().nodename, "machine": _machine(), **unknown, **process.own_identity()}
 
 
 def _machine() -> str:
@@ -60,47 +61,20 @@ def _machine() -> str:
     return ""
 
 
-def _pid_scope() -> dict[str, str]:
-    """The boot id and the PID namespace, because a pid is unique only within one boot and one namespace (container)."""
-    found = {"boot": "", "pid_namespace": ""}
-    with contextlib.suppress(OSError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["pid_namespace"] = os.readlink("/proc/self/ns/pid")
-    return found
-
-
-def this_boot() -> str:
-    return _pid_scope()["boot"]
-
-
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or a zombie, or if there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
     """Whether the process of this identity is alive; None if it belongs to another host or PID namespace."""
-    here = _pid_scope()
-    if "boot" not in identity:
-        return False  # the file is damaged, or flopwatch 0.1 wrote it, which recorded no boot id
-    if _is_from_an_earlier_boot(identity, here["boot"]):
-        return False
-    if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
-        return None
-    pid, ticks = identity.get("pid"), identity.get("start_ticks")
-    return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks
+    if "boot_id" not in identity or _is_from_an_earlier_boot(identity):
+        return False  # without a boot id, the file is damaged
+    return process.is_alive(identity) is True if process.is_of_here(identity) else None
 
 
-def _is_from_an_earlier_boot(identity: Mapping[str, Any], boot: str) -> bool:
+def _is_from_an_earlier_boot(identity: Mapping[str, Any]) -> bool:
     """Whether the process ran on this machine before it booted; nothing survives that.
 
     The host's name must be the same too, because machines and containers made from one image may share a machine id.
     """
-    if not boot or identity.get("boot") in ("", boot):
+    boot_id = process.pid_scope().get("boot_id", "")
+    if not boot_id or identity.get("boot_id") in ("", boot_id):
         return False
     return identity.get("machine") == _machine() != "" and identity.get("host") == os.uname().nodename
 
@@ -240,7 +214,7 @@ class SupervisorHeartbeat:
         """Whether `started.json` now names another process or attempt."""
         claimed = read_json(self._claim)
         if isinstance(claimed, dict):  # the file is missing if the trial has deleted its folder
-            keys = ("host", "pid", "start_ticks", "boot")
+            keys = ("host", "pid", "start_ticks", "boot_id")
             is_ours = claimed.get("attempt") == self._attempt and all(
                 claimed.get(key) == self._identity[key] for key in keys
             )

@@ -317,7 +317,7 @@ def check_held(sweep: Path) -> None:
 def _is_ours(file: Path, written: Mapping[str, Any]) -> bool:
     found = read_json(file)
     if isinstance(found, dict):
-        return all(found.get(key) == written[key] for key in ("pid", "boot", "unix_time"))
+        return all(found.get(key) == written[key] for key in ("pid", "boot_id", "unix_time"))
     return os.path.lexists(file)  # a damaged file may be ours
 
 

@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from flopwatch.process import is_alive
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
 from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
 from flopwatch.records.trace_split import TraceSplit
@@ -15,7 +16,6 @@ from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Poi
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
-from flopwatch.runs.state import is_gone, is_running
 from flopwatch.runs.waterfall.conclusion import conclusion_of
 from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
 from flopwatch.runs.waterfall.times import times_of
@@ -91,9 +91,7 @@ def _state(log: RunLog) -> str:
             return "ended"
         return "stopped" if log.summary.ended_by.startswith("KeyboardInterrupt") else "failed"
     process = log.starts[-1].environment.get("process", {}) if log.starts else {}
-    if is_running(process):
-        return "running"
-    return "killed" if is_gone(process) else "running or killed"
+    return {True: "running", False: "killed", None: "running or killed"}[is_alive(process)]
 
 
 def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
+from flopwatch.process import read_stat, start_ticks
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, trial_folder
 
@@ -81,9 +82,10 @@ def _prctl(option: int, value: int) -> None:
 def descendants(pid: int) -> list[int]:
     """The pids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
-    for process, parent, state in filter(None, map(_read_stat, _all_pids())):
-        if state != "Z":
-            children.setdefault(parent, []).append(process)
+    for process in _all_pids():
+        stat = read_stat(process)
+        if stat is not None and not stat.is_dead:
+            children.setdefault(stat.parent, []).append(process)
     found, queue = [], [pid]
     while queue:
         below = children.get(queue.pop(), [])
@@ -99,8 +101,7 @@ def is_running(pid: int) -> bool:
             os.kill(pid, 0)
             return True
         return False
-    entry = _read_stat(pid)
-    return entry is not None and entry[2] != "Z"
+    return start_ticks(pid) is not None
 
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
@@ -126,8 +127,8 @@ def _self_and_ancestors() -> set[int]:
     line, pid = set(), os.getpid()
     while pid > 0 and pid not in line:
         line.add(pid)
-        entry = _read_stat(pid)
-        pid = entry[1] if entry is not None else 0
+        stat = read_stat(pid)
+        pid = stat.parent if stat is not None else 0
     return line
 
 
@@ -163,24 +164,6 @@ def reap_children() -> None:
 
 def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
-
-
-def _read_stat(pid: int) -> tuple[int, int, str] | None:
-    """Pid, parent's pid and state. They follow the last `)` of the file; the process's name may contain others."""
-    try:
-        state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return pid, int(parent), state.decode()
-
-
-def _read(path: str) -> bytes:
-    """Read a file with os.read, five times as fast as pathlib, because this is called for every process of the host."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(handle, 4096)
-    finally:
-        os.close(handle)
 
 
 PARENT = "FLOPWATCH_PARENT_PID"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.process import start_ticks
 from flopwatch.records.reading import (
     BrokenRecordError,
     UnreadableError,
@@ -110,7 +111,7 @@ class RunnerState:
     """The content of `runner.json`.
 
     Attributes:
-        process_start: Start time of the runner (see `process_start`). It shows whether `pid` is still the runner's.
+        start_ticks: When the runner started. It shows whether `pid` is still the runner's; None without /proc.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
         waiting: Number of trials that the engine has not been given yet.
@@ -120,7 +121,7 @@ class RunnerState:
 
     pid: int = 0
     host: str = ""
-    process_start: str = ""
+    start_ticks: int | None = None
     engine_state: str = ""
     running: Mapping[str, float] | None = None
     running_count: int = 0
@@ -135,7 +136,7 @@ def read_runner(sweep: Path) -> RunnerState | None:
     except BrokenRecordError:
         return None
     # Ignore a state without the runner's start time, because another process may have the same pid by now.
-    is_marked = bool(state.process_start) or not process_start(os.getpid())
+    is_marked = state.start_ticks is not None or start_ticks(os.getpid()) is None
     return state if state.pid > 0 and is_marked else None
 
 
@@ -147,16 +148,7 @@ def is_alive(state: RunnerState) -> bool | None:
     """Whether the runner that wrote this state still runs; None if it runs on another host."""
     if state.stopping == "over":
         return False
-    return process_start(state.pid) == state.process_start if is_here(state) else None
-
-
-def process_start(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot; "" if the process has ended or /proc is missing."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if after_name[0] == b"Z" else after_name[19].decode()
+    return start_ticks(state.pid) == state.start_ticks if is_here(state) else None
 
 
 class FullDisk:
@@ -189,7 +181,7 @@ class RunnerFile:
         self._about: dict[str, Any] = {
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "process_start": process_start(os.getpid()),
+            "start_ticks": start_ticks(os.getpid()),
         }
 
     def passing_to(self, observer: Observer | None, stop: Stop) -> "RunnerFile":

@@ -12,9 +12,9 @@ import time
 import zlib
 from pathlib import Path
 
+from flopwatch.process import pid_scope
 from flopwatch.records.reading import read_json
 from flopwatch.records.trial_files import GUARD, STARTED, trial_folder, write_json
-from flopwatch.sweep.claims import this_boot
 from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 
@@ -104,7 +104,8 @@ def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> N
     kill_descendants(os.getpid())
     folder = trial_folder(sweep.resolve(), name)
     claimed = read_json(folder / STARTED)
-    if isinstance(claimed, dict) and claimed.get("pid") == supervisor and claimed.get("boot") == this_boot():
+    here = pid_scope().get("boot_id", "")
+    if isinstance(claimed, dict) and claimed.get("pid") == supervisor and claimed.get("boot_id") == here:
         _clear_attempt(folder, claimed.get("attempt", ""), reason)
     _exit_like(status)
 
