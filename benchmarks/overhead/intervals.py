@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flopwatch.spread import interval, resampled
+from flopwatch.stats import interval, resampled
 
 DRAWS = 2_000
 CONFIDENCE = 0.95

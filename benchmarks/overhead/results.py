@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopwatch.spread import percentile
+from flopwatch.stats import percentile
 from overhead.intervals import Interval, Pair, bootstrap, ratio_of_blocks, ratio_of_medians
 
 Raw = Mapping[str, Any]

@@ -14,7 +14,7 @@ from math import exp
 
 from flopwatch.records.repeats import RepeatPolicy, interval_of_runs, with_repeats
 from flopwatch.records.trial import Measured, TrialResult, TrialSpec
-from flopwatch.spread import median
+from flopwatch.stats import median
 from flopwatch.sweep.supervisor.build_result import step_times
 
 TRIALS = 2000

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from flopwatch.records.sweep_results import read_results
-from flopwatch.spread import median, percentile
+from flopwatch.stats import median, percentile
 
 
 def gaps_ms(command: str, trials: int) -> list[float]:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
+from flopwatch.files import write_json
 from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULT, STARTED, trial_folder, write_json
+from flopwatch.records.trial_files import RESULT, STARTED, trial_folder
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.records.reading import one_line
+from flopwatch.text import one_line
 from support.public_surface import ROOT
 from testbeds.unchanged.scripts import SCRIPTS
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import FlopwatchError
 from flopwatch.records.privacy import PrivacySpent
-from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.trial import (
     Measured,
     MemoryUse,

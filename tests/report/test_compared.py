@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
+from flopwatch.files import write_json
 from flopwatch.records.trial import MemoryUse
-from flopwatch.records.trial_files import write_json
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.contents import crossover_sentence
 from flopwatch.report.exports import fenced, report_markdown

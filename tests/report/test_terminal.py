@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from flopwatch.records.reading import plain
 from flopwatch.report.terminal import draw_report
+from flopwatch.text import plain
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
+from flopwatch.files import write_json
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import STARTED, SUPERVISOR_HEARTBEAT, write_json
+from flopwatch.records.trial_files import STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, own_identity
 from flopwatch.sweep.folder import StillRunsError

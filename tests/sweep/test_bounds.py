@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flopwatch.records.reading import cut, one_line, plain
 from flopwatch.sweep.supervisor.build_result import tail
 from flopwatch.sweep.worker.exception_outcome import describe_exception
+from flopwatch.text import cut, one_line, plain
 
 LARGE = 50_000_000
 

@@ -14,9 +14,10 @@ import time
 import pytest
 
 from flopwatch.cli import LastingStream
+from flopwatch.files import write_json
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import log_file, write_json
+from flopwatch.records.trial_files import log_file
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.runner.observing import Follower

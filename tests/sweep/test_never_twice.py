@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import read_json
+from flopwatch.files import read_json, write_json
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder, write_json
+from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder
 from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusively, own_identity, withdraw
 from flopwatch.sweep.engines.protocol import Ended

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from flopwatch.files import write_json
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialResult
-from flopwatch.records.trial_files import trial_folder, write_json
+from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.attempts import prepare_after_requeue
 from support.engines import contract
 

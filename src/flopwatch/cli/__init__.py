@@ -98,7 +98,7 @@ def print_json(content: Any) -> None:
 
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
-    from flopwatch.records.reading import plain
+    from flopwatch.text import plain
 
     typer.secho(plain(message), fg="red", err=True)
 

@@ -11,8 +11,8 @@ import typer
 from flopwatch.cli import flag, print_error, print_json, print_section
 from flopwatch.cli.trials.trial import MODEL_HELP
 from flopwatch.errors import InputError
-from flopwatch.number_format import flop_prefix, flop_rate, percent
-from flopwatch.number_format import flops as flop_text
+from flopwatch.numbers import flop_prefix, flop_rate, percent
+from flopwatch.numbers import flops as flop_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -169,9 +169,9 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
     """Write the requested tables. Returns their paths."""
-    from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table
+    from flopwatch.text import one_line
 
     if csv is None and parquet is None:
         return []

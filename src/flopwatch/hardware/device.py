@@ -8,7 +8,7 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.hardware.cpu import read_cpu
 from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 
 _GIB = 2**30
 _EUS_PER_XE_CORE = 8

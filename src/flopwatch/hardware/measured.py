@@ -5,9 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from flopwatch.files import read_object, write_json
 from flopwatch.records.flops import Peak
-from flopwatch.records.reading import read_object
-from flopwatch.records.trial_files import write_json
 
 MEASURABLE = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """Compute types whose matmuls can be timed; tf32 on CUDA only."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 
 ModeName = Literal["smart", "estimate", "profiler", "hybrid"]
 

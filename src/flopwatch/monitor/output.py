@@ -17,11 +17,11 @@ from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.what_ran import what_ran
 from flopwatch.records.flops import Peak
-from flopwatch.records.reading import first_line
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
+from flopwatch.text import first_line
 
 if TYPE_CHECKING:
     from flopwatch.sinks.console import ConsoleSink

@@ -32,7 +32,7 @@ from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
-from flopwatch.spread import percentile
+from flopwatch.stats import percentile
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6

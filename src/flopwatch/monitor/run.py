@@ -44,10 +44,10 @@ from flopwatch.monitor.window import (
     price_step,
     read_now,
 )
-from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces.splits import TRACES
 from flopwatch.sinks.protocol import Sink
+from flopwatch.text import first_line
 
 _MFU_ALARM = 1.05
 """An MFU above this is too high to be explained by inaccurate step times, so the peak must be wrong."""

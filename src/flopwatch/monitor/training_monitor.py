@@ -19,9 +19,9 @@ from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.random_state import same_random_states
 from flopwatch.records.html_table import html_table
-from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
+from flopwatch.text import first_line
 
 Batch = TypeVar("Batch")
 

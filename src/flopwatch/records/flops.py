@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from flopwatch.number_format import percent
+from flopwatch.numbers import percent
 from flopwatch.records.html_table import html_table
 
 Method = Literal["trace", "step", "estimate", "flops_fn"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import isfinite
 
-from flopwatch.records.reading import MAY_BE_INFINITE
+from flopwatch.decode import MAY_BE_INFINITE
 
 
 @dataclass(frozen=True, slots=True)

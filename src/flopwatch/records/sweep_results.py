@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, listed, load_json, numbered_lines, read_record
+from flopwatch.files import UnreadableError, load_json, numbered_lines
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
 from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
+from flopwatch.text import listed
 
 _LATEST_UNIX_TIME = 1e11
 """About the year 5138; a larger value is not a time."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from flopwatch.decode import read_record
 from flopwatch.errors import InputError
 from flopwatch.records.privacy import Privacy, PrivacySpent
-from flopwatch.records.reading import read_record
 
 FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""

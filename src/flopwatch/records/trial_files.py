@@ -1,4 +1,4 @@
-"""The names of the files in a sweep's folder, and functions that write them. Standard library only.
+"""The names of the files in a sweep's folder. Standard library only.
 
 DIR/
   sweep.json            every trial of the sweep, in the order of the matrix
@@ -14,12 +14,7 @@ DIR/
   earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
 """
 
-import errno
-import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 SWEEP = "sweep.json"
 RESULTS = "results.jsonl"
@@ -82,43 +77,3 @@ def exception_file(rank: int) -> str:
     The name has a number for rank 0 too, because `exception.json` is a copy of the file of the rank that failed first.
     """
     return f"exception-{rank}.json"
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write JSON to a temporary file and rename it, so that a reader never sees half a file.
-
-    There is no fsync, because 10,000 of them take minutes. At worst, a trial must run again after a power failure.
-    """
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-        os.replace(beside, file)
-    except OSError:  # such as a full disk, where the half of a file would take the last space
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def append_line(file: Path, content: Mapping[str, Any]) -> None:
-    """Append a line of JSON in one write. If the disk is full after half the line, the half is removed again."""
-    handle = open_for_lines(file)
-    try:
-        write_line(handle, content)
-    except OSError as error:
-        error.filename = str(file)
-        raise
-    finally:
-        os.close(handle)
-
-
-def open_for_lines(file: Path) -> int:
-    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
-
-
-def write_line(handle: int, content: Mapping[str, Any]) -> None:
-    """As `append_line`, to a file that `open_for_lines` opened."""
-    line = (json.dumps(content) + "\n").encode()
-    before = os.fstat(handle).st_size
-    if os.write(handle, line) < len(line):
-        os.ftruncate(handle, before)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.number_format import plural
-from flopwatch.records.reading import BrokenRecordError, clean_value, listed, read_json, read_record
+from flopwatch.decode import BrokenRecordError, clean_value, read_record
+from flopwatch.files import read_json
 from flopwatch.records.sweep_results import NewerFormatError, SweepResults, gather_results, result_from, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, RESULTS
+from flopwatch.text import listed, plural
 
 
 @dataclass(frozen=True, slots=True)

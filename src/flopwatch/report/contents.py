@@ -6,7 +6,7 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, factor, number, percent, plural, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, count, factor, number, percent, step_time
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import (
     Cell,
@@ -24,6 +24,7 @@ from flopwatch.report.records import (
 from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.verdicts import configuration as configuration
 from flopwatch.report.verdicts import differ_measurably
+from flopwatch.text import plural
 
 MATRIX_NOTES = (
     "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better.",

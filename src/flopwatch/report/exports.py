@@ -13,9 +13,8 @@ from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration
 from flopwatch.optional import require_package
-from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import FAILED, TrialResult
 from flopwatch.report import contents
 from flopwatch.report.capture import Capture
@@ -23,6 +22,7 @@ from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.table import COLUMNS, Kind, Table, result_row, whole_text
 from flopwatch.sinks.protocol import TrialRun
+from flopwatch.text import one_line, plain
 
 FORMAT = 1
 

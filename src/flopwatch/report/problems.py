@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flopwatch.number_format import byte_size, percent, plural
-from flopwatch.records.reading import first_line, listed
+from flopwatch.numbers import byte_size, percent
 from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
 from flopwatch.report.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure
+from flopwatch.text import first_line, listed, plural
 
 LOG_LINES = 15
 # Failures that a person must look into come first. Running out of memory is an expected result of a sweep.

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent, plural
-from flopwatch.records.reading import one_line, plain
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.report import contents
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
+from flopwatch.text import one_line, plain, plural
 
 MOST_ROWS = 24
 MOST_TIES = 4

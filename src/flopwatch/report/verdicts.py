@@ -15,10 +15,10 @@ from itertools import combinations, pairwise
 from math import exp, log
 from typing import NamedTuple
 
-from flopwatch.records.reading import listed
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
+from flopwatch.text import listed
 
 PROCESS_NOISE = 0.02
 """The step times of two processes that run the same trial differ by up to this share."""

@@ -12,7 +12,7 @@ from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
 from flopwatch.runs.waterfall.losses import Waterfall, key_of_other_flops, time_by_part, waterfall_of
-from flopwatch.spread import cut, interval, resampled
+from flopwatch.stats import cut, interval, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import listed
 from flopwatch.records.run import FORMAT, Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.records.run_checks import broken_field
+from flopwatch.text import listed
 
 BLOCK_BYTES = 1 << 18
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from flopwatch.records.run import Provenance, Row
 from flopwatch.runs import RunLog, provenance_at
-from flopwatch.spread import median, percentile
+from flopwatch.stats import median, percentile
 
 
 class SteadyStep(NamedTuple):

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from flopwatch.number_format import count, number, percent, step_time
+from flopwatch.numbers import count, number, percent, step_time
 from flopwatch.records.html_table import html_table
-from flopwatch.records.reading import one_line
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.text import one_line
 
 _LONGEST = 200
 

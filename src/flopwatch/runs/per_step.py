@@ -10,7 +10,7 @@ run is not a slow one.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from flopwatch.number_format import number, step_time
+from flopwatch.numbers import number, step_time
 from flopwatch.runs.waterfall.texts import IN_STEPS, LOSSES
 
 PASSES = "passes"

@@ -14,7 +14,7 @@ from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunSt
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
-from flopwatch.spread import percentile
+from flopwatch.stats import percentile
 
 
 class WatchFeed:

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flopwatch.records.reading import one_line
 from flopwatch.records.run import RunStart
+from flopwatch.text import one_line
 
 _SHORT_COMMIT = 12
 

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import count, duration, flop_rate, flops, number, percent, step_time
+from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 

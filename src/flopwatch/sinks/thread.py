@@ -14,9 +14,9 @@ from threading import Event, Thread
 from typing import Any, Final, cast
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import first_line
 from flopwatch.records.run import Record, Row
 from flopwatch.sinks.protocol import Sink
+from flopwatch.text import first_line
 
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"

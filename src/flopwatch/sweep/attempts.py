@@ -11,15 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flopwatch.records.reading import (
-    BrokenRecordError,
-    UnreadableError,
-    clean_value,
-    load_json,
-    read_object,
-    read_record,
-    tail,
-)
+from flopwatch.decode import BrokenRecordError, clean_value, read_record
+from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
 from flopwatch.records.repeats import run_median
 from flopwatch.records.sweep_results import NewerFormatError, read_result, trial_job_from
 from flopwatch.records.trial import UNSETTLED, TrialJob, TrialResult
@@ -33,7 +26,6 @@ from flopwatch.records.trial_files import (
     log_file,
     run_folder,
     trial_folder,
-    write_json,
 )
 
 Attempt: TypeAlias = Mapping[str, Any]

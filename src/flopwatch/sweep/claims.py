@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch import process
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
+from flopwatch.decode import BrokenRecordError, read_record
+from flopwatch.files import UnreadableError, opened_regular, read_json
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep.full_disk import when_there_is_space
 

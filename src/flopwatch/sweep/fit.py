@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
-from flopwatch.number_format import byte_size
-from flopwatch.records.reading import BrokenRecordError
+from flopwatch.numbers import byte_size
 from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine, visible_gpus

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.records.reading import read_json, read_object
+from flopwatch.files import append_line, read_json, read_object, write_json
 from flopwatch.records.sweep_results import is_sweep_folder, read_result, read_trial_list
 from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import (
@@ -39,11 +39,9 @@ from flopwatch.records.trial_files import (
     SUPERVISOR_HEARTBEAT,
     SWEEP,
     TRIALS,
-    append_line,
     log_file,
     run_folder,
     trial_folder,
-    write_json,
 )
 from flopwatch.sweep.attempts import free_name, put_aside
 from flopwatch.sweep.claims import (

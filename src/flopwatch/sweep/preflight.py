@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
-from flopwatch.records.reading import BrokenRecordError, read_json, read_lines, read_record
+from flopwatch.files import read_json, read_lines, write_json
 from flopwatch.records.trial import COMMAND, TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT, log_file, write_json
+from flopwatch.records.trial_files import PREFLIGHT, log_file
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.host.processes import descendants, dies_with
 from flopwatch.sweep.spec.parsing import needs_one_process

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from flopwatch.files import read_object, write_json
 from flopwatch.process import start_ticks
-from flopwatch.records.reading import read_object
-from flopwatch.records.trial_files import STRAYS, write_json
+from flopwatch.records.trial_files import STRAYS
 from flopwatch.sweep.claims import is_alive_here, own_identity
 from flopwatch.sweep.host.processes import is_marked
 

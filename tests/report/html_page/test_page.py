@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flopwatch.number_format import byte_size, percent, step_time
+from flopwatch.numbers import byte_size, percent, step_time
 from flopwatch.report.html_page.page import report_page
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import HOSTILE, OWNED, hostile_results

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.records.reading import read_json
+from flopwatch.files import read_json, write_json
 from flopwatch.records.trial import TrialResult
-from flopwatch.records.trial_files import trial_folder, write_json
+from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines import slurm_submission as slurm_outbox

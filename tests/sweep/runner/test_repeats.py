@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from flopwatch.files import write_json
 from flopwatch.records.repeats import RepeatPolicy, with_repeats
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import Measured, StepTimes, TrialResult, TrialSpec
-from flopwatch.records.trial_files import write_json
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import exit_status, make_plan

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.files import append_line
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import append_line
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner import run as passing_errors

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.spread import percentile
+from flopwatch.stats import percentile
 from flopwatch.sweep.supervisor.build_result import step_times
 
 

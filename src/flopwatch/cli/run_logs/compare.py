@@ -16,7 +16,8 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
-from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
+from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
+from flopwatch.text import plural
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
@@ -68,7 +69,7 @@ def compare(
 def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
     """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, as `--json` uses stdout."""
     from flopwatch.runs.comparison import speed_line
-    from flopwatch.spread import FEWEST_STEPS
+    from flopwatch.stats import FEWEST_STEPS
 
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
@@ -134,7 +135,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 
 def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> None:
     """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok. Prints to stderr."""
-    from flopwatch.records.reading import one_line
+    from flopwatch.text import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}

@@ -13,7 +13,7 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.cli.run_logs.why_times import show_times
 from flopwatch.errors import InputError
-from flopwatch.number_format import flop_rate, percent
+from flopwatch.numbers import flop_rate, percent
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput

@@ -14,7 +14,8 @@ import typer
 
 from flopwatch.cli import flag, print_json
 from flopwatch.errors import InputError
-from flopwatch.number_format import duration, percent, plural, step_time
+from flopwatch.numbers import duration, percent, step_time
+from flopwatch.text import plural
 
 if TYPE_CHECKING:
     from flopwatch.records.trace_split import TraceSplit

@@ -57,7 +57,7 @@ def _list_of_runs(places: "list[str]", folder: str) -> "RenderableType":
     """A table with one line per run, the newest last."""
     from rich.table import Table
 
-    from flopwatch.number_format import number, percent
+    from flopwatch.numbers import number, percent
     from flopwatch.runs.log_file import find_log
     from flopwatch.runs.reading import read_around
     from flopwatch.runs.state import WatchedRun

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.number_format import count, duration, flop_rate, number, percent, step_time
+from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
 from flopwatch.runs.state import WatchedRun
 

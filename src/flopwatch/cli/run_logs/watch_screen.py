@@ -6,7 +6,7 @@ from rich.text import Text
 
 from flopwatch.cli.run_logs.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
 from flopwatch.cli.run_logs.waterfall_bars import peak_bar, peak_line
-from flopwatch.number_format import duration, flop_rate, percent
+from flopwatch.numbers import duration, flop_rate, percent
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice
 from flopwatch.runs.state import State, WatchedRun

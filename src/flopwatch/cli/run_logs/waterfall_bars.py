@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from flopwatch.cli.run_logs.watch_panels import bar, line
-from flopwatch.number_format import percent
+from flopwatch.numbers import percent
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.waterfall.conclusion import LEAST_DRAWN_POINTS

@@ -8,7 +8,8 @@ from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.errors import InputError
-from flopwatch.number_format import duration, flop_rate, percent, plural
+from flopwatch.numbers import duration, flop_rate, percent
+from flopwatch.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,7 @@ def _print_lines(console: "Console", rows: "Sequence[Text]") -> None:
 
 
 def _header(log: "RunLog", waterfall: "Waterfall", facts: "RunFacts") -> "Iterator[Text]":
-    from flopwatch.records.reading import one_line
+    from flopwatch.text import one_line
 
     mfu = percent(waterfall.mfu_percent / 100)
     yield from _paragraph(f"Why the MFU of {one_line(str(log.path.parent))} is {mfu}", style="bold")
@@ -128,7 +129,7 @@ def _header(log: "RunLog", waterfall: "Waterfall", facts: "RunFacts") -> "Iterat
 
 
 def _on_what(log: "RunLog") -> str:
-    from flopwatch.records.reading import one_line
+    from flopwatch.text import one_line
 
     provenance = log.provenances[-1] if log.provenances else None
     if provenance is None or provenance.peak is None:
@@ -184,7 +185,7 @@ def _loss_lines(number: int, loss: "Loss") -> "Iterator[Text]":
 
 def _paragraph(text: str, *, style: str = "", indent: str = "") -> "Iterator[Text]":
     from flopwatch.cli.run_logs.watch_panels import line
-    from flopwatch.records.reading import plain
+    from flopwatch.text import plain
 
     wrapped = textwrap.wrap(
         plain(text), text_width(), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False

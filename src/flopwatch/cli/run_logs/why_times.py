@@ -8,8 +8,8 @@ import typer
 
 from flopwatch.cli import print_json, text_width
 from flopwatch.errors import InputError
-from flopwatch.number_format import duration, percent, plural
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import duration, percent
+from flopwatch.text import one_line, plural
 
 if TYPE_CHECKING:
     from flopwatch.records.trace_split import TraceSplit
@@ -91,7 +91,7 @@ def _print_table(times: "Times") -> None:
 
 
 def _print_paragraph(text: str, *, dim: bool = False) -> None:
-    from flopwatch.records.reading import plain
+    from flopwatch.text import plain
 
     lines = textwrap.wrap(plain(text), text_width(), break_on_hyphens=False, break_long_words=False)
     typer.secho("\n".join(lines), dim=dim)

@@ -244,9 +244,8 @@ def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: 
     """Print which command to run next, and exit with the status of the sweep."""
     import shlex
 
-    from flopwatch.number_format import plural
-    from flopwatch.records.reading import one_line
     from flopwatch.sweep.runner.plan import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
+    from flopwatch.text import one_line, plural
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):

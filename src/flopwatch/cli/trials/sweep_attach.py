@@ -16,14 +16,13 @@ from rich.live import Live
 from flopwatch.cli import lasting_output
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
-from flopwatch.number_format import plural
-from flopwatch.records.reading import plain
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import RUNNER_LOG
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.observing import Follower, RunnerState, Stop, is_alive, is_here, read_runner
 from flopwatch.sweep.runner.plan import GREEN
+from flopwatch.text import plain, plural
 
 _LOOK_EVERY_SECONDS = 0.5
 

@@ -21,8 +21,7 @@ from rich.text import Text
 from flopwatch.cli import PatientLines
 from flopwatch.cli.trials.trial_screens import outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.number_format import byte_size, count, duration, flops, percent, plural, step_time
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep import Screen
 from flopwatch.sweep.claims import read_progress
@@ -30,6 +29,7 @@ from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan
+from flopwatch.text import one_line, plural
 
 _LAST_ENDED = 6
 _MOST_RUNNING = 12

@@ -23,8 +23,8 @@ from typing import IO, TYPE_CHECKING
 import typer
 
 from flopwatch.errors import InputError, MissingDependencyError
-from flopwatch.number_format import plural
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
+from flopwatch.text import plural
 
 if TYPE_CHECKING:
     from flopwatch.report.capture import Capture
@@ -119,7 +119,7 @@ def _waited(follower: "subprocess.Popen[bytes]") -> int:
 
 
 def _last_line(said: IO[bytes]) -> str:
-    from flopwatch.records.reading import one_line
+    from flopwatch.text import one_line
 
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
@@ -162,7 +162,7 @@ def logged_text(service: str, logged: "Logged") -> str:
     >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
-    from flopwatch.records.reading import one_line
+    from flopwatch.text import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:

@@ -162,7 +162,8 @@ def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
 
 
 def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]":
-    from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json
+    from flopwatch.decode import BrokenRecordError
+    from flopwatch.files import UnreadableError, load_json
     from flopwatch.records.sweep_results import NewerFormatError, is_sweep_folder, trial_job_from
     from flopwatch.sweep.spec.parsing import check_processes
 

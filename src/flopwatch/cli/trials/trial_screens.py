@@ -15,15 +15,15 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.records.privacy import PrivacySpent
-from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.runner.observing import Stop
+from flopwatch.text import one_line, plain
 
 
 def outcome_text(outcome: str) -> Text:

@@ -36,7 +36,7 @@ from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, facto
 from flopwatch.flops.tracing.tally import Phase
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 from flopwatch.torch_internals import (
     TO_COPY,
     FakeTensor,

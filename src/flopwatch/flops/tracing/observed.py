@@ -25,7 +25,7 @@ from flopwatch.flops.tracing.live import StepCount, may_compile
 from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 from flopwatch.torch_internals import apart, check_schemas
 
 _IN_USE = "the training uses torch's profiler, of which a process can run only one"

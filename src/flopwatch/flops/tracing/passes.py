@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 from flopwatch.torch_internals import TorchDispatchMode, needs_values
 
 LossFn = Callable[[Any], torch.Tensor]

@@ -20,7 +20,7 @@ from flopwatch.flops.tracing.scaling import Axes, Product, Scale
 from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import leaves_of, tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 from flopwatch.torch_internals import FakeTensorMode, OpOverload, apart
 
 _MOST_SIZES = 4096

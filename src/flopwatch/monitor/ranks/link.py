@@ -23,7 +23,7 @@ from flopwatch.monitor.ranks import layout, meeting, wire
 from flopwatch.monitor.ranks.job_store import OPEN_SECONDS, JobStore, find_job_store, probe
 from flopwatch.monitor.ranks.meeting import DeviceCensus, RunKey, Terms
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankDoubt, RankReport, aligned, extend
-from flopwatch.records.reading import first_line
+from flopwatch.text import first_line
 
 _MOST_WAITING = 64
 """The maximum number of reports that wait to be sent; each further report is joined with the last one."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from flopwatch.number_format import plural
-from flopwatch.records.reading import listed, one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import make_cell, trainer_name
@@ -27,6 +25,7 @@ from flopwatch.report.comparison.ratios import (
     ratios,
 )
 from flopwatch.report.problems import counted_environments, denominators, shown_settings
+from flopwatch.text import listed, one_line, plural
 
 SIZES = ("model", "batch_size", "seq_len")
 """Trials that differ in one of these settings are never paired, because they do different work."""

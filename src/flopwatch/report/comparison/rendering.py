@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
-from flopwatch.number_format import UNKNOWN, factor, plural
-from flopwatch.records.reading import listed, one_line
+from flopwatch.numbers import UNKNOWN, factor
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Difference,
@@ -24,6 +23,7 @@ from flopwatch.report.comparison.ratios import (
     Verdict,
 )
 from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
+from flopwatch.text import listed, one_line, plural
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
 _WORDS: dict[Quantity, dict[Verdict, str]] = {

@@ -5,7 +5,7 @@ from math import log
 from operator import attrgetter
 from typing import NamedTuple
 
-from flopwatch.number_format import byte_size, number, percent, step_time
+from flopwatch.numbers import byte_size, number, percent, step_time
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.html_page import svg

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from flopwatch.number_format import UNKNOWN, count, factor
+from flopwatch.numbers import UNKNOWN, count, factor
 from flopwatch.report import contents
 from flopwatch.report.html_page import charts
 from flopwatch.report.html_page.svg import esc, legend_marker

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, floor, log2, log10
 from typing import NamedTuple
 
-from flopwatch.records.reading import plain
+from flopwatch.text import plain
 
 _MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",

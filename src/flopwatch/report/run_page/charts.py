@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from flopwatch.number_format import count, duration, percent, plural
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import count, duration, percent
 from flopwatch.report.html_page import svg
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
 from flopwatch.report.run_page.words import WHOLE_MFU, metric_name, utc
 from flopwatch.runs.waterfall.losses import Waterfall
+from flopwatch.text import one_line, plural
 
 WIDTH = 460.0
 _HEIGHT = 206.0

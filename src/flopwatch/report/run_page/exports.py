@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from flopwatch.number_format import duration, percent, plural
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import duration, percent
 from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import lost_text, moment_words
 from flopwatch.report.run_page.contents import RunReport
 from flopwatch.runs.waterfall.losses import Waterfall
+from flopwatch.text import one_line, plural
 
 MOST_MOMENTS = 40
 MOST_PROVENANCES = 5

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, number, percent, plural, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.reading import one_line
 from flopwatch.report.html_page.frame import whole_page
 from flopwatch.report.html_page.svg import esc
 from flopwatch.report.run_page import words
@@ -24,6 +23,7 @@ from flopwatch.report.run_page.contents import Moment, RunReport
 from flopwatch.report.run_page.curves import Curve, in_groups
 from flopwatch.report.run_page.tables import behind, facts, in_words, paragraph, table
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.text import one_line, plural
 
 TABLE_ROWS = 100
 MOST_SESSIONS = 50

@@ -8,12 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import duration, percent, plural
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import duration, percent
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import lost_text
 from flopwatch.report.run_page.contents import RunReport
 from flopwatch.runs.waterfall.losses import Waterfall
+from flopwatch.text import one_line, plural
 
 _BAR_COLUMNS = 30
 _MOST_NOTICES = 3

@@ -5,14 +5,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwatch.number_format import UNKNOWN, count, duration, flop_rate, flops, number, percent, plural, step_time
+from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.reading import one_line
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
 from flopwatch.runs.waterfall.texts import IN_STEPS
 from flopwatch.runs.waterfall.times import TimeUse
 from flopwatch.runs.what_ran import what_ran
+from flopwatch.text import one_line, plural
 
 NAMES = {
     "perf/mfu_percent": "MFU",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import UnreadableError, opened_regular
+from flopwatch.files import UnreadableError, opened_regular
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_VALUE = 1 << 24

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import read_object
-from flopwatch.records.trial_files import write_json
+from flopwatch.files import read_object, write_json
 
 MOST_STEPS = 10
 """A trace contains at most this many steps, because a longer one would take gigabytes."""

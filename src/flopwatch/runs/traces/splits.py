@@ -13,14 +13,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from flopwatch.decode import read_record
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.records.reading import one_line, read_object, read_record
+from flopwatch.files import read_object, write_json
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.records.trial_files import write_json
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.traces.file import read_events
 from flopwatch.runs.traces.uses import USES, Intervals, split_time, use_of_kernel, use_of_op
+from flopwatch.text import one_line
 
 TRACES = "traces"
 """Name of the folder with the traces of a run."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import duration, flop_rate, percent, plural
+from flopwatch.numbers import duration, flop_rate, percent
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
-from flopwatch.records.reading import one_line
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.texts import IN_STEPS, LOSSES, MEASURE_WAIT, LossText, in_shell, text_of
+from flopwatch.text import one_line, plural
 
 
 @dataclass(frozen=True, slots=True)

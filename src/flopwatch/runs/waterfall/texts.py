@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopwatch.number_format import duration, percent, step_time
-from flopwatch.records.reading import one_line
+from flopwatch.numbers import duration, percent, step_time
+from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flopwatch.number_format import count, duration, flop_rate, percent, step_time
+from flopwatch.numbers import count, duration, flop_rate, percent, step_time
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import duration, percent, plural
+from flopwatch.numbers import duration, percent
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, seconds_of
+from flopwatch.text import plural
 
 LEAST_STEPS = 20
 """The first steps are warm-up, and the median that tells stalled steps from others needs some more."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import one_line, read_json
+from flopwatch.files import read_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STARTED, trial_folder
 from flopwatch.sweep.claims import is_alive_here, visible_seconds
@@ -25,6 +25,7 @@ from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import CORES, GPUS
 from flopwatch.sweep.supervisor.spare import SpareSupervisor
+from flopwatch.text import one_line
 
 _EPSILON = 1e-9  # absorbs rounding errors of GPU shares
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome, TrialSpec
 from flopwatch.sweep.folder import Trial as Trial
 from flopwatch.sweep.host.processes import check_system
+from flopwatch.text import cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flopwatch.records.reading import one_line
 from flopwatch.sweep.engines.ray_internals import reconnect_seconds
 from flopwatch.sweep.host.processes import PARENT
+from flopwatch.text import one_line
 
 _ANSWER_SECONDS = 5.0  # The runner waits this long for an answer, and then shows that Ray does not answer.
 _LATE_SECONDS = 0.25  # While an answer is late, each further call waits this long for it.

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flopwatch.records.reading import first_line
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.ray_internals import forget_node, has_node_records, import_ray, node_of, start_local
 from flopwatch.sweep.host.processes import PARENT, die_with_parent
+from flopwatch.text import first_line
 
 _GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because the value may be on another node.
 _ANSWER_SECONDS = 5.0  # Values of further tasks are left to the next call if those read so far took this long.

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import first_line
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.engines.ray_internals import publish_node
 from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
+from flopwatch.text import first_line
 
 FOLDER_TOKEN = ".ray-token"
 """A file in the sweep's folder. A node that reads the expected token in it has access to the same folder."""

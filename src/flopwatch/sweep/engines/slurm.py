@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import UnreadableError, opened_regular, read_object, tail
+from flopwatch.files import UnreadableError, opened_regular, read_object, tail
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import monotonic_seconds
-from flopwatch.records.reading import UnreadableError, opened_regular
+from flopwatch.files import UnreadableError, opened_regular
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.host.memory import own_groups
 from flopwatch.version import __version__

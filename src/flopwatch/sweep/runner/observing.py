@@ -15,21 +15,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.decode import BrokenRecordError, read_record
+from flopwatch.files import UnreadableError, opened_regular, read_json, write_json
 from flopwatch.process import start_ticks
-from flopwatch.records.reading import (
-    BrokenRecordError,
-    UnreadableError,
-    one_line,
-    opened_regular,
-    read_json,
-    read_record,
-)
 from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULTS, RUNNER, write_json
+from flopwatch.records.trial_files import RESULTS, RUNNER
 from flopwatch.sweep.claims import BEAT_SECONDS, waits_for_space
 from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, folder_of
 from flopwatch.sweep.runner.plan import Plan
+from flopwatch.text import one_line
 
 
 class Observer(Protocol):

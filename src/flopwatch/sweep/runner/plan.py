@@ -7,10 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
 from flopwatch.models.presets import check_model_name
-from flopwatch.number_format import plural
-from flopwatch.records.reading import BrokenRecordError, listed
 from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import SweepResults, TrialList, gather_results, is_sweep_folder, troubles
 from flopwatch.records.trial import (
@@ -28,6 +27,7 @@ from flopwatch.sweep.attempts import Attempt
 from flopwatch.sweep.folder import Trial, record
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.spec.names import trial_names
+from flopwatch.text import listed, plural
 
 ONLY = ("failed", "oom", "missing")
 NO_REPEATS = RepeatPolicy()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.reading import read_json, read_object, tail
+from flopwatch.files import read_json, read_object, tail
 from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder

@@ -12,7 +12,6 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
-from flopwatch.records.reading import cut, first_line
 from flopwatch.records.repeats import MOST_REPEATS
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
@@ -30,6 +29,7 @@ from flopwatch.sweep.spec.parsing import (
 )
 from flopwatch.sweep.spec.yaml_file import load_yaml
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
+from flopwatch.text import cut, first_line
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 2

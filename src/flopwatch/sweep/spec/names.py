@@ -18,10 +18,10 @@ from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
-from flopwatch.records.reading import one_line
 from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
+from flopwatch.text import one_line
 
 _WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")

@@ -17,8 +17,8 @@ import yaml
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
-from flopwatch.records.reading import one_line
 from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec, canonical_trainer
+from flopwatch.text import one_line
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

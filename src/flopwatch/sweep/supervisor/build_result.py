@@ -12,17 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.records.reading import (
-    BrokenRecordError,
-    clean_value,
-    cut,
-    first_line,
-    read_json,
-    read_lines,
-    read_object,
-    read_record,
-    tail,
-)
+from flopwatch.decode import BrokenRecordError, clean_value, read_record
+from flopwatch.files import read_json, read_lines, read_object, tail
 from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
@@ -37,7 +28,7 @@ from flopwatch.records.trial import (
     TrialSpec,
 )
 from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, STEPS, log_file, trial_folder
-from flopwatch.spread import interval, median, percentile, resampled
+from flopwatch.stats import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
 from flopwatch.sweep.host.memory import HostPeak
@@ -51,6 +42,7 @@ from flopwatch.sweep.supervisor.classify import (
     ok_after_steps,
     signal_name,
 )
+from flopwatch.text import cut, first_line
 
 _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
 _PHASES = ("forward", "backward", "optimizer")

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flopwatch.records.reading import first_line
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.text import first_line
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
 

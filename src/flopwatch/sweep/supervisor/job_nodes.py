@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flopwatch.files import write_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import EXCEPTION, trial_folder, write_json
+from flopwatch.records.trial_files import EXCEPTION, trial_folder
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import HostPeak, MemoryLimit
 from flopwatch.sweep.host.processes import start_worker

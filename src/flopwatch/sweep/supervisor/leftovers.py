@@ -12,9 +12,9 @@ import time
 import zlib
 from pathlib import Path
 
+from flopwatch.files import read_json, write_json
 from flopwatch.process import pid_scope
-from flopwatch.records.reading import read_json
-from flopwatch.records.trial_files import GUARD, STARTED, trial_folder, write_json
+from flopwatch.records.trial_files import GUARD, STARTED, trial_folder
 from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 

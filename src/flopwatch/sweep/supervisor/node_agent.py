@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import read_json
+from flopwatch.files import read_json
 from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json, read_object
+from flopwatch.decode import BrokenRecordError
+from flopwatch.files import UnreadableError, load_json, read_object, write_json
 from flopwatch.records.sweep_results import NewerFormatError, trial_job_from
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder, write_json
+from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
 from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
 from flopwatch.sweep.full_disk import when_there_is_space

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
 from flopwatch.records.privacy import Privacy, PrivacySpent
-from flopwatch.records.reading import first_line
 from flopwatch.records.trial import COMMAND, is_private
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
+from flopwatch.text import first_line
 
 _USUAL_DELTA = 1e-5
 """Default delta for a data set of unknown size; otherwise the default is 1 divided by the size."""

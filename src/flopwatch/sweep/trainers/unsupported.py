@@ -9,9 +9,9 @@ from typing import Literal
 from torch import nn
 
 from flopwatch.errors import UnsupportedError
-from flopwatch.records.reading import first_line
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
+from flopwatch.text import first_line
 from flopwatch.torch_internals import ANY_BATCH_NORM
 
 _MOST_NAMED = 3

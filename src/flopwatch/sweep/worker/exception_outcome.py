@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome
 from flopwatch.sweep.full_disk import is_full_disk
+from flopwatch.text import cut
 
 # Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
 _DEVICE_WORDS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "HIP out of memory")

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import read_json
+from flopwatch.files import read_json, write_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank, write_json
+from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.processes import die_with_parent

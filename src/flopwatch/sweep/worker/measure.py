@@ -16,11 +16,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flopwatch.errors import MissingDependencyError
+from flopwatch.files import open_for_lines, read_lines, write_json, write_line
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
-from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
-from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, open_for_lines, run_folder, write_json, write_line
+from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident

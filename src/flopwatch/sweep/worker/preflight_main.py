@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
+from flopwatch.files import append_line, read_json
 from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.privacy import Privacy
-from flopwatch.records.reading import cut, first_line, read_json
 from flopwatch.records.trial import LABELS, PRIVATE
-from flopwatch.records.trial_files import append_line
 from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
@@ -34,6 +33,7 @@ from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
 from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.sweep.worker.step_cost import count_plain
+from flopwatch.text import cut, first_line
 
 _BATCH_SIZE, _SEQ_LEN = 3, 8
 """Batch size and length differ from each other and from the copies' sizes, so that swapped dimensions raise errors."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
-from flopwatch.spread import median
+from flopwatch.stats import median
 from flopwatch.sweep.host.processes import usable_cores
 from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches

@@ -12,12 +12,12 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.records.flops import AttentionConvention, FlopCount
-from flopwatch.records.reading import cut, first_line
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
 from flopwatch.sweep.worker.exception_outcome import message_of
+from flopwatch.text import cut, first_line
 from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
 
 

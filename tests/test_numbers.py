@@ -4,18 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from flopwatch.number_format import (
-    byte_size,
-    count,
-    duration,
-    factor,
-    flop_rate,
-    flops,
-    number,
-    percent,
-    plural,
-    step_time,
-)
+from flopwatch.numbers import byte_size, count, duration, factor, flop_rate, flops, number, percent, step_time
+from flopwatch.text import plural
 
 
 @pytest.mark.parametrize(

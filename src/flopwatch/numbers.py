@@ -156,14 +156,5 @@ def factor(value: float | None, digits: int = 3) -> str:
     return UNKNOWN if value is None else f"{number(value, digits)}×"
 
 
-def plural(amount: int, word: str) -> str:
-    """A number and a noun in the singular or plural.
-
-    >>> plural(1, "trial"), plural(3000, "trial")
-    ('1 trial', '3,000 trials')
-    """
-    return f"{amount:,} {word}" if amount == 1 else f"{amount:,} {word}s"
-
-
 def _prefix(value: float, prefixes: Sequence[tuple[float, str]]) -> tuple[float, str]:
     return next(((unit, prefix) for unit, prefix in prefixes if abs(value) >= _ROUNDS_UP * unit), (1.0, ""))

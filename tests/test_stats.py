@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from flopwatch.spread import cut, interval, median, percentile, resampled
+from flopwatch.stats import cut, interval, median, percentile, resampled
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 512])
