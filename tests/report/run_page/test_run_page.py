@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from flopwatch.cli import main
-from flopwatch.report.html_page.svg import linear_ticks
+from flopwatch.present.svg import linear_ticks
 from flopwatch.report.run_page.charts import waterfall_svg
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.page import run_page, waterfall_section

@@ -6,9 +6,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from flopwatch.numbers import byte_size, number, percent, step_time
+from flopwatch.present import svg
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
-from flopwatch.report.html_page import svg
 from flopwatch.report.records import Cell, Group
 
 MOST_PANELS = 8

@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections.abc import Iterable
 from pathlib import Path
 
-from flopwatch.report.html_page.svg import esc
+from flopwatch.present.svg import esc
 from flopwatch.version import __version__
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from flopwatch.numbers import UNKNOWN, count, factor
+from flopwatch.present.svg import esc, legend_marker
 from flopwatch.report import contents
 from flopwatch.report.html_page import charts
-from flopwatch.report.html_page.svg import esc, legend_marker
 from flopwatch.report.records import CostFactor, Group
 
 MOST_ROWS = 60

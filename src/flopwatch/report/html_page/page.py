@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, duration, percent
+from flopwatch.present.svg import COLOURS, esc
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.html_page.frame import whole_page
 from flopwatch.report.html_page.group import group_section
-from flopwatch.report.html_page.svg import COLOURS, esc
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
 from flopwatch.text import plain
 

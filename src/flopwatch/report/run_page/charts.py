@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from flopwatch.numbers import count, duration, percent
-from flopwatch.report.html_page import svg
+from flopwatch.present import svg
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
 from flopwatch.report.run_page.words import WHOLE_MFU, metric_name, utc

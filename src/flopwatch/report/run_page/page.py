@@ -5,9 +5,9 @@ from math import ceil
 from pathlib import Path
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.present.svg import esc
 from flopwatch.records.metrics import find_metric
 from flopwatch.report.html_page.frame import whole_page
-from flopwatch.report.html_page.svg import esc
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import (
     KINDS,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from flopwatch.report.html_page.svg import esc
+from flopwatch.present.svg import esc
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str, caption: str = "") -> str:

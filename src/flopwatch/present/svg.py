@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from math import ceil, floor, log2, log10
 from typing import NamedTuple
 
-from flopwatch.text import plain
+from flopwatch.present.document import Bar
+from flopwatch.text import one_line, plain
 
 _MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
@@ -16,6 +17,7 @@ _MARKERS = (
     "M-1.6 -4.6h3.2v3h3v3.2h-3v3h-3.2v-3h-3v-3.2h3z",
 )
 COLOURS = 8
+_LONGEST_NAME = 50
 
 
 def esc(text: object) -> str:
@@ -156,3 +158,19 @@ def figure(title: str, remark: str, drawing: str, width: float, height: float, l
 
 def _marker(kind: int) -> str:
     return _MARKERS[kind % len(_MARKERS)]
+
+
+def bars_svg(bars: Sequence[Bar]) -> tuple[str, float, float]:
+    """Draw bars below each other, each below its name. Returns the drawing, its width and its height."""
+    parts, row, width = [], 33.0, 460.0
+    for place, bar in enumerate(bars):
+        top = 2 + row * place
+        low, high = (4 + 452 * min(max(share, 0.0), 1.0) for share in (bar.low, bar.high))
+        box = f'y="{top + 17:.1f}" height="10"'
+        tone = bar.tone.rpartition(" ")[2]
+        parts.append(f'<rect class="track" x="4" width="452" {box} rx="2"/>')
+        parts.append(f'<rect class="fill {tone}" x="{low:.1f}" width="{max(high - low, 1.5):.1f}" {box} rx="2"/>')
+        parts.append(text(4, top + 11, one_line(bar.name, _LONGEST_NAME), style="val"))
+        parts.append(text(456, top + 11, bar.text, anchor="end", style="val"))
+        parts.append(f'<rect class="tip" x="0" y="{top:.1f}" width="460" height="{row - 2:.0f}"{tipped(bar.tip)}/>')
+    return "".join(parts), width, 4 + row * len(bars)

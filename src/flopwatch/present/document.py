@@ -1,0 +1,395 @@
+"""A document: what a report says, once, for all media.
+
+A document holds texts as they are: each renderer makes the text of users harmless in its own way. It knows no record,
+so everything in the house may build one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+
+Medium: TypeAlias = Literal["terminal", "markdown", "html"]
+EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
+Tone: TypeAlias = Literal["", "strong", "best", "soft", "note", "warn", "chip", "ok", "oom", "failed", "not-run"]
+"""How a text is shown. `note` is small and soft; the last four are the classes of outcomes, which have colours."""
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class Most(NamedTuple):
+    """How many rows or parts each medium shows at most."""
+
+    terminal: int
+    markdown: int
+    html: int
+
+    def of(self, medium: Medium) -> int:
+        return int(getattr(self, medium))
+
+
+SOME_ROWS, SOME_ITEMS = Most(24, 60, 200), Most(8, 60, 200)
+
+
+class Lazy(Sequence[Made]):
+    """A sequence whose items are made when they are read: of 10,000 rows, only those that are shown."""
+
+    def __init__(self, items: Sequence[Item], make: Callable[[Item], Made]) -> None:
+        self._items, self._make = items, make
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, place: int) -> Made: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Made]: ...
+    def __getitem__(self, place: int | slice) -> Made | Sequence[Made]:
+        if isinstance(place, slice):
+            return [self._make(item) for item in self._items[place]]
+        return self._make(self._items[place])
+
+
+def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
+    """Select at most `at_most` items: the first, the last, and evenly spaced items between them.
+
+    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
+    ([1, 4, 7], [1, 2])
+    """
+    if len(items) <= at_most:
+        return list(items)
+    if at_most == 1:
+        return [items[-1]]
+    return [items[round(place * (len(items) - 1) / (at_most - 1))] for place in range(at_most)]
+
+
+class Share(NamedTuple):
+    """A part of a whole, such as the trials that ran out of memory."""
+
+    name: str
+    amount: int
+    tone: Tone
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table. A cell without any of the attributes below `text` may be a plain str.
+
+    Attributes:
+        detail: A softer text behind the text.
+        short: What a narrow terminal shows instead of text and detail.
+        tip: What a page shows below the pointer.
+        colour: Number of the colour of a dot before the text on a page.
+        bar: Length of a bar on a page, as a share of the longest; `shares` are drawn as a strip.
+    """
+
+    text: str
+    tone: Tone = ""
+    detail: str = ""
+    short: str | None = None
+    tip: str = ""
+    colour: int | None = None
+    bar: float | None = None
+    shares: tuple[Share, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.detail}" if self.detail else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        is_number: The column is aligned right, and its texts are not wrapped.
+        group: Columns of one group stand below a common heading.
+        short: The heading in a terminal.
+        only: The media that have the column.
+    """
+
+    head: str
+    is_number: bool = False
+    group: str = ""
+    short: str | None = None
+    only: tuple[Medium, ...] = EVERYWHERE
+
+
+def numbers(*heads: str) -> tuple[Column, ...]:
+    return tuple(Column(head, is_number=True) for head in heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table.
+
+    Attributes:
+        columns: A column that is a str holds texts.
+        most: How many rows each medium shows; a note says how many are left out.
+        pick: Chooses the places of the rows that are shown, given the number of rows and how many are shown at most;
+            None chooses the first ones.
+        fixed: Number of columns at the left that name the row. A terminal that is too narrow shows the other columns
+            in several tables, and repeats these.
+        merges: Whether rows below each other do not repeat the text of the first column.
+        fits: Whether a page makes the table only as wide as its content.
+    """
+
+    columns: Sequence[Column | str]
+    rows: Sequence[Sequence[Cell | str]]
+    title: str = ""
+    note: str = ""
+    most: Most = SOME_ROWS
+    pick: Callable[[int, int], Sequence[int]] | None = None
+    fixed: int = 1
+    merges: bool = False
+    fits: bool = False
+
+    def shown(self, medium: Medium) -> tuple[list[Column], list[list[Cell]]]:
+        """The columns and rows that a medium shows."""
+        columns = [column if isinstance(column, Column) else Column(column) for column in self.columns]
+        kept = [place for place, column in enumerate(columns) if medium in column.only]
+        rows = [self.rows[place] for place in self._places(medium)]
+        cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in (row[at] for at in kept)] for row in rows]
+        return [columns[place] for place in kept], cells
+
+    def _places(self, medium: Medium) -> Sequence[int]:
+        count, most = len(self.rows), self.most.of(medium)
+        if count <= most:
+            return range(count)
+        return range(most) if self.pick is None else self.pick(count, most)
+
+    def left_out(self, medium: Medium) -> str:
+        """How many rows the medium shows if these are not all."""
+        shown = len(self._places(medium))
+        how = "" if self.pick is None else ", evenly spaced"
+        return "" if shown == len(self.rows) else f"{shown:,} of {len(self.rows):,} rows are shown{how}"
+
+
+def spaced(count: int, most: int) -> list[int]:
+    """Choose evenly spaced rows of a table."""
+    return evenly(range(count), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph. Words between backticks are code."""
+
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of sentences; `most` limits it, and `more` says what the others are."""
+
+    texts: Sequence[str]
+    is_numbered: bool = False
+    most: Most = SOME_ITEMS
+    more: str = "more"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and what they are. Facts without a text are left out."""
+
+    pairs: Sequence[tuple[str, str | Cell]]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A text of several lines, such as the end of a log. A terminal shows its last lines."""
+
+    text: str
+    title: str = ""
+    most_lines: int = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The main numbers, each with the words that say what it is."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Shares of a whole in one bar, with a legend."""
+
+    shares: Sequence[Share]
+
+
+class Bar(NamedTuple):
+    """A bar from `low` to `high`, as shares of the width of the chart, with a text at its end."""
+
+    name: str
+    low: float
+    high: float
+    text: str
+    tone: Literal["whole", "loss", "large loss", "rest"]
+    tip: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A bar chart. `behind` is the same as a table: Markdown shows it instead, a page below the chart."""
+
+    bars: Sequence[Bar]
+    title: str = ""
+    remark: str = ""
+    behind: Table | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A chart that only a page shows.
+
+    Attributes:
+        svg: Markup made with `present.svg`, which escapes its texts.
+        legend: Names of the curves, each with the number of its colour.
+        behind: The numbers of the chart as tables, which a page shows on demand.
+    """
+
+    title: str
+    remark: str
+    svg: str
+    width: float
+    height: float
+    legend: Sequence[tuple[str, int]] = ()
+    behind: Sequence[Table] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Drawings of one kind, side by side below a common title."""
+
+    drawings: Sequence[Drawing]
+    title: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Legend:
+    """Names and the numbers of their markers in the charts below."""
+
+    names: Sequence[tuple[str, int]]
+
+
+class Field(NamedTuple):
+    """A column of `Records`.
+
+    Attributes:
+        kind: How a value is written; `words` are texts that many rows share.
+        is_shown: Whether it is a column. The other texts are shown on a click at the row.
+        mark: Name of a flag field; where it is true, the value gets a `~`.
+    """
+
+    name: str
+    heading: str
+    kind: Literal["text", "words", "count", "seconds", "rate", "bytes", "share", "flag"]
+    is_shown: bool = True
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All rows with their raw values. A page sorts and filters them; other media have files for that.
+
+    Attributes:
+        choice: Name of the `words` field by which the page can filter; `tones` has the colour of each of its words.
+    """
+
+    fields: Sequence[Field]
+    rows: Sequence[Sequence[Any]]
+    choice: str
+    tones: Mapping[str, Tone] = field(default_factory=dict)
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parts below a title.
+
+    Attributes:
+        key: The link to it on a page; without it, there is none.
+        link: Its name among the links of the page, if the title is too long.
+        lead: Cells before the title, such as an outcome.
+        remark: A softer text behind the title.
+        is_open: None for an ordinary section; otherwise a page can fold it, and shows it open or folded.
+        tone: The colour of its frame on a page.
+    """
+
+    title: str
+    parts: "Sequence[Part]" = ()
+    key: str = ""
+    link: str = ""
+    lead: Sequence[Cell] = ()
+    remark: str = ""
+    is_open: bool | None = None
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Parts of one kind, of which each medium shows the first ones. `more` names the others, such as `more groups`."""
+
+    parts: "Sequence[Part]"
+    most: Most
+    more: str
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tabs:
+    """Tables of which a page shows one at a time."""
+
+    tables: Sequence[Table]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Parts that a wide page shows side by side."""
+
+    parts: "Sequence[Part]"
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Parts that only some media show."""
+
+    media: tuple[Medium, ...]
+    parts: "Sequence[Part]"
+
+
+Part: TypeAlias = (
+    Text | Items | Facts | Block | Tiles | Strip | Table | Bars | Drawing | Panels | Legend | Records | Section
+    | Several | Tabs | Beside | Only
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A report.
+
+    Attributes:
+        title: Name of what the report is about; `kind` says what that is, and `about` when and where it was made.
+        lead: Sentences below the title.
+        parts: Sections, and what stands before the first one.
+        source: The folder or file from which it was made.
+        have_all: For each medium, what to use if the medium shows too little.
+    """
+
+    title: str
+    parts: Sequence[Part]
+    kind: str = ""
+    about: str = ""
+    lead: Sequence[str] = ()
+    source: str = ""
+    have_all: Mapping[Medium, str] = field(
+        default_factory=lambda: {
+            "terminal": "--html and --json have all",
+            "markdown": "the HTML and JSON reports have all",
+            "html": "the JSON report has all",
+        }
+    )
+
+    def sections(self) -> Iterator[Section]:
+        return (part for part in self.parts if isinstance(part, Section))

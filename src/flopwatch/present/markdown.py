@@ -1,0 +1,153 @@
+"""Write a document as Markdown. Text of users is escaped, so that it cannot become markup."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import singledispatch
+from typing import Any
+
+from flopwatch.present.document import (
+    Bars,
+    Beside,
+    Block,
+    Cell,
+    Document,
+    Facts,
+    Items,
+    Only,
+    Part,
+    Section,
+    Several,
+    Table,
+    Tabs,
+    Text,
+    Tiles,
+)
+from flopwatch.text import one_line, plain
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
+
+
+def to_markdown(document: Document) -> str:
+    lines = [f"## {escaped(f'{document.kind} {document.title}'.strip())}\n"]
+    lines += [f"{escaped(sentence)}\n" for sentence in document.lead]
+    lines += _lines(document.parts, document, 3)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def escaped(text: str) -> str:
+    r"""Escape text so that it is one line and Markdown shows it unchanged.
+
+    >>> escaped("a|b <script> @user #12")
+    'a\\|b \\<script\\> @\u200buser \\#12'
+    """
+    # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
+    return _SPECIAL.sub(r"\\\1", one_line(text)).replace("@", "@\u200b")
+
+
+def fenced(text: str) -> str:
+    """Write text as a Markdown code block, with a fence that is longer than any run of backticks in the text."""
+    text = plain(text)  # Remove control characters first, because this can make separate backticks adjacent.
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _lines(parts: Sequence[Part], document: Document, level: int) -> Iterator[str]:
+    for part in parts:
+        yield from _render(part, document, level)
+
+
+@singledispatch
+def _render(part: Any, document: Document, level: int) -> Iterator[str]:
+    """Charts, strips and raw records need a page."""
+    yield from ()
+
+
+@_render.register
+def _(part: Text, document: Document, level: int) -> Iterator[str]:
+    text = escaped(part.text)
+    looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
+    yield f"{looks.get(part.tone, text)}\n"
+
+
+@_render.register
+def _(part: Items, document: Document, level: int) -> Iterator[str]:
+    shown = part.texts[: part.most.markdown]
+    for place, text in enumerate(shown, start=1):
+        yield f"{f'{place}.' if part.is_numbered else '-'} {escaped(text)}"
+    yield ""
+    if hidden := len(part.texts) - len(shown):
+        yield f"{hidden:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
+
+
+@_render.register
+def _(part: Facts, document: Document, level: int) -> Iterator[str]:
+    yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
+    yield ""
+
+
+@_render.register
+def _(part: Block, document: Document, level: int) -> Iterator[str]:
+    block = fenced(part.text)
+    yield (
+        f"<details><summary>{escaped(part.title)}</summary>\n\n{block}\n\n</details>\n" if part.title else f"{block}\n"
+    )
+
+
+@_render.register
+def _(part: Tiles, document: Document, level: int) -> Iterator[str]:
+    yield from _render(Table(("", ""), [(words, Cell(value, "best")) for value, words in part.pairs]), document, level)
+
+
+@_render.register
+def _(part: Bars, document: Document, level: int) -> Iterator[str]:
+    rows = [(bar.name, bar.text) for bar in part.bars]
+    yield from _render(part.behind or Table(("", ""), rows, part.title), document, level)
+
+
+@_render.register
+def _(part: Section, document: Document, level: int) -> Iterator[str]:
+    lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
+    yield f"{'#' * level} {lead}{escaped(part.title + part.remark)}\n"
+    yield from _lines(part.parts, document, level + 1)
+
+
+@_render.register
+def _(part: Several, document: Document, level: int) -> Iterator[str]:
+    most = part.most.markdown
+    yield from _lines(part.parts[:most], document, level)
+    if len(part.parts) > most:
+        yield f"{len(part.parts) - most:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
+
+
+@_render.register(Tabs)
+@_render.register(Beside)
+def _(part: Tabs | Beside, document: Document, level: int) -> Iterator[str]:
+    return _lines(part.tables if isinstance(part, Tabs) else part.parts, document, level)
+
+
+@_render.register
+def _(part: Only, document: Document, level: int) -> Iterator[str]:
+    return _lines(part.parts, document, level) if "markdown" in part.media else iter(())
+
+
+@_render.register
+def _(part: Table, document: Document, level: int) -> Iterator[str]:
+    columns, rows = part.shown("markdown")
+    left_out = part.left_out("markdown")
+    if part.title:
+        yield f"**{escaped(part.title)}**\n"
+    heads = [escaped(f"{column.group} {column.head}".strip()) for column in columns]
+    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join('--:' if column.is_number else ':--' for column in columns)} |"
+    yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
+    yield ""
+    if left_out:
+        yield f"{left_out}; {document.have_all['markdown']}.\n"
+    if part.note:
+        yield f"<sub>{escaped(part.note)}</sub>\n"
+
+
+def _cell(cell: Cell | str) -> str:
+    text = escaped(str(cell))
+    return f"**{text}**" if isinstance(cell, Cell) and cell.tone == "best" and text else text
