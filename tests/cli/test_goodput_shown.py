@@ -31,7 +31,7 @@ def test_watch_shows_goodput_and_its_three_largest_losses(size):
     width, height = size
     lines = frame(records_with_goodput(), width, height)
     (shown,) = (line for line in lines if "goodput" in line)
-    assert shown.split("goodput ")[1] == "80.0 %, lost to restart 9.0 %, start-up 5.0 %, eval 4.0 %"
+    assert shown.split("goodput ")[1] == "80.0 %, lost to restarts 9.0 %, start-up 5.0 %, evaluation 4.0 %"
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 
@@ -44,7 +44,7 @@ def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
     write_log(tmp_path / "training_log.jsonl", records_with_goodput())
     _, out, _ = flopwatch("explain", str(tmp_path))
     assert "80.00 % of 10,000.0 s since the first process started" in out
-    assert "Largest losses: restart 900.0 s, start-up 500.0 s, eval 400.0 s." in " ".join(out.split())
+    assert "Largest losses: restarts 900.0 s, start-up 500.0 s, evaluation 400.0 s." in " ".join(out.split())
     _, text, _ = flopwatch("explain", str(tmp_path), "--json")
     assert json.loads(text)["goodput"]["lost_seconds"]["other"] == 100.0
 

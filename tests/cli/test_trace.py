@@ -114,13 +114,13 @@ def test_a_trace_file_is_printed_as_a_table_that_adds_up(flopwatch, tmp_path):
     assert "4 steps of 1.00 ms on average (rank 0, cuda)" in out
     shares = dict(re.findall(r"^  (\w[\w ]+?) +[\d.]+ ms +([\d.]+) %$", out, re.MULTILINE))
     assert shares == {
-        "matmul": "40.0",
+        "matmuls": "40.0",
         "attention": "10.0",
-        "other kernels": "10.0",
+        "kernels other than matmuls": "10.0",
         "optimizer": "5.0",
-        "communication": "10.0",
+        "exposed communication": "10.0",
         "copies": "5.0",
-        "idle": "20.0",
+        "idle and host gaps": "20.0",
     }
     assert "Another 0.10 ms per step of communication ran behind computation" in out
 

@@ -99,10 +99,10 @@ def test_where_time_goes_adds_up_to_what_the_run_spent(tmp_path):
     whole = spent["time/train_seconds"] + outside
     compute = spent["time/train_seconds"] - spent["time/input_wait_seconds"] - spent["time/warm_up_seconds"]
     text = text_of(watched(read_all(path)))
-    shares = dict(re.findall(r"■ ([a-z -]+) ([\d.]+) %", text))
-    assert float(shares["compute"]) == pytest.approx(100 * compute / whole, abs=0.051)
-    assert float(shares["eval"]) == pytest.approx(100 * spent["time/eval_seconds"] / whole, abs=0.051)
-    names = ("compute", "input wait", "warm-up", "eval", "checkpoint", "pause", "counting")
+    shares = dict(re.findall(r"■ ([A-Za-z -]+) ([\d.]+) %", text))
+    assert float(shares["training steps"]) == pytest.approx(100 * compute / whole, abs=0.051)
+    assert float(shares["evaluation"]) == pytest.approx(100 * spent["time/eval_seconds"] / whole, abs=0.051)
+    names = ("training steps", "input wait", "warm-up", "evaluation", "checkpoints", "pauses", "counting FLOPs")
     assert sum(float(shares.get(name, 0)) for name in names) == pytest.approx(100, abs=0.4)
 
 
@@ -119,13 +119,13 @@ def test_what_the_flops_were_for_adds_up(tmp_path):
 def test_the_ledger_of_the_newest_window_is_preferred_for_times():
     records = list(session(Story(), 1, 120, Accounts()))
     newest = replace(records[-1], ledger={"steps": 120, "totals": {}, "seconds": {"train": 60.0, "eval": 40.0}})
-    assert re.search(r"compute 60\.0 %.*eval 40\.0 %", text_of(watched([*records[:-1], newest])))
+    assert re.search(r"training steps 60\.0 %.*evaluation 40\.0 %", text_of(watched([*records[:-1], newest])))
 
 
 def test_without_colour_the_parts_of_a_bar_differ_by_pattern(tmp_path):
     text = text_of(watched(session(Story(), 1, 5000, Accounts())), in_colour=False)
     bar = next(line for line in text.splitlines() if line.startswith("time"))
-    keys = re.findall(r"(\S) (?:compute|input wait|eval|checkpoint)", text)
+    keys = re.findall(r"(\S) (?:training steps|input wait|evaluation|checkpoints)", text)
     assert len(set(keys)) == 4
     assert all(key in bar for key in keys)
 

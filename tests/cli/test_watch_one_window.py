@@ -92,12 +92,12 @@ def test_all_shares_of_time_are_of_the_wall_time():
     seconds = {"wall": 200.0, "train": 60.0, "count": 43.0, "eval": 7.0, "start_up": 40.0, "restart": 30.0}
     row = a_row(10, mfu=40.0, rate=1e9, ledger={"steps": 10, "totals": {}, "seconds": seconds})
     text = text_of(watched([RunStart("s", 0.0, "out"), row]), width=160, height=40)
-    assert set(re.findall(r"counting ([\d.]+ %)", text)) == {"21.5 %"}
-    assert len(re.findall("counting", text)) == 2, "in the bar and in the goodput, under the same name"
+    assert set(re.findall(r"counting FLOPs ([\d.]+ %)", text)) == {"21.5 %"}
+    assert len(re.findall("counting FLOPs", text)) == 2, "in the bar and in the goodput, under the same name"
     assert re.search(r"start-up 20\.0 %", text)
-    assert set(re.findall(r"restart ([\d.]+ %)", text)) == {"15.0 %"}
-    assert "other 10.0 %" in text
-    shares = [float(share) for share in re.findall(r"■ [a-z -]+ ([\d.]+) %", text.partition("goodput")[0])]
+    assert set(re.findall(r"restarts ([\d.]+ %)", text)) == {"15.0 %"}
+    assert "other time 10.0 %" in text
+    shares = [float(share) for share in re.findall(r"■ [A-Za-z -]+ ([\d.]+) %", text.partition("goodput")[0])]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert "3 min" in text, "of 200 s"
 

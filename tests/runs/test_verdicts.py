@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.records.time_uses import LOSSES
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.waterfall.losses import waterfall_of
-from flopwatch.runs.waterfall.texts import LOSSES
 from flopwatch.runs.waterfall.verdicts import LEAST_STEP_SECONDS, LEAST_STEPS, facts_of, verdict_of, why_no_verdict
 from support.ledgers import log_of
 from support.make_run_log import PEAK

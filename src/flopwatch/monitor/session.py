@@ -21,9 +21,10 @@ from flopwatch.hardware import DeviceFacts, read_device
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
-from flopwatch.records.metrics import APART, LOST, OF_STEPS, carried_seconds, timed_flops_of, typical_seconds
+from flopwatch.records.metrics import APART, OF_STEPS, carried_seconds, timed_flops_of, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.records.run_checks import broken_field
+from flopwatch.records.time_uses import LOST
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
 from flopwatch.version import __version__

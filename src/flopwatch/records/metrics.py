@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+from flopwatch.records.time_uses import LOST
+
 Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
 
 STEP_KEY = "global_step"
@@ -182,8 +184,6 @@ def find_metric(key: str) -> Metric:
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
 """Uses of the time between steps: the phases of the monitor, and `outside` for time in no phase."""
-LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
-"""Every use of time that is not productive, except `other`, which is the remainder."""
 AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
 """How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
 OF_STEPS = (
@@ -246,7 +246,7 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
 
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
-    (0.6, {'compile': 5.0, 'eval': 12.0, 'input_wait': 15.0, 'other': 8.0})
+    (0.6, {'eval': 12.0, 'compile': 5.0, 'input_wait': 15.0, 'other': 8.0})
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "passes_timed": 8.0, "outside_passes": 4.0})
     >>> found.productive_seconds, found.share
     (40.0, 0.6666666666666666)

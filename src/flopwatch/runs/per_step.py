@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from flopwatch.numbers import number, step_time
-from flopwatch.runs.waterfall.texts import IN_STEPS, LOSSES
+from flopwatch.records.time_uses import IN_STEPS, USES
 
 PASSES = "passes"
 """Key of the time of forward and backward passes in which the FLOPs of the model were computed."""
@@ -218,7 +218,7 @@ def _ordered(causes: Mapping[str, float], in_a: Mapping[str, float], in_b: Mappi
 
 
 def _name(key: str) -> str:
-    return "forward and backward" if key == PASSES else LOSSES[key].name
+    return USES["below_peak"].without_peak if key == PASSES else USES[key].name
 
 
 def _sentence(found: PerStep, a: RunTime, b: RunTime) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 from flopwatch.process import is_alive
 from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.time_uses import LOST
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
@@ -75,10 +76,8 @@ _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
 _PERCENTILE_STEPS = 512
 """Percentiles are over this many steps, as in the metric `perf/step_time_p50`."""
-_TIMES = (
-    *("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count"),
-    *("start_up", "restart", "rerun", "wall"),
-)
+_TIMES = ("train", "warm_up", "wall", *(key for key in LOST if key not in ("compile", "stall")))
+"""All warm-up is one part; a stall is part of the steps."""
 _LEAST_SHARE_PERCENT = 1e-9
 """A smaller share of the FLOPs is treated as 0, because it is a rounding error."""
 

@@ -14,6 +14,7 @@ from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.cli.run_logs.why_times import show_times
 from flopwatch.errors import InputError
 from flopwatch.numbers import flop_rate, percent
+from flopwatch.records.time_uses import USES
 
 if TYPE_CHECKING:
     from flopwatch.records.metrics import Goodput
@@ -51,13 +52,6 @@ _METHODS = {
     "step": "counted while steps of the training ran",
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
-}
-_PHASES = {
-    "eval": "evaluation",
-    "checkpoint": "checkpoints",
-    "pause": "pauses",
-    "count": "counting FLOPs",
-    "outside": "work between steps",
 }
 _ROUNDING_SECONDS = 1e-9
 """The log rounds seconds to this precision."""
@@ -151,7 +145,7 @@ def _seconds(explanation: "Explanation") -> Iterator[str]:
     for reason in sorted(set(explanation.left_out.values())):
         steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
         yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"
-    spent = [f"{_PHASES[name]} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
+    spent = [f"{USES[name].name} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
     so_far = f" The run has spent so far: {', '.join(spent)}." if spent else ""
     yield f"Time for pauses, evaluation, checkpoints and counting FLOPs is not included.{so_far}"
 
@@ -211,7 +205,7 @@ def _goodput(goodput: "Goodput") -> Iterator[str]:
     if goodput.caveat is not None and "between" in goodput.lost_seconds:
         since = f"{goodput.known_seconds:,.1f} s, which are {since} without those between passes"
     yield f"{percent(goodput.share, decimals=2)} of {since}"
-    losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
+    losses = [f"{USES[name].name} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Largest losses: {', '.join(losses)}."
     if goodput.caveat is not None:

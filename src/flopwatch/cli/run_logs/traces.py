@@ -15,6 +15,7 @@ import typer
 from flopwatch.cli import flag, print_json
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
+from flopwatch.records.time_uses import OF_TRACES
 from flopwatch.text import plural
 
 if TYPE_CHECKING:
@@ -26,15 +27,6 @@ _OTHER_RANKS_SECONDS = 5.0
 """How long to wait for the traces of other ranks; ranks on machines without a shared folder never write one here."""
 _OVER = ("died", "ended", "stopped", "failed")
 _REFUSED = "trace_not_taken"
-_USES = {
-    "matmul_seconds": "matmul",
-    "attention_seconds": "attention",
-    "other_kernel_seconds": "other kernels",
-    "optimizer_seconds": "optimizer",
-    "exposed_communication_seconds": "communication",
-    "copy_seconds": "copies",
-    "idle_seconds": "idle",
-}
 
 
 def trace(
@@ -192,11 +184,11 @@ def _print_split(split: "TraceSplit") -> None:
     per_step = split.seconds / split.steps
     typer.secho(f"\n{split.file}", dim=True)
     typer.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
-    for field, name in _USES.items():
+    for field, use in OF_TRACES.items():
         seconds: float = getattr(split, field)
         if seconds:
             share = seconds / split.seconds if split.seconds else 0.0
-            typer.echo(f"  {name:<16}{step_time(seconds / split.steps):>10}{percent(share):>10}")
+            typer.echo(f"  {use.name:<26}{step_time(seconds / split.steps):>10}{percent(share):>10}")
     if split.hidden_communication_seconds:
         hidden = step_time(split.hidden_communication_seconds / split.steps)
         typer.echo(f"Another {hidden} per step of communication ran behind computation and cost no time.")

@@ -10,19 +10,21 @@ from rich.text import Text
 
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
+from flopwatch.records.time_uses import USES
 from flopwatch.runs.state import WatchedRun
 
-_TIME_PARTS = {
-    "compute": ("green", "█"),
-    "input wait": ("red", "▒"),
-    "warm-up": ("yellow", "▚"),
+_TIME_LOOKS = {
+    "productive": ("green", "█"),
+    "input_wait": ("red", "▒"),
+    "warm_up": ("yellow", "▚"),
     "eval": ("blue", "▓"),
     "checkpoint": ("cyan", "░"),
     "pause": ("bright_black", "·"),
-    "counting": ("magenta", "×"),
-    "start-up": ("bright_blue", "○"),
+    "count": ("magenta", "×"),
+    "start_up": ("bright_blue", "○"),
     "restart": ("bright_red", "+"),
     "rerun": ("bright_yellow", "="),
+    "outside": ("bright_cyan", "~"),
     "other": ("bright_black", "-"),
 }
 _FLOPS_PARTS = {
@@ -154,20 +156,16 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     """A bar of how the time since the first start of the run was spent."""
     spent = run.seconds_spent()
     parts = {
-        "compute": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
-        **{_part_name(key): seconds for key, seconds in spent.items() if key not in ("train", "wall")},
+        "productive": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
+        **{key: seconds for key, seconds in spent.items() if key not in ("train", "wall")},
     }
     parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
     whole = sum(parts.values())
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
-    return [*bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
-
-
-def _part_name(key: str) -> str:
-    return {"count": "counting", "input_wait": "input wait", "between": "between passes"}.get(
-        key, key.replace("_", "-")
-    )
+    named = {USES[key].name: seconds for key, seconds in parts.items()}
+    looks = {USES[key].name: look for key, look in _TIME_LOOKS.items()}
+    return [*bar("time", named, looks, duration(whole), width, in_colour), *_goodput(run, width)]
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
@@ -181,7 +179,7 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
         text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(seconds / goodput.wall_seconds)
-        loss = f"{', lost to' if index == 0 else ','} {_part_name(name)} {share}"
+        loss = f"{', lost to' if index == 0 else ','} {USES[name].name} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
     return [text]

@@ -147,7 +147,7 @@ _LEAST_PERCENT_OUTSIDE = 3.0
 
 def _difference(log: "RunLog", waterfall: "Waterfall") -> str:
     """Why the MFU of the run and that of its steps differ."""
-    from flopwatch.runs.waterfall.texts import IN_STEPS
+    from flopwatch.records.time_uses import IN_STEPS
 
     outside = [loss for loss in waterfall.losses if loss.key not in IN_STEPS]
     lost = sum(loss.points for loss in outside)

@@ -8,8 +8,8 @@ from typing import Any
 from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance, RunStart
+from flopwatch.records.time_uses import USES
 from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
-from flopwatch.runs.waterfall.texts import IN_STEPS
 from flopwatch.runs.waterfall.times import TimeUse
 from flopwatch.runs.what_ran import what_ran
 from flopwatch.text import one_line, plural
@@ -27,22 +27,6 @@ NAMES = {
     "ranks/waiting_percent": "waiting for other ranks",
     "training/lr": "learning rate",
     "training/grad_norm": "gradient norm",
-}
-USES = {
-    "productive": "training steps",
-    "start_up": "start-up of the processes",
-    "compile": "compilation and warm-up",
-    "eval": "evaluation",
-    "checkpoint": "checkpoints",
-    "pause": "pauses",
-    "count": "counting FLOPs",
-    "outside": "between steps, in no phase",
-    "input_wait": "waiting for input",
-    "between": "between the passes of steps",
-    "stall": "stalled steps",
-    "restart": "between sessions",
-    "rerun": "steps that were run again",
-    "other": "other",
 }
 WHOLE_MFU = "MFU of the whole run"
 _STATES = {
@@ -170,12 +154,12 @@ def user_keys(report: RunReport) -> list[str]:
 def time_uses(report: RunReport) -> list[tuple[str, float]]:
     """Each use of the wall time with its seconds: training first, then the largest loss."""
     if report.times is not None:
-        uses = sorted(report.times.uses, key=lambda use: use.key not in IN_STEPS)
+        uses = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
         return [(_with_time_per_step(use), use.seconds) for use in uses]
     if report.goodput is None:
         return []
-    lost = [(USES.get(name, name), seconds) for name, seconds in report.goodput.largest_losses(99)]
-    return [(USES["productive"], report.goodput.productive_seconds), *lost]
+    lost = [(USES[name].name, seconds) for name, seconds in report.goodput.largest_losses(99)]
+    return [(USES["productive"].name, report.goodput.productive_seconds), *lost]
 
 
 def _with_time_per_step(use: TimeUse) -> str:

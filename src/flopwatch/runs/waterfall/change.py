@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from flopwatch.records.time_uses import LOSSES
 from flopwatch.runs.waterfall.losses import Waterfall
-from flopwatch.runs.waterfall.texts import LOSSES
 
 _LEAST_POINTS = 1.0
 """Two runs of the same training differ by some tenths of a point; a smaller change is not put into words."""

@@ -13,11 +13,12 @@ from typing import Any
 
 from flopwatch.numbers import duration, flop_rate, percent
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
+from flopwatch.records.time_uses import IN_STEPS, LOSSES, OF_TRACES, Use
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.texts import IN_STEPS, LOSSES, MEASURE_WAIT, LossText, in_shell, text_of
-from flopwatch.text import one_line, plural
+from flopwatch.runs.waterfall.texts import MEASURE_WAIT, in_shell, text_of
+from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,15 +356,6 @@ def _achievable(below: float, executed: float, facts: Mapping[str, Any]) -> dict
     return {"achievable": lost, "below_peak": below - lost}
 
 
-_TRACED = {
-    "idle": "idle_seconds",
-    "exposed_communication": "exposed_communication_seconds",
-    "copies": "copy_seconds",
-    "other_kernels": "other_kernel_seconds",
-    "optimizer": "optimizer_seconds",
-}
-
-
 def _divide_by_traces(
     below: Mapping[str, float],
     parts: Mapping[str, float],
@@ -384,14 +376,13 @@ def _divide_by_traces(
     if traced_seconds <= 0 or below["below_peak"] <= 0:
         return {}, []
     scale = step_seconds / traced_seconds
-    traced = {key: scale * sum(getattr(trace, name) for trace in traces) for key, name in _TRACED.items()}
-    products = scale * sum(trace.matmul_seconds + trace.attention_seconds for trace in traces)
-    traced["slow_matmuls"] = products - executed - parts.get("achievable", 0.0)
-    traced = _without_measured(traced, parts)
-    found = sum(traced.values())
-    if found <= 0:
+    found = {use.key: scale * sum(getattr(trace, name) for trace in traces) for name, use in OF_TRACES.items()}
+    products = found.pop("matmul") + found.pop("attention")
+    found["slow_matmuls"] = products - executed - parts.get("achievable", 0.0)
+    traced = _without_measured(found, parts)
+    if not any(traced.values()):
         return {}, []
-    share = below["below_peak"] / found
+    share = below["below_peak"] / sum(traced.values())
     split = {key: value * share for key, value in traced.items() if value > 0}
     split |= {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}
     return split, _doubt_about_traces(1 / share)
@@ -420,6 +411,6 @@ def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -
     return {key: max(value, 0.0) for key, value in left.items()}
 
 
-def _loss(text: LossText, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
-    evidence, advice = text_of(text, seconds, wall_seconds, facts)
-    return Loss(text.key, text.name, 100 * seconds / wall_seconds, seconds, evidence, advice)
+def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
+    evidence, advice = text_of(use, seconds, wall_seconds, facts)
+    return Loss(use.key, use.name, 100 * seconds / wall_seconds, seconds, evidence, advice)

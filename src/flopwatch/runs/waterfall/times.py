@@ -5,14 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flopwatch.numbers import count, duration, flop_rate, percent, step_time
+from flopwatch.records.time_uses import USES
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.waterfall.losses import divided_wall_time
-from flopwatch.runs.waterfall.texts import IN_STEPS
 
-_NAMES = {"below_peak": "forward and backward pass", "slow_matmuls": "matmuls and attention"}
-"""Without a peak, these losses are all of the time of what they are named after."""
 _LEAST_SHARE = 0.01
 _ABOUT_THE_PEAK = ("The FLOPs are not exact", "Without a trace", "The peak")
 
@@ -58,7 +56,7 @@ class Times:
 
     def largest(self, count: int = 3) -> list[TimeUse]:
         """The uses that take most, without the work itself, which cannot be judged without a peak."""
-        return [use for use in self.uses if use.key not in _NAMES and use.share >= _LEAST_SHARE][:count]
+        return [use for use in self.uses if not USES[use.key].without_peak and use.share >= _LEAST_SHARE][:count]
 
     def rates(self) -> str:
         """The known rates in words, such as "1.2k tokens/s, 3.4 GFLOP/s"; empty if none is known."""
@@ -91,10 +89,10 @@ def times_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Times | None:
     uses = [
         TimeUse(
             loss.key,
-            _NAMES.get(loss.key, loss.name),
+            USES[loss.key].without_peak or loss.name,
             loss.seconds,
             loss.seconds / parts.wall_seconds,
-            loss.seconds / steps if steps and loss.key in IN_STEPS else None,
+            loss.seconds / steps if steps and USES[loss.key].in_steps else None,
             loss.evidence,
             loss.advice,
         )

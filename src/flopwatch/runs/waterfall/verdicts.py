@@ -1,11 +1,12 @@
 """What costs a run most, in one sentence, or why its log does not tell."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
 from flopwatch.numbers import duration, percent
+from flopwatch.records.time_uses import USES, Use
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, seconds_of
@@ -31,56 +32,18 @@ _LEAST_EXCESS_POINTS = 1.0
 _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
-_Conclusions = Mapping[str, tuple[str, str]]
-_CONCLUSIONS: _Conclusions = {
-    "start_up": ("Start-up", "the run is short compared with the time that its processes take to start"),
-    "restart": ("Restarts", "too much work was lost between sessions and done again"),
-    "eval": ("Evaluation", "the training evaluates often, or for long"),
-    "checkpoint": ("Saving checkpoints", "the training waits while they are written"),
-    "pause": ("Pauses", "the training spends this time in phases that are neither evaluation nor checkpoints"),
-    "outside": ("Work between steps", "the training does something there that has no name yet"),
-    "count": ("Counting FLOPs", "flopwatch does this at the beginning, and a longer run makes it small"),
-    "other": ("Time in no class", "the log does not say what the training did"),
-    "compile": ("Compilation and warm-up", "the first steps, or steps with new shapes, take far longer than others"),
-    "stall": ("Stalled steps", "single steps take more than 5 times as long as others"),
-    "input_wait": ("Waiting for input", "the loader cannot keep up"),
-    "straggler": ("A straggler", "one rank makes all others wait"),
-    "ranks_wait": ("Communication", "ranks wait for each other longer than computation can hide"),
-    "unpriced": ("Steps with unknown FLOPs", "what they did for the training cannot be counted"),
-    "optimizer": ("The optimizer", "its step is long compared with forward and backward pass"),
-    "between": (
-        "Time between the passes",
-        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait, "
-        "which was not measured and is at most this",
+_IF_PASSES_ARE_NOT_TIMED = {
+    "below_peak": replace(
+        USES["below_peak"],
+        costs="Slow passes or waiting for input cost",
+        meaning="the input wait between the passes of a step was not measured, and is at most this",
     ),
-    "host": ("Work after the optimizer", "logging or reading values holds up every step"),
-    "idle": ("Idle time", "the device waits for Python, which does not launch work fast enough"),
-    "exposed_communication": ("Communication", "the devices wait while nothing is computed"),
-    "copies": ("Copies between host and device", "nothing is computed meanwhile"),
-    "other_kernels": ("Kernels other than matmuls", "norms, activations and other memory-bound work take the time"),
-    "slow_matmuls": ("Slow matmuls", "their shapes or their compute type do not suit the device"),
-    "achievable": ("The gap between datasheet and device", "no matrix product reaches the datasheet's peak"),
-    "below_peak": ("Slow forward and backward passes", "only a trace can tell why"),
-    "recompute": ("Recomputation", "the backward pass computes again what was not kept in memory"),
-    "padding": ("Padding", "the devices compute on tokens that do not count"),
-    "extra_passes": ("FLOPs that the model does not need", "such as the extra passes of private training"),
-}
-"""For each loss: the subject of a sentence about it, and what it means."""
-_IF_PASSES_ARE_NOT_TIMED: _Conclusions = {
-    "below_peak": (
-        "Slow passes or waiting for input",
-        "the input wait between the passes of a step was not measured, and is at most this",
-    ),
-    "idle": (
-        "Idle time",
-        "the device waits for Python or for input: the input wait between the passes of a step was not measured, and "
-        "is at most this",
+    "idle": replace(
+        USES["idle"],
+        meaning="the device waits for Python or for input: the input wait between the passes of a step was not "
+        "measured, and is at most this",
     ),
 }
-_PLURAL = (
-    *("restart", "pause", "compile", "stall", "unpriced", "copies", "other_kernels", "slow_matmuls", "below_peak"),
-    "extra_passes",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +135,8 @@ def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
     if facts.exact is False:
         reservation = "The FLOPs are not exact, so this verdict relies on the measured times."
     gains = _gains(waterfall, facts.good_share)
-    conclusions = _CONCLUSIONS if facts.times_passes else {**_CONCLUSIONS, **_IF_PASSES_ARE_NOT_TIMED}
-    found = _verdict(waterfall, gains, conclusions)
+    uses = USES if facts.times_passes else {**USES, **_IF_PASSES_ARE_NOT_TIMED}
+    found = _verdict(waterfall, gains, uses)
     return Verdict(found.key, found.sentence, found.losses, reservation)
 
 
@@ -191,7 +154,7 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], conclusions: _Conclusions) -> Verdict:
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], uses: Mapping[str, Use]) -> Verdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
         return Verdict(
@@ -209,25 +172,24 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], conclusions:
         )
     first, *others = gains
     if others and others[0][0] >= max(_NEARLY_EQUAL * first[0], _LEAST_POINTS):
-        return _of_two(first[1], others[0][1], conclusions)
-    return _of_one(waterfall, first[1], conclusions)
+        return _of_two(first[1], others[0][1], uses)
+    return _of_one(waterfall, first[1], uses)
 
 
-def _of_one(waterfall: Waterfall, loss: Loss, conclusions: _Conclusions) -> Verdict:
-    subject, meaning = conclusions[loss.key]
+def _of_one(waterfall: Waterfall, loss: Loss, uses: Mapping[str, Use]) -> Verdict:
+    use = uses[loss.key]
     is_largest = loss.points >= max(other.points for other in waterfall.losses)
     rank = "more than anything else" if is_largest else "the most that this run could gain"
-    verb = "cost" if loss.key in _PLURAL else "costs"
-    return Verdict(loss.key, f"{subject} {verb} {_points(loss.points)}, {rank}: {meaning}.", (loss.key,))
+    return Verdict(loss.key, f"{use.costs} {_points(loss.points)}, {rank}: {use.meaning}.", (loss.key,))
 
 
-def _of_two(first: Loss, second: Loss, conclusions: _Conclusions) -> Verdict:
-    (one, meaning), (two, also) = conclusions[first.key], conclusions[second.key]
+def _of_two(first: Loss, second: Loss, uses: Mapping[str, Use]) -> Verdict:
+    one, two = (uses[loss.key].costs.rpartition(" ")[0] for loss in (first, second))
     two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
     return Verdict(
         "two_losses",
         f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
-        f"{meaning}; {also}.",
+        f"{uses[first.key].meaning}; {uses[second.key].meaning}.",
         (first.key, second.key),
     )
 

@@ -1,0 +1,305 @@
+"""The uses of a run's time, one row each: keys, names, and what to try next. Standard library only.
+
+Rows of the log, the waterfall, the page of a run and the commands take their keys and words from here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of time.
+
+    Attributes:
+        key: Its stable name in logs and JSON.
+        name: Its name for people.
+        measured: What the seconds are, in words that follow "9 min of 1 h 15 min"; empty if no waterfall shows it.
+        advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's folder.
+        costs: Begins a sentence about it that goes on with what it costs.
+        meaning: What it means if it costs much.
+        is_lost: Whether goodput counts the seconds that the log has for it as lost.
+        in_steps: Whether it lies inside of ordinary steps, so that it lowers their MFU too.
+        of_trace: The field of a `TraceSplit` with its seconds.
+        without_peak: Its name where no peak is known: then it is all of the time of what it is named after.
+    """
+
+    key: str
+    name: str
+    measured: str = ""
+    advice: str = ""
+    costs: str = ""
+    meaning: str = ""
+    is_lost: bool = False
+    in_steps: bool = False
+    of_trace: str = ""
+    without_peak: str = ""
+
+
+_ROWS = (
+    Use("productive", "training steps", in_steps=True),
+    Use("warm_up", "warm-up"),
+    Use(
+        "start_up",
+        "start-up",
+        "between the start of a process and its first step",
+        "Load data and model faster, or restart less often; a long run makes this loss small.",
+        "Start-up costs",
+        "the run is short compared with the time that its processes take to start",
+        is_lost=True,
+    ),
+    Use(
+        "restart",
+        "restarts",
+        "without a process between sessions, and in steps that were run again from a checkpoint",
+        "Save checkpoints more often, and find out why the sessions ended.",
+        "Restarts cost",
+        "too much work was lost between sessions and done again",
+        is_lost=True,
+    ),
+    Use("rerun", "steps that were run again", is_lost=True),
+    Use(
+        "eval",
+        "evaluation",
+        "in evaluation",
+        "Evaluate less often, or on fewer batches.",
+        "Evaluation costs",
+        "the training evaluates often, or for long",
+        is_lost=True,
+    ),
+    Use(
+        "checkpoint",
+        "checkpoints",
+        "in saving checkpoints",
+        "Save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
+        "Saving checkpoints costs",
+        "the training waits while they are written",
+        is_lost=True,
+    ),
+    Use(
+        "pause",
+        "pauses",
+        "in pause(), in phases of other names, and in writing traces",
+        costs="Pauses cost",
+        meaning="the training spends this time in phases that are neither evaluation nor checkpoints",
+        is_lost=True,
+    ),
+    Use(
+        "outside",
+        "work between steps",
+        "between steps, in no phase and not waiting for a batch",
+        'Save and log less often. With a TrainingMonitor in the loop, monitor.phase("checkpoint") names this work.',
+        "Work between steps costs",
+        "the training does something there that has no name yet",
+        is_lost=True,
+    ),
+    Use(
+        "count",
+        "counting FLOPs",
+        "in flopwatch itself, which counts some steps as they run, most of them at first",
+        costs="Counting FLOPs costs",
+        meaning="flopwatch does this at the beginning, and a longer run makes it small",
+        is_lost=True,
+    ),
+    Use(
+        "other",
+        "other time",
+        "in none of the other classes",
+        costs="Time in no class costs",
+        meaning="the log does not say what the training did",
+    ),
+    Use(
+        "compile",
+        "compilation and warm-up",
+        "by which the first steps were longer than typical ones",
+        "Use fewer different batch shapes with torch.compile, and keep its cache (TORCHINDUCTOR_CACHE_DIR).",
+        "Compilation and warm-up cost",
+        "the first steps, or steps with new shapes, take far longer than others",
+        is_lost=True,
+    ),
+    Use(
+        "stall",
+        "stalled steps",
+        "by which single steps took more than 5 times the median",
+        "Look at what the machine did at those steps: other jobs, a slow file system, garbage collection.",
+        "Stalled steps cost",
+        "single steps take more than 5 times as long as others",
+        is_lost=True,
+    ),
+    Use(
+        "input_wait",
+        "input wait",
+        "waiting for batches",
+        "Prepare batches ahead, in other processes (num_workers and prefetch_factor of a DataLoader), or once before "
+        "the training.",
+        "Waiting for input costs",
+        "the loader cannot keep up",
+        is_lost=True,
+        in_steps=True,
+    ),
+    Use(
+        "straggler",
+        "straggler",
+        "by which one rank made the steps of all ranks longer",
+        "`flopwatch watch {path}` names the rank and the cause; look at that host, or at how batches are divided.",
+        "A straggler costs",
+        "one rank makes all others wait",
+        in_steps=True,
+    ),
+    Use(
+        "ranks_wait",
+        "communication and waiting for ranks",
+        "in which ranks were not busy themselves, without stragglers",
+        "Accumulate gradients over more batches, or overlap communication with the backward pass.",
+        "Communication costs",
+        "ranks wait for each other longer than computation can hide",
+        in_steps=True,
+    ),
+    Use(
+        "unpriced",
+        "steps with unknown FLOPs",
+        "in steps whose FLOPs are unknown",
+        "`flopwatch explain {path}` says why.",
+        "Steps with unknown FLOPs cost",
+        "what they did for the training cannot be counted",
+        in_steps=True,
+    ),
+    Use("matmul", "matmuls", in_steps=True, of_trace="matmul_seconds"),
+    Use("attention", "attention", in_steps=True, of_trace="attention_seconds"),
+    Use(
+        "optimizer",
+        "optimizer",
+        "in the optimizer's step",
+        "Use fused=True or foreach=True, or accumulate gradients over more batches.",
+        "The optimizer costs",
+        "its step is long compared with forward and backward pass",
+        in_steps=True,
+        of_trace="optimizer_seconds",
+    ),
+    Use(
+        "between",
+        "between the passes",
+        "in steps, outside of forward pass, backward pass and optimizer",
+        "If batches are fetched there, prepare them ahead, in other processes. Otherwise read values such as "
+        "loss.item() less often.",
+        "Time between the passes costs",
+        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait, "
+        "which was not measured and is at most this",
+        in_steps=True,
+    ),
+    Use(
+        "host",
+        "after the optimizer",
+        "between the optimizer and the end of the step",
+        "Log less often, and do not read values such as loss.item() on every step.",
+        "Work after the optimizer costs",
+        "logging or reading values holds up every step",
+        in_steps=True,
+    ),
+    Use(
+        "idle",
+        "idle and host gaps",
+        "in which the traced device had no work, without input wait",
+        "Use torch.compile or CUDA graphs, or larger batches, so that Python keeps up with the device.",
+        "Idle time costs",
+        "the device waits for Python, which does not launch work fast enough",
+        in_steps=True,
+        of_trace="idle_seconds",
+    ),
+    Use(
+        "exposed_communication",
+        "exposed communication",
+        "in communication during which the traced device computed nothing",
+        "Overlap communication with the backward pass, or use larger batches per rank.",
+        "Communication costs",
+        "the devices wait while nothing is computed",
+        in_steps=True,
+        of_trace="exposed_communication_seconds",
+    ),
+    Use(
+        "copies",
+        "copies",
+        "in copies between host and device during which it computed nothing",
+        "Use pin_memory=True and non_blocking=True, and keep data on the device.",
+        "Copies between host and device cost",
+        "nothing is computed meanwhile",
+        in_steps=True,
+        of_trace="copy_seconds",
+    ),
+    Use(
+        "other_kernels",
+        "kernels other than matmuls",
+        "in norms, activations and other element-wise work",
+        "Use torch.compile or fused kernels for norms, activations and the loss.",
+        "Kernels other than matmuls cost",
+        "norms, activations and other memory-bound work take the time",
+        in_steps=True,
+        of_trace="other_kernel_seconds",
+    ),
+    Use(
+        "slow_matmuls",
+        "slow matmuls",
+        "by which matrix products and attention took longer than at the peak",
+        "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
+        "Slow matmuls cost",
+        "their shapes or their compute type do not suit the device",
+        in_steps=True,
+        without_peak="matmuls and attention",
+    ),
+    Use(
+        "achievable",
+        "achievable peak below the datasheet",
+        "by which even the fastest matrix product measured on this device is slower than the peak",
+        "Nothing in the training changes this; `flopwatch peak --measure` measures the device again.",
+        "The gap between datasheet and device costs",
+        "no matrix product reaches the datasheet's peak",
+        in_steps=True,
+    ),
+    Use(
+        "below_peak",
+        "forward and backward below the peak",
+        "by which forward and backward pass took longer than at the peak",
+        "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
+        "Slow forward and backward passes cost",
+        "only a trace can tell why",
+        in_steps=True,
+        without_peak="forward and backward",
+    ),
+    Use(
+        "recompute",
+        "recomputation",
+        "for FLOPs that the backward pass computes again, because of activation checkpointing or fused attention",
+        "Checkpoint fewer layers if memory allows. What fused attention computes again is small and saves memory.",
+        "Recomputation costs",
+        "the backward pass computes again what was not kept in memory",
+        in_steps=True,
+    ),
+    Use(
+        "padding",
+        "padding",
+        "for FLOPs of padding, and of pairs that the mask hides",
+        "Pack sequences, or put sequences of similar length into one batch.",
+        "Padding costs",
+        "the devices compute on tokens that do not count",
+        in_steps=True,
+    ),
+    Use(
+        "extra_passes",
+        "extra passes",
+        "for FLOPs that the model's mathematics does not need, such as extra passes of private training",
+        "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention within documents only.",
+        "FLOPs that the model does not need cost",
+        "such as the extra passes of private training",
+        in_steps=True,
+    ),
+)
+
+USES: Mapping[str, Use] = {use.key: use for use in _ROWS}
+"""Every use of time, by key."""
+LOSSES: Mapping[str, Use] = {use.key: use for use in _ROWS if use.measured}
+"""The losses of a waterfall, in the order in which they are drawn."""
+IN_STEPS = frozenset(use.key for use in _ROWS if use.in_steps)
+LOST = tuple(use.key for use in _ROWS if use.is_lost)
+"""Every use of time that is not productive, except `other`, which is the remainder, and `between`."""
+OF_TRACES: Mapping[str, Use] = {use.of_trace: use for use in _ROWS if use.of_trace}
+"""What a trace divides the time of steps into, by the field of a `TraceSplit`."""
