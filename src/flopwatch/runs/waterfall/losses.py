@@ -18,7 +18,7 @@ from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.texts import MEASURE_WAIT, in_shell, text_of
-from flopwatch.text import one_line
+from flopwatch.text import one_line, plural
 
 
 @dataclass(frozen=True, slots=True)
