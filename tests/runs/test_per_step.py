@@ -58,7 +58,9 @@ def test_pauses_are_not_named_first_where_steps_became_2_7_times_longer():
     a, b = run(passes=37.0), run(passes=115.0, pause=90.0)
     found = compare_per_step(a, b)
     assert [cause.key for cause in found.causes[:2]] == ["passes", "pause"]
-    assert "Most of the change: forward and backward grew from 370 ms to 1.15 s; next, pauses grew" in found.sentence
+    assert (
+        "Most of the change: forward and backward pass grew from 370 ms to 1.15 s; next, pauses grew" in found.sentence
+    )
 
 
 def test_faster_steps_are_not_named_first_where_a_pause_made_the_run_longer():
@@ -73,7 +75,7 @@ def test_steps_with_a_quarter_of_the_flops_are_called_smaller_not_faster():
     assert (causes["step_size"], causes["passes"]) == pytest.approx((-577.5, 57.5))
     assert found.causes[0].key == "step_size"
     assert "steps became smaller, with 0.25 of the FLOPs" in found.sentence
-    assert "forward and backward became slower at the same work, by 57.5 ms" in found.sentence
+    assert "forward and backward pass became slower at the same work, by 57.5 ms" in found.sentence
 
 
 def test_recomputation_takes_time_at_the_speed_of_the_passes():
@@ -110,7 +112,7 @@ def test_a_part_that_only_one_run_measured_is_folded_into_the_passes_of_both(key
     found = compare_per_step(run(), b)
     assert key not in parts_of(found)
     assert parts_of(found)["passes"] == pytest.approx((10 * passes, 10 * passes))
-    assert found.notes == (f'Only A measured "{name}", so it is part of "forward and backward" in both.',)
+    assert found.notes == (f'Only A measured "{name}", so it is part of "forward and backward pass" in both.',)
     assert compare_per_step(b, run()).notes[0].startswith("Only B measured")
 
 
@@ -122,7 +124,7 @@ def test_an_input_wait_is_folded_into_the_time_between_the_passes_if_that_is_mea
     assert found.notes == ('Only A measured "input wait", so it is part of "between the passes" in both.',)
 
 
-@pytest.mark.parametrize(("also", "place"), [({"between"}, "between the passes"), (set(), "forward and backward")])
+@pytest.mark.parametrize(("also", "place"), [({"between"}, "between the passes"), (set(), "forward and backward pass")])
 def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_another_time(also, place):
     unknown = run(measured=(MEASURED - {"input_wait"}) | also)
     (note,) = compare_per_step(unknown, unknown).notes
@@ -133,7 +135,7 @@ def test_the_time_between_the_passes_of_an_older_log_is_in_its_passes():
     older = {**LEDGER, **AT_PEAK}
     newer = {**older, "passes_timed": 900.0, "outside_passes": 100.0}
     (note,) = compare(log_of(older), log_of(newer)).per_step.notes
-    assert note == 'Only B measured "between the passes", so it is part of "forward and backward" in both.'
+    assert note == 'Only B measured "between the passes", so it is part of "forward and backward pass" in both.'
 
 
 def test_runs_without_flops_are_compared_by_their_times():

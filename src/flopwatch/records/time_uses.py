@@ -263,7 +263,7 @@ _ROWS = (
         "Slow forward and backward passes cost",
         "only a trace can tell why",
         in_steps=True,
-        without_peak="forward and backward",
+        without_peak="forward and backward pass",
     ),
     Use(
         "recompute",
