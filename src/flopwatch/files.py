@@ -107,15 +107,57 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
             is_whole = not is_rest and (line.endswith(b"\n") or len(line) < _LARGEST_LINE)
             number += not is_rest
             if not is_rest and line.strip():
-                yield number, _line_content(line) if is_whole else None
+                yield number, line_content(line) if is_whole else None
             is_rest = not line.endswith(b"\n")
 
 
-def _line_content(line: bytes) -> Any:
+def line_content(line: bytes) -> Any:
+    """The content of a line of JSON; None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+class Follower:
+    """Reads the lines that were appended to a file since the last poll. The file need not exist yet.
+
+    Each poll opens the file again, because on NFS an open file handle becomes stale when the file is replaced.
+
+    Attributes:
+        offset: Where the next poll begins to read.
+        size_bytes: The size of the file at the last poll.
+        times_replaced: How often the file was replaced or truncated. The poll that notices it reads the new file from
+            its start, and lines of earlier polls are no longer valid.
+    """
+
+    def __init__(self, file: Path, offset: int = 0) -> None:
+        self.file, self.offset = file, offset
+        self.size_bytes = self.times_replaced = 0
+        self._inode: int | None = None
+
+    def poll(self) -> Iterator[bytes]:
+        """Return the new lines that are not empty. A line that is still being written is left to the next poll."""
+        try:
+            now = self.file.stat()
+        except OSError:
+            return iter(())
+        if now.st_size < self.offset or self._inode not in (None, now.st_ino):
+            self.times_replaced += 1
+            self.offset = 0
+        self._inode, self.size_bytes = now.st_ino, now.st_size
+        return self._new_lines() if now.st_size > self.offset else iter(())
+
+    def _new_lines(self) -> Iterator[bytes]:
+        # The file may have been deleted or replaced since `poll` looked at it. The next poll handles that.
+        with contextlib.suppress(FileNotFoundError, UnreadableError), opened_regular(self.file) as stream:
+            stream.seek(self.offset)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                if line.strip():
+                    yield line
 
 
 def tail(file: Path, size: int = 6000) -> str:

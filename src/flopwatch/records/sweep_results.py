@@ -4,15 +4,16 @@ A result is in `result.json` in the trial's folder, which is authoritative, and 
 the runner appends. Either file may be damaged, missing or outdated; a result that is intact in one is never lost.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.files import UnreadableError, load_json, numbered_lines
+from flopwatch.files import Follower, UnreadableError, line_content, load_json, numbered_lines
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
 from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 from flopwatch.text import listed
@@ -107,6 +108,16 @@ def _is_named(entry: Any) -> bool:
 def _newer_format(content: Mapping[str, Any]) -> int | None:
     found = content.get("format", FORMAT)
     return found if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT else None
+
+
+def new_results(lines: Follower) -> Iterator[TrialResult]:
+    """Yield the results that were appended to `results.jsonl` since the last call.
+
+    Lines that are not results are skipped here; `troubles` and the next `flopwatch sweep` in the folder report them.
+    """
+    for line in lines.poll():
+        with contextlib.suppress(BrokenRecordError, NewerFormatError):
+            yield result_from(line_content(line))
 
 
 def read_result(file: Path) -> TrialResult | None:

@@ -1,7 +1,5 @@
 """Read the folder of a sweep, all at once or result by result while the sweep runs."""
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
-from flopwatch.files import read_json
-from flopwatch.records.sweep_results import NewerFormatError, SweepResults, gather_results, result_from, troubles
+from flopwatch.files import Follower, read_json
+from flopwatch.records.sweep_results import SweepResults, gather_results, new_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, RESULTS
 from flopwatch.text import listed, plural
@@ -109,38 +107,12 @@ _PAUSE_SECONDS = 0.5
 
 
 def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
-    """Yield each result that is appended to `results.jsonl` after byte `offset`, until the sweep is over.
-
-    Lines that are not results are skipped here; the report warns about them.
-    """
-    rest = b""
+    """Yield each result that is appended to `results.jsonl` after byte `offset`, until the sweep is over."""
+    follower = Follower(folder / RESULTS, offset)
     while True:
-        was_over = is_over()  # This is checked before reading, so that the last results are not missed.
-        content, offset = _appended(folder / RESULTS, offset)
-        *lines, rest = (rest + content).split(b"\n")
-        for line in lines:
-            if (result := _result(line)) is not None:
-                yield result
-        if was_over and not content:
-            return
-        if not content:
+        was_over, before = is_over(), follower.offset  # Asked before reading, so that the last results are not missed.
+        yield from new_results(follower)
+        if follower.offset == before:
+            if was_over:
+                return
             time.sleep(_PAUSE_SECONDS)
-
-
-def _appended(file: Path, offset: int) -> tuple[bytes, int]:
-    try:
-        with file.open("rb") as stream:
-            if stream.seek(0, os.SEEK_END) < offset:
-                offset = 0  # A user rewrote the file. Reading a result twice does no harm.
-            stream.seek(offset)
-            content = stream.read()
-    except OSError:  # The file does not exist yet, or a shared file system has a temporary error.
-        return b"", offset
-    return content, offset + len(content)
-
-
-def _result(line: bytes) -> TrialResult | None:
-    try:
-        return result_from(json.loads(line))
-    except (ValueError, RecursionError, NewerFormatError, BrokenRecordError):
-        return None

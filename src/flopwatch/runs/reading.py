@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
+from flopwatch.files import Follower
 from flopwatch.records.doubted_rows import marked
 from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
@@ -332,12 +333,8 @@ WHOLE_BYTES = 8 << 20
 class LogFollower:
     """Reads the records that were appended to a log since the last poll. The file need not exist yet.
 
-    Each poll opens the file again, because on NFS an open file handle becomes stale when the file is replaced.
-
     Attributes:
         torn_lines: Number of complete lines that were not records.
-        times_replaced: How often the file was replaced or truncated. The poll that notices it reads the new file from
-            its start, and records of earlier polls are no longer valid.
 
     Example:
         >>> follower = LogFollower("outputs/training_log.jsonl")
@@ -346,11 +343,13 @@ class LogFollower:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self.torn_lines = 0
-        self.times_replaced = 0
-        self._offset = 0
-        self._inode: int | None = None
+        self._file = Follower(Path(path))
+
+    @property
+    def times_replaced(self) -> int:
+        """How often the file was replaced or truncated; then records of earlier polls are no longer valid."""
+        return self._file.times_replaced
 
     def poll(self) -> Iterator[Record]:
         """Return the new records, oldest first. A line that is still being written is read by the next poll.
@@ -358,18 +357,10 @@ class LogFollower:
         If many rows are new, all of the newest are returned, but only some of the older ones, evenly spaced. Records
         of other types are always returned.
         """
-        try:
-            file_now = self.path.stat()
-        except OSError:
-            return iter(())
-        if self._inode is not None and (file_now.st_ino != self._inode or file_now.st_size < self._offset):
-            self.times_replaced += 1
-            self._offset = 0
-        self._inode = file_now.st_ino
-        return self._records(file_now.st_size) if file_now.st_size > self._offset else iter(())
+        return self._records(self._file.poll())  # not a generator, so that `times_replaced` is right at once
 
-    def _records(self, size_bytes: int) -> Iterator[Record]:
-        for line in self._new_lines(size_bytes):
+    def _records(self, lines: Iterator[bytes]) -> Iterator[Record]:
+        for line in self._thinned(lines):
             try:
                 record = to_record(parse_object(line))
             except TornLineError:
@@ -378,22 +369,13 @@ class LogFollower:
             if record is not None:
                 yield record
 
-    def _new_lines(self, size_bytes: int) -> Iterator[bytes]:
-        thinned_until = size_bytes - WHOLE_BYTES
-        spacing_bytes = (thinned_until - self._offset) // MOST_ROWS
-        next_row_from = self._offset
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    start, self._offset = self._offset, self._offset + len(line)
-                    if start < min(thinned_until, next_row_from) and row_step(line) is not None:
-                        continue
-                    next_row_from = start + spacing_bytes
-                    if line.strip():
-                        yield line
-        except OSError:
-            # The file was deleted or replaced after `poll` looked at it. The next poll handles that.
-            return
+    def _thinned(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+        thinned_until = self._file.size_bytes - WHOLE_BYTES
+        spacing_bytes = (thinned_until - self._file.offset) // MOST_ROWS
+        next_row_from = self._file.offset
+        for line in lines:
+            start = self._file.offset - len(line)
+            if start < min(thinned_until, next_row_from) and row_step(line) is not None:
+                continue
+            next_row_from = start + spacing_bytes
+            yield line

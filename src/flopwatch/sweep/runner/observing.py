@@ -5,7 +5,6 @@ exception is printed once and the observer is not called again.
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from flopwatch import files
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.decode import BrokenRecordError, read_record
-from flopwatch.files import UnreadableError, opened_regular, read_json, write_json
+from flopwatch.files import read_json, write_json
 from flopwatch.process import start_ticks
-from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
+from flopwatch.records.sweep_results import new_results, read_results, read_trial_list
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER
 from flopwatch.sweep.claims import BEAT_SECONDS, waits_for_space
@@ -254,8 +254,8 @@ class Follower:
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._sweep, self._clock = sweep, clock
-        self._file = sweep / RESULTS
-        self._offset = self._file.stat().st_size if self._file.is_file() else 0
+        file = sweep / RESULTS
+        self._results = files.Follower(file, file.stat().st_size if file.is_file() else 0)
         self._trials = _listed_trials(sweep)
         results = {name: result for name, result in read_results(sweep).items() if name in self._trials}
         kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
@@ -266,20 +266,7 @@ class Follower:
         self._full_disk = FullDisk(clock)
 
     def new_results(self) -> Iterator[TrialResult]:
-        """Yield the results appended since the last call. An incomplete last line is left to the next call."""
-        try:
-            with opened_regular(self._file) as stream:
-                stream.seek(self._offset)
-                content = stream.read()
-        except (FileNotFoundError, UnreadableError):
-            return
-        whole, newline, _ = content.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        for line in whole.splitlines():
-            try:
-                yield result_from(json.loads(line))
-            except (ValueError, RecursionError, BrokenRecordError, NewerFormatError):
-                continue  # the next `flopwatch sweep` in this folder reports damaged lines
+        return new_results(self._results)
 
     def running(self, state: RunnerState | None) -> dict[str, Trial]:
         names = (state.running or {}) if state is not None else {}
