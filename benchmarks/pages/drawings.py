@@ -108,7 +108,7 @@ def layers() -> str:
     rows = [
         [("cli", "the commands")],
         [("automatic", "flopwatch run and flopwatch.watch()")],
-        [("integrations", "frameworks"), ("compat", "old names"), ("sweep", "trials"), ("report", "their results")],
+        [("integrations", "frameworks"), ("mfu", "MFU of one step"), ("sweep", "trials"), ("report", "their results")],
         [("monitor", "a live training")],
         [("flops", "FLOPs of a step"), ("hardware", "peak of a device"), ("sinks", "where rows go")],
         [("models", "models by name"), ("runs", "a run's log, read back")],

@@ -10,8 +10,9 @@ from pathlib import Path
 import flopwatch.flops.formulas  # noqa: F401  # registers the formulas
 from flopwatch.flops.formulas.registry import _formulas
 from flopwatch.hardware.peaks import Accelerator, load_accelerators
-from flopwatch.monitor.config import SPELLINGS, MonitorConfig
+from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.metrics import METRICS
+from flopwatch.spellings import MONITOR
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,9 +36,7 @@ def settings_table() -> list[str]:
 
 
 def spellings_table() -> list[str]:
-    """Those of one section stand for the same ones in the others."""
-    others = [path for path in SPELLINGS if not path.startswith(("flopwatch.", "monitor."))]
-    rows = [(f"`{path}`", f"`{SPELLINGS[path]}`") for path in ["monitor.freq.flops_profile_freq", *others]]
+    rows = [(f"`{path}`", f"`{setting}`" if setting else "none, without effect") for path, setting in MONITOR.items()]
     return _table(("spelling", "setting"), rows)
 
 

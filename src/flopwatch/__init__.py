@@ -6,19 +6,12 @@ of them need torch: `import flopwatch` is fast, and `flopwatch.peak_flops(name=.
 
 from typing import TYPE_CHECKING
 
-from flopwatch.compat import install_old_modules
 from flopwatch.optional import lazy_exports
 from flopwatch.version import __version__
 
 if TYPE_CHECKING:
     from flopwatch import errors, flops, hardware, models, monitor, records, report, runs, sinks, sweep
     from flopwatch.automatic import watch
-    from flopwatch.compat import (
-        calculate_mfu,
-        calculate_mfu_with_profiler,
-        calculate_precise_mfu,
-        profile_model_flops,
-    )
     from flopwatch.errors import (
         FlopwatchError,
         InputError,
@@ -28,6 +21,7 @@ if TYPE_CHECKING:
     )
     from flopwatch.flops import FlopLaw, count_flops, fit_flops_law, formula, register_formula
     from flopwatch.hardware import measure_peak, peak_flops
+    from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu, profile_model_flops
     from flopwatch.models import load_model
     from flopwatch.monitor import TrainingMonitor
     from flopwatch.records import FlopCount, Peak, PhaseFlops, UncountedOp
@@ -72,7 +66,7 @@ __all__ = [
 _NAMES_BY_PACKAGE = {
     "automatic": ("watch",),
     "errors": ("FlopwatchError", "InputError", "MeasurementError", "MissingDependencyError", "UntraceableError"),
-    "compat": ("calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"),
+    "mfu": ("calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"),
     "flops": ("FlopLaw", "count_flops", "fit_flops_law", "formula", "register_formula"),
     "hardware": ("measure_peak", "peak_flops"),
     "models": ("load_model",),
@@ -89,6 +83,3 @@ __getattr__ = lazy_exports("flopwatch", _HOMES)
 
 def __dir__() -> list[str]:
     return __all__
-
-
-install_old_modules()

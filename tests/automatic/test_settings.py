@@ -26,8 +26,6 @@ OTHER_THAN_DEFAULT = {
     "recalibration_frequency": 9,
     "initial_profiling": False,
     "calibration_enabled": False,
-    "hardware_counters_enabled": False,
-    "fallback_to_profiler": False,
     "phase_frequencies": {"main": 3},
     "log_dataset_metrics": False,
     "dataset_metrics_every": 3,
@@ -43,8 +41,6 @@ OTHER_THAN_DEFAULT = {
     "sink_options": {"tensorboard": {"log_dir": "events"}},
     "log_what_ran": False,
     "strict": True,
-    "eval_steps": 4,
-    "save_steps": 5,
 }
 STEPS, SAMPLES, POSITIONS, WIDTH = 6, 2, 8, 4
 SCRIPT = f"""

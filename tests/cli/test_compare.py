@@ -36,7 +36,8 @@ def write(tmp_path):
 
     def write(name, seconds, *, start=START, provenance=PROVENANCE, summary=None, **columns):
         (tmp_path / name).mkdir()
-        records = [start, *([provenance] if provenance else []), *rows_of(seconds, **columns)]
+        rows = [replace(row, exact=provenance and provenance.exact) for row in rows_of(seconds, **columns)]
+        records = [start, *([provenance] if provenance else []), *rows]
         write_log(tmp_path / name / LOG, [*records, *([summary] if summary else [])])
         return str(tmp_path / name)
 

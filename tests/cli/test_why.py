@@ -250,7 +250,7 @@ def test_a_damaged_trace_of_the_run_is_a_note_and_one_that_is_named_is_an_error(
             Story(knows_peak=False),
             "the peak FLOP/s of the device is unknown.*--peak-tflops X.*flopwatch peak --measure",
         ),
-        (Story(), "does not have the times that show where the peak went.*run the training again"),
+        (Story(), "does not have the times that show where the peak went.*wait for the next row"),
     ],
 )
 def test_what_is_missing_is_said_with_what_to_do(flopwatch, tmp_path, story, words):

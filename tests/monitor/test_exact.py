@@ -228,7 +228,7 @@ def test_positions_that_do_not_start_at_zero_are_not_taken_for_documents(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
+@pytest.mark.parametrize("mode", ["smart", "profiler", "estimate"])
 def test_every_mode_prices_a_dense_decoder_to_the_flop(mode, tmp_path):
     truth = Truth("llama")
     batches = [causal_batch(2, length) for length in (16, 24, 32)]

@@ -189,7 +189,7 @@ def test_a_wait_that_nobody_could_measure_is_told_beside_the_goodput(world):
     [
         ({"input_wait": 1.0, "wait_unknown": 4.0}, True),
         ({"input_wait": 1.0, "wait_unknown": 60.0}, False),
-        ({"input_wait": 1.0}, True),  # as in a log of an earlier version
+        ({"input_wait": 1.0}, True),
         ({}, False),
     ],
 )
@@ -445,47 +445,6 @@ def test_a_clock_that_lags_behind_an_earlier_session_is_moved_there(world):
 def test_without_torchrun_the_environment_names_no_job(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert "torchelastic" not in describe_environment(torch.device("cpu"))
-
-
-def as_of_an_older_version(line):
-    record = json.loads(line)
-    for ledger in (record.get("ledger"), record):
-        if ledger:
-            ledger.pop("first_start_unix_time", None)
-    if record["type"] == "run":
-        del record["ledger"]
-    if record.get("ledger"):
-        old = ("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count")
-        record["ledger"]["seconds"] = {k: v for k, v in record["ledger"]["seconds"].items() if k in old}
-    if record["type"] in ("run", "row"):
-        record["unix_time"] = FIRST_START + (0.0 if record["type"] == "run" else 2.0 * (record["step"] + 1))
-    return json.dumps(record)
-
-
-def test_a_log_from_before_goodput_is_continued_from_its_first_record(world):
-    world.new_process()
-    world.train(*[2.0] * 10)
-    world.kill(after=5.0)
-    path = world.folder / "training_log.jsonl"
-    path.write_text("".join(as_of_an_older_version(line) + "\n" for line in path.read_text().splitlines()))
-    world.new_process(8, start_up=3.0)
-    world.train(2.0)
-    spent = world.end()
-
-    assert (spent.steps, spent.productive, spent.rerun) == (9, 18.0, 4.0)
-    assert (spent.wall, spent.restart, spent.start_up, spent.other) == (30.0, 5.0, 3.0, 0.0)
-
-
-def test_an_old_state_without_its_log_continues_its_totals_and_has_no_goodput(world, tmp_path):
-    state = {"version": 1, "step": 9, "ledger": {"steps": 10, "totals": {"tokens": 640}, "seconds": {"train": 20.0}}}
-    world.new_process(10, load=state)
-    world.train(2.0)
-    world.monitor.close()
-    values = world.monitor.summary.values
-
-    assert (values["total/steps"], values["time/train_seconds"]) == (11, 22.0)
-    assert "perf/goodput" not in values
-    assert "time/wall_seconds" not in values
 
 
 def test_a_state_taken_to_another_folder_knows_its_first_start(world, tmp_path):

@@ -15,7 +15,7 @@ from support.torchrun import outputs_of_ranks
 pytestmark = pytest.mark.slow
 
 STEPS = 300
-MODES = ["smart", "estimate", "profiler", "hybrid"]
+MODES = ["smart", "estimate", "profiler"]
 PORTABLE = [("plain", "smart"), ("compiled", "smart"), ("plain", "profiler")]
 IN_CI = {*PORTABLE, *(("plain", mode) for mode in MODES), ("autocast", "smart"), ("accumulating", "smart")}
 DDP_MODES = MODES if "FLOPWATCH_LONG" in os.environ else MODES[:1]

@@ -127,13 +127,6 @@ def test_an_unknown_sink_is_said_and_left_out(tmp_path, caplog):
     assert monitor.summary.failed_parts.keys() == {"tensorbord"}
 
 
-def test_a_mode_that_cannot_be_counts_as_the_default_does(tmp_path, caplog):
-    monitor, rounds = run(tmp_path, mode="hybrid", config={"fallback_to_profiler": False})
-    assert rounds == 20
-    assert "fallback_to_profiler is off" in caplog.text
-    assert monitor.summary.values["total/model_flops"] == 20 * 16 * TINY_FLOPS_PER_TOKEN
-
-
 def test_a_log_of_a_newer_version_is_not_resumed_but_the_training_goes_on(tmp_path, caplog):
     (tmp_path / "training_log.jsonl").write_text('{"type":"run","format":99,"session":"x","unix_time":0}\n')
     model = TinyText()

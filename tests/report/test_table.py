@@ -243,7 +243,7 @@ def test_every_column_stands_in_the_documentation_in_its_order():
 
 def test_host_memory_says_how_it_was_counted_and_what_was_not_measured_is_told():
     good = ran("standard", 4, 64)
-    uses = [MemoryUse(rss_bytes=7), MemoryUse(rss_bytes=7, host_bytes=5, host_method="samples"), MemoryUse()]
+    uses = [MemoryUse(host_bytes=7, host_method="rss"), MemoryUse(host_bytes=5, host_method="samples"), MemoryUse()]
     results = [
         replace(good, name=str(place), measured=replace(good.measured, memory=memory, not_measured={"flops": "killed"}))
         for place, memory in enumerate(uses)

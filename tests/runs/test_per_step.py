@@ -131,10 +131,10 @@ def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_another_time(a
     assert note == f'The input wait of both runs is unknown. It is part of "{place}" and at most that long.'
 
 
-def test_the_time_between_the_passes_of_an_older_log_is_in_its_passes():
-    older = {**LEDGER, **AT_PEAK}
-    newer = {**older, "passes_timed": 900.0, "outside_passes": 100.0}
-    (note,) = compare(log_of(older), log_of(newer)).per_step.notes
+def test_where_only_one_run_timed_its_passes_the_time_between_them_is_part_of_both():
+    untimed = {**LEDGER, **AT_PEAK}
+    timed = {**untimed, "passes_timed": 900.0, "outside_passes": 100.0}
+    (note,) = compare(log_of(untimed), log_of(timed)).per_step.notes
     assert note == 'Only B measured "between the passes", so it is part of "forward and backward pass" in both.'
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any
 
-from flopwatch.compat import MOVED_MODULES
-
 ROOT = Path(__file__).parents[2]
 FROZEN = ROOT / "tests/data/public_surface.json"
 PACKAGES = [
@@ -40,7 +38,6 @@ def collect(root: Path) -> dict[str, Any]:
         "packages": {name: sorted(find(name).__all__) for name in PACKAGES if _exists(f"{name}.__all__")},
         "documented": {name: describe(find(name)) for name in documented_names(pages)},
         "commands": _commands(),
-        "old_flags": _old_flags(),
         "sweep_keys": _sweep_keys(),
         "settings": _settings(),
         "metrics": sorted(_metrics()),
@@ -63,7 +60,7 @@ def documented_names(pages: dict[str, str]) -> list[str]:
         found.update(DOTTED.findall(text))
         for module, names in DEEP_IMPORT.findall(text):
             found.update(f"{module}.{name.strip()}" for name in names.split(","))
-    return sorted(name for name in found if name not in MOVED_MODULES and _exists(name))
+    return sorted(name for name in found if _exists(name))
 
 
 def find(dotted: str) -> Any:
@@ -178,31 +175,23 @@ def _commands() -> dict[str, list[str]]:
     }
 
 
-def _old_flags() -> dict[str, Any]:
-    return {command: dict(flags) for command, flags in find("flopwatch.compat.RENAMED_FLAGS").items()}
-
-
 def _sweep_keys() -> dict[str, list[str]]:
     matrix = find("flopwatch.sweep.spec.matrix.Matrix")
     inner = {
         "limits": find("flopwatch.sweep.spec.matrix.LimitSettings"),
         "trainers": find("flopwatch.sweep.spec.matrix.TrainerEntry"),
     }
-    return {"": _spellings(matrix), **{name: _spellings(model) for name, model in inner.items()}}
-
-
-def _spellings(model: Any) -> list[str]:
-    found = set()
-    for name, field in model.model_fields.items():
-        found.update([name, *getattr(field.validation_alias, "choices", ())])
-    return sorted(found)
+    return {
+        "": sorted([*matrix.model_fields, *find("flopwatch.spellings.SWEEP")]),
+        **{name: sorted(model.model_fields) for name, model in inner.items()},
+    }
 
 
 def _settings() -> dict[str, Any]:
     config = find("flopwatch.monitor.config")
     return {
         "settings": sorted(config.MonitorConfig.model_fields),
-        "spellings": dict(sorted(find("flopwatch.monitor.config.SPELLINGS").items())),
+        "spellings": dict(sorted(find("flopwatch.spellings.MONITOR").items())),
         "presets": sorted(config.PRESETS),
     }
 

@@ -177,7 +177,7 @@ def result_with(memory, *, limit=None, charged=None, outcome="ok"):
 
 
 def test_on_a_device_what_is_reserved_is_held_against_what_it_has():
-    memory = MemoryUse(reserved_bytes=700, alloc_retries=2, device_bytes=1000, rss_bytes=5000)
+    memory = MemoryUse(reserved_bytes=700, alloc_retries=2, device_bytes=1000, host_bytes=5000)
     probe = probe_of(result_with(memory, limit=9000, charged=4000))
     assert (probe.peak_bytes, probe.capacity_bytes, probe.is_bare) == (700, 1000, True)
     assert (probe.slowest_per_s, probe.samples_per_s, probe.fastest_per_s) == (10.0, 16.0, 20.0)
@@ -186,8 +186,6 @@ def test_on_a_device_what_is_reserved_is_held_against_what_it_has():
 def test_on_a_host_the_figure_of_the_report_is_held_against_the_limit():
     result = result_with(MemoryUse(host_bytes=700, host_method="samples"), limit=1000, charged=600)
     assert probe_of(result).peak_bytes == result.measured.memory.peak_bytes == 700
-    older = result_with(MemoryUse(rss_bytes=700), limit=1000)
-    assert probe_of(older).peak_bytes == 700
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_mfu_of_a_lower_bound_has_no_ratio():
 KINDS = (
     MemoryUse(reserved_bytes=2**30, host_bytes=2**31, host_method="samples"),
     MemoryUse(host_bytes=2**30, host_method="high_water"),
-    MemoryUse(rss_bytes=2**30),
+    MemoryUse(host_bytes=2**30, host_method="rss"),
 )
 
 

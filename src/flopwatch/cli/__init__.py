@@ -19,7 +19,6 @@ from typing import Any, TextIO, cast
 
 import typer
 
-from flopwatch.compat import with_new_flags
 from flopwatch.errors import FlopwatchError
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
@@ -36,12 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from flopwatch.cli.run import ScriptRequest, start
     from flopwatch.cli.typer_internals import USAGE_ERRORS, print_usage_error
 
-    given, notes = with_new_flags(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     request: ScriptRequest | None = None
     if given[:1] != ["run"]:  # a script's output streams stay as they are
         _escape_unknown_characters()
-    for note in notes:
-        typer.echo(f"note: {note}", err=True)
     try:
         sys.exit(app(args=given, prog_name="flopwatch", standalone_mode=False))
     except ScriptRequest as wanted:

@@ -104,7 +104,7 @@ def _facts(spec: str, model: "nn.Module", count: "FlopCount", batch_size: int, s
 
 
 def _step(count: "FlopCount", peak: "Peak", seconds: float) -> dict[str, Any]:
-    from flopwatch.compat import calculate_mfu
+    from flopwatch.mfu import calculate_mfu
 
     return {
         "seconds": seconds,

@@ -57,7 +57,7 @@ _MONITOR_GROUPS = {
     "Batches": ("batch_size", "seq_length", "data_parallel_size"),
     "How FLOPs are found": (
         *("mode", "flops_profile_freq", "phase_frequencies", "recalibration_frequency", "initial_profiling"),
-        *("calibration_enabled", "hardware_counters_enabled", "fallback_to_profiler"),
+        "calibration_enabled",
     ),
 }
 """Settings that belong together. The template lists all others under "Other settings"."""

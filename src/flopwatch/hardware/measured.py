@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from flopwatch.files import read_object, write_json
@@ -31,9 +30,7 @@ def read_cached_peak(key: str) -> Peak | None:
         is_usable = peak.flops_per_s > 0 and peak.kind == "measured"
     except (KeyError, TypeError):
         return None
-    if not is_usable:
-        return None
-    return replace(peak, confidence="medium") if peak.confidence == "high" else peak  # as earlier versions wrote it
+    return peak if is_usable else None
 
 
 def write_cached_peak(key: str, peak: Peak) -> None:

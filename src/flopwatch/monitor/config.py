@@ -10,15 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
+from flopwatch.spellings import MODES, MONITOR, SECTIONS
 from flopwatch.text import first_line
 
-ModeName = Literal["smart", "estimate", "profiler", "hybrid"]
+ModeName = Literal["smart", "estimate", "profiler"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "production": {"mode": "smart", "flops_profile_freq": 500, "recalibration_frequency": 1000},
     "research": {"mode": "profiler", "flops_profile_freq": 50},
     "prototype": {"mode": "estimate", "flops_profile_freq": 0},
-    "complex": {"mode": "hybrid", "hardware_counters_enabled": True, "fallback_to_profiler": True},
+    "complex": {"mode": "hybrid"},
 }
 """Settings for four common purposes, as recommended in docs/requirements.md."""
 
@@ -45,8 +46,6 @@ class MonitorConfig(BaseModel):
     recalibration_frequency: int = Field(1000, ge=0, description="Count at least every so many steps; 0: no limit.")
     initial_profiling: bool = Field(True, description="False: no step is counted before recalibration_frequency.")
     calibration_enabled: bool = Field(True, description="False: only the first steps are counted.")
-    hardware_counters_enabled: bool = Field(True, description="For mode hybrid; this version reads no counters.")
-    fallback_to_profiler: bool = Field(True, description="Mode hybrid works as profiler, and needs True for that.")
     phase_frequencies: dict[str, int] = Field(
         default={"warmup": 1000, "main": 500, "finetune": 200},
         description="flops_profile_freq by training phase; see set_phase.",
@@ -78,8 +77,11 @@ class MonitorConfig(BaseModel):
         True, description="False: the log does not say script, arguments, folder, git commit, user, job and packages."
     )
     strict: bool = Field(False, description="True: raise errors of the monitor instead of reporting them once.")
-    eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; only written to the log.")
-    save_steps: int | None = Field(None, ge=1, description="Steps between checkpoints; only written to the log.")
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _one_word_per_mode(cls, value: Any) -> Any:
+        return MODES.get(value, value) if isinstance(value, str) else value
 
 
 def read_config(
@@ -155,41 +157,6 @@ def refuse_problems(problems: list[str]) -> None:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
 
 
-_SECTIONS = ("flopwatch", "monitoring", "monitor")
-"""Sections of a configuration file that only flopwatch reads, so an unknown key in them is reported as a mistake."""
-
-# Other names that a configuration file can use for settings of `MonitorConfig`; most are from docs/requirements.md.
-_MONITORING = {
-    "mfu_calculation_mode": "mode",
-    "performance_monitoring.measure_flops_frequency": "flops_profile_freq",
-    **{
-        f"{outer}{section}.{name}": name
-        for outer in ("performance_monitoring.", "")
-        for section, names in (
-            ("smart_mode", ("initial_profiling", "calibration_enabled", "recalibration_frequency")),
-            ("hybrid_mode", ("hardware_counters_enabled", "fallback_to_profiler")),
-        )
-        for name in names
-    },
-    "freq.flops_profile_freq": "flops_profile_freq",
-    "measure_flops_frequency": "flops_profile_freq",
-    # Sweeps and the command line use the next two names for `seq_length` and `warm_up_steps`.
-    "seq_len": "seq_length",
-    "warmup_steps": "warm_up_steps",
-}
-
-SPELLINGS: Mapping[str, str] = {
-    **{f"{section}.{name}": ours for section in _SECTIONS for name, ours in _MONITORING.items()},
-    **{name: ours for name, ours in _MONITORING.items() if "." in name},
-    "training.logging_steps": "log_every",
-    "training.eval_steps": "eval_steps",
-    "training.save_steps": "save_steps",
-    "wandb.log_dataset_metrics": "log_dataset_metrics",
-    "wandb.reduced_logging": "reduced_logging",
-}
-"""Maps dotted paths in a configuration file to the names of settings in `MonitorConfig`."""
-
-
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Find the monitor's settings in a training configuration; return them, and messages about unknown keys.
 
@@ -197,28 +164,35 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     monitor, because `mode` or `dtype` in a training's configuration usually means something else.
     """
     fields = MonitorConfig.model_fields
-    ours_alone = all(key in fields or key in _SECTIONS or key in _MONITORING for key in content)
+    ours_alone = all(key in fields or key in SECTIONS or key in MONITOR for key in content)
     found: dict[str, Any] = {}
     unknown: list[str] = []
     for path, value in _leaves(content, fields):
-        section, _, name = path.partition(".")
-        if path in SPELLINGS:
-            found[SPELLINGS[path]] = value
-        elif not name and ours_alone and (path in fields or path in _MONITORING):
-            found[_MONITORING.get(path, path)] = value
-        elif section in _SECTIONS and name in fields:
-            found[name] = value
-        elif section in _SECTIONS and (name or value is not None):  # a section without settings is no mistake
+        name, is_in_section = _without_sections(path)
+        setting = name if name in fields else MONITOR.get(name)
+        if (name in fields or name in MONITOR) and (is_in_section or "." in name or ours_alone):
+            found |= {setting: value} if setting else {}
+        elif is_in_section and (name or value is not None):  # a section without settings is no mistake
             unknown.append(_unknown(path, name, fields))
     if not found and not unknown and not ours_alone:
         unknown += _unused(content, fields)
     return found, unknown
 
 
+def _without_sections(path: str) -> tuple[str, bool]:
+    """The name of a setting without the sections around it, and whether there are any.
+
+    >>> _without_sections("monitoring.performance_monitoring.smart_mode.initial_profiling")
+    ('smart_mode.initial_profiling', True)
+    """
+    first, _, rest = path.partition(".")
+    return (_without_sections(rest)[0], True) if first in SECTIONS else (path, False)
+
+
 def _unused(content: Mapping[str, Any], fields: Any) -> list[str]:
     """A message if none of a file's settings is used, because other keys stand beside them."""
-    ours = [key for key in content if key in fields or key in _MONITORING]
-    others = [key for key in content if key not in ours and key not in _SECTIONS]
+    ours = [key for key in content if key in fields or key in MONITOR]
+    others = [key for key in content if key not in ours and key not in SECTIONS]
     close = {key: match[0] for key in others if (match := get_close_matches(str(key), fields, n=1))}
     if not ours or not close:
         return []
@@ -229,13 +203,12 @@ def _unused(content: Mapping[str, Any], fields: Any) -> list[str]:
 def _leaves(content: Mapping[str, Any], fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         path = f"{prefix}{key}"
-        is_setting = path in fields or path.partition(".")[2] in fields
-        if isinstance(value, Mapping) and not is_setting:
+        if isinstance(value, Mapping) and _without_sections(path)[0] not in fields:
             yield from _leaves(value, fields, f"{path}.")
         else:
             yield path, value
 
 
 def _unknown(path: str, name: str, fields: Any) -> str:
-    close = get_close_matches(name.rpartition(".")[2], [*fields, *(key.rpartition(".")[2] for key in _MONITORING)], n=1)
+    close = get_close_matches(name.rpartition(".")[2], [*fields, *(key.rpartition(".")[2] for key in MONITOR)], n=1)
     return f"{path}: not a known key" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopwatch.records.metrics import APART, goodput_of, loss_in_step, timed_flops_of
+from flopwatch.records.metrics import APART, goodput_of, loss_in_step
 from flopwatch.records.run import Number
 
 AMOUNTS = (
@@ -405,6 +405,5 @@ class Ledger:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Ledger":
-        first_start = state.get("first_start_unix_time")  # older logs do not contain it
-        flops = timed_flops_of(state)
+        first_start, flops = state.get("first_start_unix_time"), dict(state.get("timed_flops", {}))
         return cls(int(state["steps"]), dict(state["totals"]), dict(state["seconds"]), first_start, flops)

@@ -16,7 +16,7 @@ from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
-from flopwatch.monitor.output import Notify, Outlets, json_ready, open_outlets
+from flopwatch.monitor.output import Outlets, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.evidence import Doubt
 from flopwatch.monitor.pricing.price import StepCost, StepPricer
@@ -118,8 +118,10 @@ class MonitoredRun:
         self._timer: StepTimer = HostTimer(clock)
         self.step_clock = self._new_step_clock()
         self._passes = PassHooks(lambda: self.step_clock)
+        if config.count == "every":
+            self._notify(*notices.every_step_counted())
         self.counter = StepCounter(
-            checked_mode(config, self._notify),
+            config,
             clock,
             is_alone=world_size == 1,
             on_call=lambda has_grad: self.step_clock.model_is_called(has_grad),
@@ -627,21 +629,6 @@ class MonitoredRun:
 
     def _notify(self, level: Any, code: str, message: str, step: int | None = None) -> None:
         self.outlets.notify(level, code, message, step=self.last_step if step is None else step)
-
-
-def checked_mode(config: MonitorConfig, notify: Notify) -> MonitorConfig:
-    """The configuration; mode `hybrid` without its fallback is an error, because no hardware counters are read."""
-    if config.count == "every":
-        notify(*notices.every_step_counted())
-    if config.mode == "hybrid" and not config.fallback_to_profiler:
-        reason = (
-            "mode hybrid: this version reads no hardware counters, and fallback_to_profiler is off; set it to true "
-            "or choose another mode"
-        )
-        if config.strict:
-            raise InputError(reason)
-        notify("error", "flops_unknown", f"FLOPs are counted as in mode smart: {reason}")
-    return config
 
 
 def _seconds_of(steps: Sequence[PricedStep]) -> float:

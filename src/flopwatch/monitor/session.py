@@ -21,11 +21,11 @@ from flopwatch.hardware import DeviceFacts, read_device
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
-from flopwatch.records.metrics import APART, OF_STEPS, carried_seconds, timed_flops_of, typical_seconds
+from flopwatch.records.metrics import APART, OF_STEPS, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.records.run_checks import broken_field
 from flopwatch.records.time_uses import LOST
-from flopwatch.runs import read_around, rows_from_end
+from flopwatch.runs import rows_from_end
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
 from flopwatch.version import __version__
 
@@ -184,7 +184,7 @@ def find_last_record(log: Path) -> LastRecord | None:
     for record in _timed_records(log):
         newest = newest or record
         if record.get("ledger"):
-            return _as_last_record(newest, Ledger.from_json(record["ledger"]), log)
+            return _as_last_record(newest, Ledger.from_json(record["ledger"]))
     return None
 
 
@@ -249,7 +249,7 @@ def _later_of(
     return last if own is None or last.unix_time >= own.unix_time else own
 
 
-def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
+def _as_last_record(newest: Mapping[str, Any], ledger: Ledger) -> LastRecord:
     """Return the totals and the newest record's time: first start plus wall time if known, else its `unix_time`."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # a summary also contains the time of phases after the last row
@@ -258,9 +258,6 @@ def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> Las
         ledger.seconds |= {name: newest["values"][key] for name, key in keys.items() if key in newest["values"]}
     has_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
     own = _end_of(ledger) if has_wall else None
-    if ledger.first_start_unix_time is None:  # in an older log, use the time of the first record
-        starts = read_around(log).starts
-        ledger.first_start_unix_time = starts[0].unix_time if starts else None
     return own or LastRecord(newest["unix_time"], ledger)
 
 
@@ -383,7 +380,8 @@ class Session:
         self._unbooked_seconds -= _seconds_of(steps)
         self._ledger.add_amounts(amounts)
         if at_peak is not None:
-            self._ledger.add_timed_flops(timed_flops_of({"totals": amounts}))
+            known = {name: amounts.get(f"{name}_flops") for name in ("model", "hardware", "recompute")}
+            self._ledger.add_timed_flops({name: flops for name, flops in known.items() if flops is not None})
         stalled_before = self._ledger.seconds.get("stall", 0.0)
         self._ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += self._ledger.seconds.get("stall", 0.0) - stalled_before

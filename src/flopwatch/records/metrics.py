@@ -7,7 +7,7 @@ whose value is unknown is left out of the row.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from flopwatch.records.time_uses import LOST
 
@@ -256,7 +256,7 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
         return None
     lost = {name: seconds[name] for name in LOST if name in seconds}
     at_work = seconds.get("train", 0.0) - lost.get("compile", 0.0) - lost.get("stall", 0.0)
-    if "input_wait" in lost:  # logs of earlier versions counted a long input wait as a stall too
+    if "input_wait" in lost:  # the wait of a step is that of all ranks on average, and may be longer than a rank's step
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
     share_between = share_between_passes(seconds)
@@ -274,18 +274,7 @@ def share_between_passes(seconds: Mapping[str, float]) -> float | None:
     return min(seconds.get("outside_passes", 0.0) / timed, 1.0) if timed > 0 else None
 
 
-def timed_flops_of(ledger: Mapping[str, Any]) -> dict[str, int]:
-    """FLOPs of the timed steps (`model`, `hardware`, `recompute`) by a ledger; of all steps in logs that lack them."""
-    flops = ledger.get("timed_flops")
-    if flops is not None:
-        return dict(flops)
-    totals = ledger.get("totals", {})
-    known = {name: totals.get(f"{name}_flops") for name in ("model", "hardware", "recompute")}
-    return {name: amount for name, amount in known.items() if amount is not None}
-
-
 def _knows_input_wait(seconds: Mapping[str, float]) -> bool:
-    # Logs of earlier versions have no `wait_unknown`, and no `input_wait` either if no step's wait was known.
     is_known = seconds.get("wait_unknown", 0.0) <= _UNKNOWN_WAIT_SHARE * seconds.get("train", 0.0)
     return is_known and "input_wait" in seconds
 

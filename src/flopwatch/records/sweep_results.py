@@ -15,7 +15,7 @@ from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.files import Follower, UnreadableError, line_content, load_json, numbered_lines
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
-from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
+from flopwatch.records.trial_files import RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 from flopwatch.text import listed
 
 _LATEST_UNIX_TIME = 1e11
@@ -195,7 +195,7 @@ def read_results(sweep: Path) -> dict[str, TrialResult]:
 
 def is_sweep_folder(sweep: Path) -> bool:
     """Whether a sweep wrote this folder. If `sweep.json` and `results.jsonl` are lost, the trials' files show it."""
-    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
+    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS)) or any(
         os.path.lexists(sweep / TRIALS / name / file) for name in _trial_folders(sweep) for file in (RESULT, SPEC)
     )
 

@@ -6,12 +6,13 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import read_record
 from flopwatch.errors import InputError
 from flopwatch.records.privacy import Privacy, PrivacySpent
+from flopwatch.spellings import TRAINERS
 
 FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""
@@ -153,22 +154,7 @@ class TrialSpec:
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
-        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the
-        # hashes of older trials would change, and these trials would be measured again.
-        for name, value in _LATER_SETTINGS.items():
-            if content[name] == value:
-                del content[name]
         return {**content, "memory_bytes": self.limits.memory_bytes}
-
-
-_LATER_SETTINGS: Mapping[str, Any] = {
-    "nodes": 1,
-    "processes": 1,
-    "layout": None,
-    "batch": None,
-    "micro_batch_size": None,
-    "privacy": {},
-}
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
@@ -219,7 +205,6 @@ class MemoryUse:
         reserved_bytes: Reserved by torch's allocator on the accelerator.
         alloc_retries: How often torch's allocator had to free its cache to get memory; above 0, the trial barely fits.
         device_bytes: Total memory of the accelerator.
-        rss_bytes: Resident memory, with shared pages counted once per process; only in results of flopwatch 0.1.0.
         baseline_bytes: Host memory of the worker before the model was built.
         by_phase: Peak in `build`, `forward`, `backward` and `optimizer`: memory allocated on the accelerator, or on a
             CPU the host memory of the worker process.
@@ -232,28 +217,22 @@ class MemoryUse:
     reserved_bytes: int | None = None
     alloc_retries: int | None = None
     device_bytes: int | None = None
-    rss_bytes: int | None = None
     baseline_bytes: int | None = None
     by_phase: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int | None = None
     host_method: str | None = None
 
     @property
-    def host_peak_bytes(self) -> int | None:
-        """Host memory: `host_bytes`, or `rss_bytes` in results of flopwatch 0.1.0."""
-        return self.host_bytes if self.host_bytes is not None else self.rss_bytes
-
-    @property
     def peak_bytes(self) -> int | None:
         """The peak that decides whether a trial fits: reserved memory on an accelerator, host memory on a CPU."""
-        return self.reserved_bytes if self.reserved_bytes is not None else self.host_peak_bytes
+        return self.reserved_bytes if self.reserved_bytes is not None else self.host_bytes
 
     def why_broken(self) -> str | None:
         sizes = (
             self.allocated_bytes,
             self.reserved_bytes,
             self.device_bytes,
-            self.host_peak_bytes,
+            self.host_bytes,
             self.baseline_bytes,
         )
         return "an amount of memory is negative" if any(size is not None and size < 0 for size in sizes) else None
@@ -387,13 +366,8 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
-        """Build the result from JSON; raises BrokenRecordError for wrong or missing fields.
-
-        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that could jump.
-        """
-        result = read_record(cls, content)
-        is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
-        return replace(result, seconds=None) if is_absurd else result
+        """Build the result from JSON; raises BrokenRecordError for wrong or missing fields."""
+        return read_record(cls, content)
 
     def why_broken(self) -> str | None:
         return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
@@ -432,9 +406,6 @@ class TrialJob:
         return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
 
 
-_LONGEST_LIFE_SECONDS = 10 * 365 * 86400.0
-
-
 def is_trial_name(name: str) -> bool:
     """Whether `name` can be the name of a trial, and so of a folder in `trials/`.
 
@@ -459,13 +430,6 @@ PRIVATE = ("dpsgd", "ghost", "fast")
 
 COMMAND = "command"
 
-_SHORT_FORMS = {
-    "standard": ("standard", "plain"),
-    "dpsgd": ("dpsgd", "dp", "hooks"),
-    "ghost": ("ghost", "ghostclipping", "dpghost", "dpghostclipping"),
-    "fast": ("fast", "fastclipping", "fastgradientclipping", "dpfast", "dpfastgradientclipping", "fgc"),
-}
-_TRAINER_OF_FORM = {form: trainer for trainer, forms in _SHORT_FORMS.items() for form in forms}
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -488,8 +452,9 @@ def canonical_trainer(name: str) -> tuple[str, str]:
                 f"trainer {name!r} is not of the form 'package.module:Class'; give the class's full import path"
             )
         return plain, plain.partition(":")[2]
-    trainer = _TRAINER_OF_FORM.get(re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer"))
-    if trainer is None:
+    short = re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer")
+    trainer = TRAINERS.get(short, short)
+    if trainer not in LABELS:
         raise InputError(_unknown(name))
     return trainer, LABELS[trainer]
 

@@ -22,8 +22,6 @@ PREFLIGHT = "preflight.json"
 RUNNERS = "runners"
 RUNNER = "runner.json"
 RUNNER_LOG = "runner.log"
-LOCK = "lock"
-"""The lock file of flopwatch 0.1, which had no folder `runners`. It still shows that a folder belongs to a sweep."""
 
 TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 

@@ -218,7 +218,7 @@ def _knows_peak(result: TrialResult) -> bool:
 
 
 def _above_start(memory: MemoryUse) -> int | None:
-    host = memory.host_peak_bytes
+    host = memory.host_bytes
     if memory.reserved_bytes is not None or host is None or memory.baseline_bytes is None:
         return None
     above: int | None = positive(host - memory.baseline_bytes)

@@ -93,12 +93,6 @@ def _not_measured(trial: Trial) -> str | None:
     return "; ".join(f"{phase}: {why}" for phase, why in trial.result.measured.not_measured.items())
 
 
-def _host_method(trial: Trial) -> str | None:
-    memory = trial.memory
-    # Early versions of flopwatch measured resident memory and did not record the method.
-    return memory.host_method or ("rss" if memory.host_bytes is None and memory.rss_bytes is not None else None)
-
-
 def _attempts(trial: Trial) -> int | None:
     if trial.result is None:
         return None
@@ -167,8 +161,13 @@ COLUMNS: tuple[Column, ...] = (
     Column("allocated_bytes", "integer", "peak held by tensors on the accelerator", _part("memory", "allocated_bytes")),
     Column("reserved_bytes", "integer", "peak held by the accelerator's allocator", _part("memory", "reserved_bytes")),
     Column("alloc_retries", "integer", "above 0, the trial barely fits into memory", _part("memory", "alloc_retries")),
-    Column("host_bytes", "integer", "peak host memory of all processes", _part("memory", "host_peak_bytes")),
-    Column("host_method", "text", "high_water, samples, or rss (counts shared pages per process)", _host_method),
+    Column("host_bytes", "integer", "peak host memory of all processes", _part("memory", "host_bytes")),
+    Column(
+        "host_method",
+        "text",
+        "high_water, samples, or rss (counts shared pages per process)",
+        _part("memory", "host_method"),
+    ),
     Column("baseline_bytes", "integer", "host memory before the model was built", _part("memory", "baseline_bytes")),
     Column("build_peak_bytes", "integer", "peak while the model is built", _phase_bytes("build")),
     Column("forward_peak_bytes", "integer", "peak of the forward pass", _phase_bytes("forward")),

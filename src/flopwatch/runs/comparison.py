@@ -76,12 +76,9 @@ def _world_size(log: RunLog) -> int | None:
 
 
 def _exact(log: RunLog) -> bool | None:
-    """Whether the FLOPs are exact. Logs of older versions have this in the provenance record, not in rows."""
+    """Whether the FLOPs are exact, by the last row that has any."""
     known = [row.exact for row in log.rows if row.exact is not None]
-    if known:
-        return known[-1]
-    count: bool | None = _provenance("exact")(log)
-    return count
+    return known[-1] if known else None
 
 
 _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (

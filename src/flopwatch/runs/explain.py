@@ -165,10 +165,7 @@ def _explained(
 
 
 def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
-    """Replace the peak of the run by the peak of this row, which depends on the dtypes of its steps.
-
-    Rows of older logs have no peak, so the peak of the run stays.
-    """
+    """Replace the peak of the run by the peak of this row, which depends on the dtypes of its steps."""
     if provenance is None or row.exact is None:
         return provenance
     if row.peak is None or provenance.peak is None:

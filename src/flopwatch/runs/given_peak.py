@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from flopwatch.records.flops import Peak
-from flopwatch.records.metrics import find_metric, timed_flops_of
+from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.reading import RunLog
 
@@ -78,7 +78,7 @@ class PeakGiver:
         if self._peak is None or not ledger:
             return {}
         of_all_devices = self._peak.flops_per_s * (self._start.world_size if self._start else 1)
-        return {f"{name}_at_peak": flops / of_all_devices for name, flops in timed_flops_of(ledger).items()}
+        return {f"{name}_at_peak": flops / of_all_devices for name, flops in ledger.get("timed_flops", {}).items()}
 
 
 def with_peak(log: RunLog, choose: ChoosePeak | None) -> RunLog:

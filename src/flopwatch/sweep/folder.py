@@ -27,7 +27,6 @@ from flopwatch.records.sweep_results import is_sweep_folder, read_result, read_t
 from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import (
     EARLIER,
-    LOCK,
     LOGS,
     PREFLIGHT,
     RESULT,
@@ -156,7 +155,7 @@ def _move_wrong_types_aside(sweep: Path) -> None:
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
-    for name in (SWEEP, RESULTS, LOCK, PREFLIGHT):
+    for name in (SWEEP, RESULTS, PREFLIGHT):
         if os.path.lexists(sweep / name) and not (sweep / name).is_file():
             _move_aside(sweep, sweep / name)
 

@@ -67,7 +67,7 @@ def counted(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
+@pytest.mark.parametrize("mode", ["smart", "profiler", "estimate"])
 def test_the_model_runs_only_when_the_training_runs_it(tmp_path, model, mode):
     run = Run(tmp_path, model, mode=mode)
     run.train(range(20))
@@ -208,14 +208,8 @@ def test_provenance_is_written_once(tmp_path, model):
     assert (provenance.method, provenance.exact) == ("step", True)
 
 
-def test_hybrid_says_that_it_reads_no_counters(tmp_path, model):
-    run = Run(tmp_path, model, mode="hybrid")
+def test_hybrid_is_another_word_for_profiler(tmp_path, model):
+    run = Run(tmp_path, model, mode="hybrid", config={"hybrid_mode": {"fallback_to_profiler": True}})
     run.train([0])
     (provenance,) = run.records("provenance")
-    assert "no hardware counters" in provenance.notes[0]
-    assert provenance.mode == "hybrid"
-
-
-def test_hybrid_without_a_fallback_is_refused(tmp_path, model):
-    with pytest.raises(flopwatch.InputError, match="fallback_to_profiler"):
-        Run(tmp_path, model, mode="hybrid", config={"fallback_to_profiler": False})
+    assert provenance.mode == "profiler"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.files import read_json, write_json
+from flopwatch.files import write_json
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.engines import slurm as slurm_module
@@ -187,16 +187,3 @@ def test_a_requeued_task_is_adopted_though_its_first_life_left_a_result(tmp_path
         write_json(trial_folder(tmp_path / "s", trial.name) / "result.json", result.to_json())
     slurm.say("squeue", out=f"5_0|PENDING|{script}\n5_1|COMPLETING|{script}\n")
     assert list(SlurmEngine().open(tmp_path / "s", trials)) == ["t0"]
-
-
-def test_tasks_that_flopwatch_0_1_0_queued_are_adopted(tmp_path, slurm):
-    first, trials = opened(tmp_path)
-    slurm.say("sbatch", 0, out="5\n")
-    first.submit(trials)
-    (script,) = (tmp_path / "s" / "slurm").glob("*.sh")
-    script.with_suffix(".names").write_text("t0\nt1\n")  # 0.1.0 had no attempts
-    for trial in trials:
-        file = trial_folder(tmp_path / "s", trial.name) / "spec.json"
-        write_json(file, {key: value for key, value in read_json(file).items() if key != "attempt"})
-    slurm.say("squeue", out=f"5_0|RUNNING|{script}\n5_1|PENDING|{script}\n")
-    assert list(SlurmEngine().open(tmp_path / "s", trials)) == ["t0", "t1"]

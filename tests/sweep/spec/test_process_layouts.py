@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.trial import StepCost, TrialSpec, content_key
+from flopwatch.records.trial import StepCost, content_key
 from flopwatch.report.cells import column_names, group_key
 from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
@@ -107,8 +107,3 @@ def test_what_one_process_does_not_know_nobody_knows_of_the_job():
     cost = job_cost([whole, half])
     assert (cost.model_flops, cost.hardware_flops, cost.notes) == (20, None, ("compiled",))
     assert job_peak([(True, None), (False, None)]) is None
-
-
-def test_one_trial_of_one_process_keeps_the_key_it_had_before_processes_were_known():
-    spec = TrialSpec("standard", "tiny", 8, 16)
-    assert not {"nodes", "processes", "layout"} & set(spec.measured_settings())

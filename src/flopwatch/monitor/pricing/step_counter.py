@@ -245,14 +245,13 @@ class StepCounter:
 
     def facts(self) -> FlopFacts | None:
         """How the FLOPs are found; None while they are not."""
-        notes = ("mode hybrid: this version reads no hardware counters",) if self._config.mode == "hybrid" else ()
         if self._estimates is not None and not self.evidence.counts:
-            return FlopFacts("estimate", False, None, (*notes, *self._estimates.notes))
+            return FlopFacts("estimate", False, None, self._estimates.notes)
         if not self.evidence.counts:
             return None
         uncounted = self.evidence.uncounted
         more = (f"ops without a formula: {', '.join(uncounted)}",) if uncounted else ()
-        return FlopFacts("step", not uncounted, self.evidence.coverage, (*notes, *more))
+        return FlopFacts("step", not uncounted, self.evidence.coverage, more)
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
@@ -670,7 +669,7 @@ def _compiled_families(kind: StepKind) -> Any:
 def _counted_every(config: MonitorConfig) -> int:
     if config.count == "every":
         return 1
-    return config.flops_profile_freq if config.mode in ("profiler", "hybrid") else config.recalibration_frequency
+    return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
 
 
 def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:

@@ -102,7 +102,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """Return the settings that affect a measurement, as JSON text. Settings that an old sweep lacks get defaults."""
+    """Return the settings that affect a measurement, as JSON text."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}
@@ -275,13 +275,12 @@ def memory_kind(memory: MemoryUse) -> str:
 
     `resident` is host memory in which pages shared by several processes are counted for each process.
 
-    >>> memory_kind(MemoryUse(reserved_bytes=1)), memory_kind(MemoryUse(rss_bytes=1))
+    >>> memory_kind(MemoryUse(reserved_bytes=1)), memory_kind(MemoryUse(host_bytes=1, host_method="rss"))
     ('reserved on the accelerator', 'resident')
     """
     if memory.reserved_bytes is not None:
         return "reserved on the accelerator"
-    is_resident = memory.host_bytes is None or memory.host_method == "rss"
-    return "resident" if is_resident else "host memory, each page once"
+    return "resident" if memory.host_method == "rss" else "host memory, each page once"
 
 
 def _outcome(entry: Entry) -> str:

@@ -86,6 +86,6 @@ def what_is_missing(log: RunLog) -> str:
         return (
             "the log does not have the times that show where the peak went (time/wall_seconds and "
             "time/model_at_peak_seconds); "
-            "either no step was timed yet, or an earlier version of flopwatch wrote it: run the training again"
+            "no step was timed yet; wait for the next row"
         )
     return "the log has no step that was timed and whose FLOPs are known yet; wait for the next row"

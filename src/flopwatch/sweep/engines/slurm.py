@@ -330,8 +330,8 @@ def _line(file: Path, index: int) -> tuple[str, str]:
             line = names.read().decode(errors="replace").splitlines()[index]
     except (FileNotFoundError, UnreadableError, IndexError):
         return "", ""
-    name, blank, attempt = line.rpartition(" ")
-    return (name, attempt) if blank else (line, "")  # flopwatch 0.1.0 wrote only the trial's name
+    name, _, attempt = line.rpartition(" ")
+    return name, attempt
 
 
 def _log(names: Path, index: int) -> Path:

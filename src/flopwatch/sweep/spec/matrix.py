@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.repeats import MOST_REPEATS
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
+from flopwatch.spellings import SWEEP
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
@@ -44,11 +45,6 @@ def _as_list(value: Any) -> Any:
 
 def _none_for_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
-
-
-def _spelt(*names: str) -> Any:
-    """A setting that can be written in any of these spellings."""
-    return Field(validation_alias=AliasChoices(*names))
 
 
 Several = BeforeValidator(_as_list)
@@ -86,33 +82,30 @@ class LimitSettings(BaseModel):
 class Matrix(BaseModel):
     """The settings of a sweep. A setting or option with several values is an axis of the matrix."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid")
 
-    trainers: Annotated[list[TrainerEntry], Several, _spelt("trainers", "trainer")] = [TrainerEntry(trainer="standard")]
-    models: Annotated[list[str], Several, _spelt("models", "model", "model_sizes", "model_size")] = ["small"]
-    batch_sizes: Annotated[list[PositiveInt], Several, _spelt("batch_sizes", "batch_size")] = [4, 8]
-    seq_lens: Annotated[list[PositiveInt], Several, _spelt("seq_lens", "seq_len", "seq_lengths", "seq_length")] = [
+    trainers: Annotated[list[TrainerEntry], Several] = [TrainerEntry(trainer="standard")]
+    models: Annotated[list[str], Several] = ["small"]
+    batch_sizes: Annotated[list[PositiveInt], Several] = [4, 8]
+    seq_lens: Annotated[list[PositiveInt], Several] = [
         512,
         1024,
     ]
-    dtypes: Annotated[list[str], Several, _spelt("dtypes", "dtype")] = ["fp32"]
+    dtypes: Annotated[list[str], Several] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
     micro_batch_sizes: Annotated[
         list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
         Several,
-        _spelt("micro_batch_sizes", "micro_batch_size"),
     ] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[Seed], Several, _spelt("seeds", "seed")] = [0]
+    seeds: Annotated[list[Seed], Several] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
     processes: Annotated[list[PositiveInt], Several] = []
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several, _spelt("layouts", "layout")] = []
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = []
     gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
-    warmup_steps: Annotated[
-        int, Field(ge=0, le=2**63 - 1, validation_alias=AliasChoices("warmup_steps", "warm_up_steps"))
-    ] = 3
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
     threads: PositiveInt | None = None
     gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     cpus: PositiveInt | None = None
@@ -127,15 +120,6 @@ class Matrix(BaseModel):
     max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 5
     budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
 
-
-_ALIASES = {
-    name: setting
-    for setting, field in Matrix.model_fields.items()
-    if isinstance(field.validation_alias, AliasChoices)
-    for name in field.validation_alias.choices
-    if isinstance(name, str)
-}
-"""The name of the setting for each accepted spelling, such as `batch_sizes` for the spelling `batch_size`."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,
@@ -164,7 +148,7 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        known = [*Matrix.model_fields, *_ALIASES] if len(place) == 1 else _INNER[str(place[0])].model_fields
+        known = [*Matrix.model_fields, *SWEEP] if len(place) == 1 else _INNER[str(place[0])].model_fields
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
     message = message.removeprefix("Value error, ")
     shown = repr(value)
@@ -190,9 +174,9 @@ def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each alias of a setting by its name, so that `batch_size` in a later layer overrides `batch_sizes`."""
     found: dict[str, Any] = {}
     for key, value in layer.items():
-        name = _ALIASES.get(key, key)
+        name = SWEEP.get(key, key)
         if name in found:
-            both = [given for given in layer if _ALIASES.get(given, given) == name]
+            both = [given for given in layer if SWEEP.get(given, given) == name]
             raise InputError(f"{' and '.join(both)} are the same setting; give one of them")
         found[name] = value
     return found

@@ -1,25 +1,21 @@
-"""Functions that docs/requirements.md prescribes, and old names of modules and flags that still work.
+"""MFU of one step, by functions with the names and arguments that docs/requirements.md prescribes.
 
-`import flopwatch` imports this module, so torch is imported inside the functions that need it.
+The command line imports this module, so torch is imported inside the functions that need it.
 """
 
 import math
-import sys
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from flopwatch.errors import InputError
+from flopwatch.spellings import MODES
 
 if TYPE_CHECKING:
     from torch import nn
 
     from flopwatch.flops.law import FlopLaw
-    from flopwatch.monitor.config import ModeName
 
 __all__ = ["calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"]
 
@@ -65,7 +61,7 @@ def calculate_precise_mfu(
     batch_size: int,
     seq_length: int,
     step_time: float,
-    measurement_mode: "ModeName" = "smart",
+    measurement_mode: str = "smart",
     actual_flops: float | None = None,
     *,
     peak_flops_per_s: float | None = None,
@@ -78,8 +74,8 @@ def calculate_precise_mfu(
         seq_length: Positions of each sample.
         step_time: Seconds of the whole step: forward, backward, optimizer.
         measurement_mode: `smart` fits a polynomial in the batch shape once and evaluates it in later calls; `profiler`
-            counts op by op in every call; `estimate` computes FLOPs from the modules' shapes; `hybrid` is meant for
-            hardware counters, which this version does not read, and counts like `profiler`.
+            counts op by op in every call, and `hybrid` is another word for it; `estimate` computes FLOPs from the
+            modules' shapes.
         actual_flops: Model FLOPs of the step, if you know them; nothing is counted then.
         peak_flops_per_s: The device's peak; None looks it up.
 
@@ -88,8 +84,9 @@ def calculate_precise_mfu(
     """
     from flopwatch.monitor.config import ModeName
 
-    if measurement_mode not in get_args(ModeName):
-        choices = ", ".join(map(repr, get_args(ModeName)))
+    modes = (*get_args(ModeName), *MODES)
+    if measurement_mode not in modes:
+        choices = ", ".join(map(repr, modes))
         raise InputError(f"measurement_mode must be one of {choices}, got {measurement_mode!r}")
     flops = actual_flops if actual_flops is not None else _flops(model, batch_size, seq_length, measurement_mode)
     return _mfu(model, flops, step_time, peak_flops_per_s)
@@ -141,11 +138,6 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
         has_length = law.seq_lens is not None
         if law.coefficients and (not has_length or law.covers(seq_length)):
             return law.model_flops(batch_size, seq_length if has_length else None)
-    if mode == "hybrid":
-        warnings.warn(
-            "measurement_mode 'hybrid' counts like 'profiler', because this version reads no hardware counters",
-            stacklevel=4,
-        )
     return count_flops(model, batch).model_flops
 
 
@@ -171,78 +163,3 @@ def _fingerprint(model: "nn.Module") -> int:
         if type(value) in plain
     ]
     return hash((parameters, tuple(settings)))
-
-
-MOVED_MODULES: Mapping[str, str] = {
-    "flopwatch.metrics": "flopwatch.records.metrics",
-    "flopwatch.mfu": "flopwatch.compat",
-    "flopwatch.monitor.precise": "flopwatch.compat",
-    "flopwatch.monitor.step_context": "flopwatch.monitor.training_monitor",
-    "flopwatch.run_log": "flopwatch.runs",
-    "flopwatch.run_records": "flopwatch.records.run",
-    "flopwatch.trial_records": "flopwatch.records.trial",
-}
-"""Documented modules that were renamed: old name to new name."""
-
-
-class OldModules:
-    """Import finder for `sys.meta_path` that imports a renamed module under its old name, with a warning.
-
-    It is the last finder, so Python calls it only for modules that no other finder has found. Each old name warns once,
-    because imported modules stay in `sys.modules`.
-    """
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        # The type is Any, because ModuleSpec only needs an object with two methods, but is annotated with a base class.
-        loader: Any = _MovedModule(MOVED_MODULES[name]) if name in MOVED_MODULES else None
-        return ModuleSpec(name, loader) if loader is not None else None
-
-
-class _MovedModule:
-    """Import loader for the old name of a renamed module. It copies the renamed module's content into a new module.
-
-    The renamed module itself cannot be in `sys.modules` under both names, because the import system would overwrite its
-    `__spec__` with that of the old name.
-    """
-
-    def __init__(self, home: str) -> None:
-        self._home = home
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None  # Python then creates an empty module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # With stacklevel=2 the warning shows the user's import, because warnings skip the frames of importlib.
-        warnings.warn(f"{module.__name__} was renamed; import {self._home} instead", DeprecationWarning, stacklevel=2)
-        home = import_module(self._home)
-        module.__dict__.update((name, value) for name, value in vars(home).items() if not name.startswith("__"))
-        module.__doc__ = home.__doc__
-
-
-def install_old_modules() -> None:
-    if OldModules not in sys.meta_path:
-        sys.meta_path.append(OldModules)
-
-
-RENAMED_FLAGS: Mapping[str, Mapping[str, str]] = {
-    "peak": {"--refresh": "--measure-again"},
-    "sweep": {"--gpus": "--gpu-ids", "--seed": "--order-seed"},
-}
-"""Renamed flags of each command: old name to new name. docs/reference.md gives the reasons."""
-
-
-def with_new_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command-line arguments with renamed flags replaced, and a note for the user about each of them.
-
-    >>> with_new_flags(["sweep", "--gpus=0,1", "--jobs", "2"])
-    (['sweep', '--gpu-ids=0,1', '--jobs', '2'], ['--gpus is now --gpu-ids; the old name still works'])
-    """
-    renamed = RENAMED_FLAGS.get(arguments[0], {}) if arguments else {}
-    found, notes = [], []
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if flag in renamed:
-            notes.append(f"{flag} is now {renamed[flag]}; the old name still works")
-        found.append(f"{renamed.get(flag, flag)}{equals}{value}")
-    return found, list(dict.fromkeys(notes))

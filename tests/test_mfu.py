@@ -1,10 +1,5 @@
 """FLOPs over time over peak, and the functions the documents name."""
 
-import importlib
-import importlib.machinery
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +8,6 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.cli import main
-from flopwatch.compat import MOVED_MODULES
 from flopwatch.models.load import load_model
 from flopwatch.monitor.config import read_config
 from flopwatch.sweep.spec.matrix import read_matrix
@@ -95,72 +88,6 @@ def test_an_eval_model_comes_back_in_eval_mode() -> None:
 
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def in_a_fresh_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout.strip()
-
-
-def test_an_old_module_name_works_and_warns_once_where_it_is_imported() -> None:
-    code = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    from flopwatch.trial_records import TrialSpec
-    import flopwatch.trial_records as again
-from flopwatch.records.trial import TrialSpec as today
-print(TrialSpec is today is again.TrialSpec, [(str(w.message), w.category.__name__, w.filename) for w in caught])
-"""
-    said = "flopwatch.trial_records was renamed; import flopwatch.records.trial instead"
-    assert in_a_fresh_python(code) == f"True [('{said}', 'DeprecationWarning', '<string>')]"
-
-
-def test_the_module_behind_an_old_name_keeps_its_own_name_and_spec() -> None:
-    code = """
-import warnings; warnings.simplefilter("ignore")
-import flopwatch.metrics
-from flopwatch.records import metrics
-print(metrics.__name__, metrics.__spec__.name)
-"""
-    assert in_a_fresh_python(code) == "flopwatch.records.metrics flopwatch.records.metrics"
-
-
-def test_every_old_module_name_leads_to_a_module_that_exists() -> None:
-    for old, new in MOVED_MODULES.items():
-        assert importlib.util.find_spec(new) is not None, old
-        assert importlib.machinery.PathFinder.find_spec(old) is None, f"{old} exists: it needs no entry"
-
-
-def test_a_module_that_never_existed_is_still_not_found() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"flopwatch\.metricks"):
-        importlib.import_module("flopwatch.metricks")
-
-
-@pytest.mark.parametrize(("old", "new"), [(("--seed", "3"), ("--order-seed", "3")), (("--gpus=0",), ("--gpu-ids=0",))])
-def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
-    old: tuple[str, ...], new: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr("flopwatch.cli.app.app", lambda args, **_: seen.append(args))
-
-    for given in (old, new):
-        with pytest.raises(SystemExit):
-            main(["sweep", *given, "--dry-run"])
-
-    assert seen[0] == seen[1] == ["sweep", *new, "--dry-run"]
-    name_before, name_now = old[0].partition("=")[0], new[0].partition("=")[0]
-    assert capsys.readouterr().err == f"note: {name_before} is now {name_now}; the old name still works\n"
-
-
-def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr("flopwatch.cli.app.app", lambda args, **_: seen.append(args))
-
-    with pytest.raises(SystemExit):
-        main(["watch", "run", "--refresh", "2"])
-
-    assert seen == [["watch", "run", "--refresh", "2"]]
 
 
 @pytest.mark.parametrize("section", [None, "monitoring"])
