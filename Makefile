@@ -92,8 +92,9 @@ campaign: install matrix
 	$(BIN)/python benchmarks/ranks/teardowns.py --count 200
 	$(BIN)/python benchmarks/scale/simulate.py
 
-# Tables and drawings that come from the code; a quick test fails when a table is out of date.
+# Schemas, tables and drawings that come from the code; a quick test fails when a schema or a table is out of date.
 pages: install
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/schemas.py
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/reference_pages.py
 	$(BIN)/python benchmarks/pages/drawings.py
 

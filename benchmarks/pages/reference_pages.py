@@ -1,4 +1,4 @@
-"""Writes the pages and tables that come from the code: metrics, settings, devices and ops.
+"""Writes the pages and tables that come from the code: metrics, settings, devices, ops and schemas.
 
 python benchmarks/pages/reference_pages.py
 """
@@ -14,6 +14,7 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.metrics import METRICS
 from flopwatch.spellings import MONITOR
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
+from pages.schemas import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
@@ -76,6 +77,10 @@ def ops_table() -> list[str]:
     return _table(("what", "FLOPs", "ops"), rows)
 
 
+def schemas_table() -> list[str]:
+    return _table(("schema", "describes"), [(f"`{name}.json`", written.where) for name, written in KINDS.items()])
+
+
 def _op_names(names: list[str]) -> str:
     """Names that differ only in `_forward` and `_fwd`, or in `_backward` and `_bwd`, are listed once."""
     plain = [_ENDINGS.sub("", name) if _ENDINGS.sub("", name) in names else name for name in names]
@@ -95,6 +100,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "reference/settings.md": {"settings": settings_table, "spellings": spellings_table},
     "reference/devices.md": {"devices": devices_table},
     "reference/ops.md": {"ops": ops_table},
+    "reference/files.md": {"schemas": schemas_table},
 }
 
 
