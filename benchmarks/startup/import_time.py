@@ -1,4 +1,4 @@
-"""How long the light side takes to answer, against `import typer, rich`.
+"""How long the light side takes to answer, against `import click, rich`.
 
     python benchmarks/startup/import_time.py [repeats]
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-BASE = ["-c", "import typer, rich"]
+BASE = ["-c", "import click, rich"]
 COMMANDS = {
     "flopwatch --help": ["-m", "flopwatch", "--help"],
     'flopwatch peak --name "NVIDIA H100 80GB HBM3"': ["-m", "flopwatch", "peak", "--name", "NVIDIA H100 80GB HBM3"],
@@ -37,7 +37,7 @@ def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 25
     for name, values in ratios(repeats).items():
         low, median, high = statistics.quantiles(values, n=4)
-        print(f"{name}: {median:.2f} x the time of `import typer, rich` (quartiles {low:.2f} to {high:.2f})")
+        print(f"{name}: {median:.2f} x the time of `import click, rich` (quartiles {low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

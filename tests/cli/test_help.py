@@ -1,4 +1,4 @@
-"""`--help` works with every release of typer, click and rich that can be installed."""
+"""`--help` works with every release of click and rich that can be installed."""
 
 import pytest
 
@@ -7,11 +7,10 @@ from flopwatch.cli.app import app
 
 @pytest.mark.portable
 def test_every_command_has_help(flopwatch):
-    names = [command.callback.__name__ for command in app.registered_commands]
+    names = list(app.commands)
     assert len(names) >= 14
 
     for name in names:
         status, out, err = flopwatch(name, "--help")
         assert (status, err) == (0, "")
         assert out.startswith(f"Usage: flopwatch {name} ")
-        assert "\\[" not in out, "typer before 0.21.1 prints the escapes of rich's markup"

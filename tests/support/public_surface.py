@@ -158,12 +158,11 @@ def _constants(module: ModuleType) -> set[str]:
 
 
 def _commands() -> dict[str, list[str]]:
-    import typer.main
-
     from flopwatch.cli.app import app
 
-    group: Any = typer.main.get_command(app)
-    commands = {"": group, **group.commands}
+    commands: dict[str, Any] = {"": app, **app.commands}
+    for name in app.commands:
+        commands[name].load()
     return {
         name: sorted(
             spelling

@@ -15,9 +15,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
-import typer
+import click
 
 from flopwatch.errors import FlopwatchError
 
@@ -32,21 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The arguments after `flopwatch`; None reads them from `sys.argv`.
     """
     from flopwatch.cli.app import app
-    from flopwatch.cli.run import ScriptRequest, start
-    from flopwatch.cli.typer_internals import USAGE_ERRORS, print_usage_error
 
     given = list(sys.argv[1:] if arguments is None else arguments)
-    request: ScriptRequest | None = None
     if given[:1] != ["run"]:  # a script's output streams stay as they are
         _escape_unknown_characters()
     try:
-        sys.exit(app(args=given, prog_name="flopwatch", standalone_mode=False))
-    except ScriptRequest as wanted:
-        request = wanted
-    except typer.Abort:
+        outcome = app(args=given, prog_name="flopwatch", standalone_mode=False)
+    except click.Abort:
         sys.exit(1)
-    except USAGE_ERRORS as error:
-        print_usage_error(error)
+    except click.UsageError as error:
+        _print_usage_error(error)
         sys.exit(2)
     except FlopwatchError as error:
         print_error(str(error))
@@ -55,8 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in _OUTPUT_IS_GONE or error.filename is not None:
             raise
         _leave_without_output(error)
-    if request is not None:
-        start(request)
+    if not callable(outcome):
+        sys.exit(outcome)
+    outcome()
+
+
+def _print_usage_error(error: click.UsageError) -> None:
+    """Print in two lines what is wrong with the arguments, and the command that prints the help."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # its message is the help
+        error.show()
+        return
+    click.secho(error.format_message(), fg="red", err=True)
+    command = error.ctx.command_path if error.ctx is not None else "flopwatch"
+    click.echo(f"Run '{command} --help' to see its arguments and options.", err=True)
 
 
 def _escape_unknown_characters() -> None:
@@ -82,22 +88,35 @@ def _discard_output(stream: TextIO) -> None:
     os.close(null)
 
 
+class Declared(NamedTuple):
+    """An option or an argument in the signature of a command, beside its type."""
+
+    text: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    is_argument: bool = False
+
+
 def flag(text: str, *names: str, metavar: str | None = None) -> Any:
     """A command-line option with its help text. Without `names`, the option is named after the parameter."""
-    return typer.Option(*names, help=text, metavar=metavar)
+    return Declared(text, names, metavar)
+
+
+def argument(text: str, metavar: str) -> Any:
+    return Declared(text, metavar=metavar, is_argument=True)
 
 
 def print_json(content: Any) -> None:
     import json
 
-    typer.echo(json.dumps(content, indent=2))
+    click.echo(json.dumps(content, indent=2))
 
 
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
     from flopwatch.text import plain
 
-    typer.secho(plain(message), fg="red", err=True)
+    click.secho(plain(message), fg="red", err=True)
 
 
 def text_width() -> int:
@@ -116,8 +135,8 @@ def print_section(label: str, label_width: int, paragraphs: Iterable[str]) -> No
     for paragraph in paragraphs:
         wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
         lines += [paragraph] if paragraph.startswith(" ") else [f"{'':{indent}}{line}" for line in wrapped]
-    typer.secho(f"  {label:<{label_width}}", dim=True, nl=False)
-    typer.echo("\n".join(lines)[indent:])
+    click.secho(f"  {label:<{label_width}}", dim=True, nl=False)
+    click.echo("\n".join(lines)[indent:])
 
 
 class LastingStream:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-import typer
+import click
 
-from flopwatch.cli import flag
+from flopwatch.cli import argument, flag
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[
         Path | None,
-        typer.Argument(help="The file to write. Default: flopwatch.yaml, or sweep.yaml.", metavar="FILE"),
+        argument("The file to write. Default: flopwatch.yaml, or sweep.yaml.", "[FILE]"),
     ] = None,
     sweep: Annotated[bool, flag("Write the settings of a sweep instead of those of the monitor.", "--sweep")] = False,
     force: Annotated[bool, flag("Replace the file if it exists.", "--force")] = False,
@@ -27,7 +27,7 @@ def init(
     _write(target, SWEEP if sweep else monitor_template(), replace=force)
     name = shlex.quote(str(target))
     use = f"flopwatch sweep {name} --dry-run" if sweep else f"flopwatch run --config {name} train.py"
-    typer.echo(f"Wrote {target}. Use it with: {use}")
+    click.echo(f"Wrote {target}. Use it with: {use}")
 
 
 def _write(target: Path, text: str, *, replace: bool) -> None:

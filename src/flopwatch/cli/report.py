@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
-from flopwatch.cli import flag
+from flopwatch.cli import argument, flag
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import (
     STANDARD_OUTPUT,
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    directory: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep, of a run or of runs.")
-    ] = None,
+    directory: Annotated[str | None, argument("The folder of a sweep, of a run or of runs.", "[DIR]")] = None,
     logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
     html: Annotated[str | None, flag("Write one self-contained HTML page; - is stdout.", metavar="PATH")] = None,
     md: Annotated[str | None, flag("Write Markdown; - is stdout.", metavar="PATH")] = None,
@@ -85,7 +83,7 @@ def report(
     if as_json:
         from flopwatch.report.exports import report_json
 
-        typer.echo(report_json(summary))
+        click.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
         from rich.console import Console
 
@@ -177,7 +175,7 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
         return []
     table = make_table(capture)
     for trouble in table.troubles:
-        typer.echo(one_line(trouble), err=True)
+        click.echo(one_line(trouble), err=True)
     written = []
     if csv is not None:
         written.append(write_bytes(csv, table_csv(table).encode("utf-8")))

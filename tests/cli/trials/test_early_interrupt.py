@@ -31,7 +31,7 @@ MOMENT, HOW = sys.argv.pop(1), (kill_in_a_destructor if sys.argv.pop(1) == "dest
 sys.meta_path.insert(0, Interrupt())
 command.main()
 """
-MOMENTS = ["typer", "flopwatch.cli.app", "yaml", "flopwatch.sweep.folder", "flopwatch.sweep.preflight"]
+MOMENTS = ["click", "flopwatch.cli.app", "yaml", "flopwatch.sweep.folder", "flopwatch.sweep.preflight"]
 
 
 @pytest.mark.parametrize("how", ["plain", "destructor"])

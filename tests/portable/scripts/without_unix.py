@@ -24,7 +24,7 @@ from typing import Any
 
 BEFORE = (
     "torch", "torch._dynamo", "torch.distributed", "torch.utils.flop_counter", "torch.utils.data", "torch.profiler",
-    "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "rich.console", "typer", "pydantic.main",
+    "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "rich.console", "click", "pydantic.main",
     "yaml", "transformers.trainer", "lightning.pytorch", "accelerate", "psutil", "zoneinfo",
 )  # fmt: skip
 """They have other wheels for the other systems."""

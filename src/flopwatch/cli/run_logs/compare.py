@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
-from flopwatch.cli import flag, print_json, text_width
+from flopwatch.cli import argument, flag, print_json, text_width
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.cli.run_logs.why import traces_of_run
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    run_a: Annotated[
-        str, typer.Argument(metavar="A", help="The run before the change (folder or log file), or a sweep (folder).")
-    ],
-    run_b: Annotated[
-        str, typer.Argument(metavar="B", help="The run after the change (folder or log file), or a sweep (folder).")
-    ],
+    run_a: Annotated[str, argument("The run before the change (folder or log file), or a sweep (folder).", "A")],
+    run_b: Annotated[str, argument("The run after the change (folder or log file), or a sweep (folder).", "B")],
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     md: Annotated[str | None, flag("Write the comparison of two sweeps as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
@@ -80,9 +76,9 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
     is_slower = line.verdict == "slower" and line.change < -percent
     verdict = _SHORT.get(line.verdict or "", line.verdict)
     said = f"{line.label} {line.change:+.1f} % ({verdict}), and {percent:g} % slower is allowed"
-    typer.secho(f"{'failed' if is_slower else 'passed'}: {said}", fg="red" if is_slower else None, err=True)
+    click.secho(f"{'failed' if is_slower else 'passed'}: {said}", fg="red" if is_slower else None, err=True)
     if is_slower:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def is_sweep(path: str) -> bool:
@@ -124,11 +120,11 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
     if md is not None:
         write_bytes(md, rendering.comparison_markdown(comparison).encode("utf-8"))
     if as_json:
-        typer.echo(rendering.comparison_json(comparison))
+        click.echo(rendering.comparison_json(comparison))
     elif md is None:
         rendering.print_sweep_comparison(comparison)
     if md not in (None, "-"):
-        typer.echo(f"Written: {md}", err=as_json)
+        click.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
         _fail_if_sweep_is_slower(comparison, fail_if_slower)
 
@@ -151,10 +147,10 @@ def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> N
     for word, trials in ((f"slower by more than {percent:g} %", slower), ("no longer ok", gone)):
         if trials:
             message = f"failed: {plural(len(trials), 'trial')} {word}, such as {one_line(trials[0])}"
-            typer.secho(message, fg="red", err=True)
+            click.secho(message, fg="red", err=True)
     if slower or gone:
-        raise typer.Exit(1)
-    typer.secho(f"passed: of {len(judged):,} trials, none is slower by more than {percent:g} %", err=True)
+        raise SystemExit(1)
+    click.secho(f"passed: of {len(judged):,} trials, none is slower by more than {percent:g} %", err=True)
 
 
 _WIDTH_FOR_INTERVALS = 98
@@ -180,16 +176,16 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 def print_comparison(comparison: "Comparison") -> None:
     """Print the settings that differ, the table of figures, and how far the verdicts can be trusted."""
-    typer.echo()
+    click.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
-        typer.secho(f"{name}  {run.log}", bold=True)
-        typer.secho(f"   {_which_steps(run)}", dim=True)
+        click.secho(f"{name}  {run.log}", bold=True)
+        click.secho(f"   {_which_steps(run)}", dim=True)
     _print_differences(comparison.differences)
     _print_table(comparison.lines)
     if comparison.per_step is not None:
         _print_per_step(comparison.per_step, comparison.waterfall)
     _print_remarks(comparison)
-    typer.echo()
+    click.echo()
 
 
 def _which_steps(run: "RunSteps") -> str:
@@ -198,16 +194,16 @@ def _which_steps(run: "RunSteps") -> str:
 
 
 def _print_differences(differences: "Sequence[Difference]") -> None:
-    typer.echo()
+    click.echo()
     if not differences:
-        typer.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
+        click.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
         return
-    typer.secho("The runs differ in these settings, so a difference in speed may have several causes:", fg="yellow")
+    click.secho("The runs differ in these settings, so a difference in speed may have several causes:", fg="yellow")
     rows = [(entry.what, _fact(entry.a), _fact(entry.b), entry.touches) for entry in differences]
     what_width, a_width, b_width = (max(len(row[column]) for row in rows) for column in range(3))
     for what, a, b, touches in rows:
-        typer.echo(f"  {what:<{what_width}}  {a:<{a_width}}  {b:<{b_width}}  ", nl=False)
-        typer.secho(f"affects {touches}", dim=True)
+        click.echo(f"  {what:<{what_width}}  {a:<{a_width}}  {b:<{b_width}}  ", nl=False)
+        click.secho(f"affects {touches}", dim=True)
 
 
 def _fact(value: Any) -> str:
@@ -222,15 +218,15 @@ def _fact(value: Any) -> str:
 def _print_table(lines: "Sequence[Line]") -> None:
     has_intervals = shutil.get_terminal_size().columns >= _WIDTH_FOR_INTERVALS
     heading = f"  {'':<{_LABEL_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>10}"
-    typer.secho(f"\n{heading}{'99 % interval':>20}" if has_intervals else f"\n{heading}", dim=True)
+    click.secho(f"\n{heading}{'99 % interval':>20}" if has_intervals else f"\n{heading}", dim=True)
     for line in lines:
         values = f"{_value(line.a, line.unit):>{_VALUE_WIDTH}}{_value(line.b, line.unit):>{_VALUE_WIDTH}}"
         interval = f"{_interval(line):>18}" if has_intervals else ""
         text = f"  {line.label:<{_LABEL_WIDTH}}{values}{_change(line):>12}{interval}"
-        typer.echo(text if line.verdict else text.rstrip(), nl=not line.verdict)
+        click.echo(text if line.verdict else text.rstrip(), nl=not line.verdict)
         if line.verdict:
             colour = "green" if line.verdict in _GOOD else "red" if line.verdict in _BAD else None
-            typer.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
+            click.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
 
 
 _POINTS = (
@@ -246,9 +242,9 @@ def _print_per_step(per_step: "PerStep", mfu: "WaterfallChange | None") -> None:
     """Print what changed most, and the time per step of both runs by part, with points if there is a peak."""
     from flopwatch.runs.per_step import LEAST_SHARE
 
-    typer.echo(f"\n{_wrapped(per_step.sentence)}\n")
+    click.echo(f"\n{_wrapped(per_step.sentence)}\n")
     points = f"{'points A':>9}{'B':>6}" if mfu is not None else ""
-    typer.secho(f"  {'ms per step, whole run':<{_PART_WIDTH}}{'A':>9}{'B':>9}{'change':>9}{points}", dim=True)
+    click.secho(f"  {'ms per step, whole run':<{_PART_WIDTH}}{'A':>9}{'B':>9}{'change':>9}{points}", dim=True)
     for part in per_step.parts:
         if max(part.a_ms, part.b_ms) >= _LEAST_MS:
             colour = "green" if part.change_ms < 0 else "red"
@@ -264,10 +260,10 @@ def _print_per_step(per_step: "PerStep", mfu: "WaterfallChange | None") -> None:
 def _print_part(
     name: str, a_ms: float, b_ms: float, *points: float | None, fg: str | None = None, bold: bool = False
 ) -> None:
-    typer.secho(f"  {name:<{_PART_WIDTH}}{a_ms:>9,.1f}{b_ms:>9,.1f}", nl=False, bold=bold)
-    typer.secho(f"{_signed(b_ms - a_ms):>9}", nl=False, fg=fg, bold=bold)
+    click.secho(f"  {name:<{_PART_WIDTH}}{a_ms:>9,.1f}{b_ms:>9,.1f}", nl=False, bold=bold)
+    click.secho(f"{_signed(b_ms - a_ms):>9}", nl=False, fg=fg, bold=bold)
     known = [each for each in points if each is not None]
-    typer.secho(f"{known[0]:>9.1f}{known[1]:>6.1f}" if known else "", bold=bold)
+    click.secho(f"{known[0]:>9.1f}{known[1]:>6.1f}" if known else "", bold=bold)
 
 
 def _value(value: float | None, unit: str) -> str:
@@ -319,9 +315,9 @@ def _print_remarks(comparison: "Comparison") -> None:
         )
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         remarks.insert(0, "With several ranks, rates and shares are those of the rank that writes the log.")
-    typer.echo()
+    click.echo()
     for remark in remarks:
-        typer.secho(_wrapped(remark), dim=True)
+        click.secho(_wrapped(remark), dim=True)
 
 
 def _wrapped(text: str) -> str:

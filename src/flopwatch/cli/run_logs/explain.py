@@ -6,7 +6,7 @@ The command does not use rich, because rich takes longer to load than everything
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
@@ -58,12 +58,12 @@ _ROUNDING_SECONDS = 1e-9
 
 
 def print_explanation(explanation: "Explanation") -> None:
-    typer.secho(f"\n{_title(explanation)}", bold=True)
-    typer.secho(explanation.log, dim=True)
-    typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
+    click.secho(f"\n{_title(explanation)}", bold=True)
+    click.secho(explanation.log, dim=True)
+    click.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
     if explanation.world_size > 1:
-        typer.echo(_of_one_rank(explanation))
-    typer.echo()
+        click.echo(_of_one_rank(explanation))
+    click.echo()
     sections = {
         "model FLOPs": _flops(explanation, "model"),
         "hardware FLOPs": _flops(explanation, "hardware"),
@@ -80,7 +80,7 @@ def print_explanation(explanation: "Explanation") -> None:
         print_section(label, _LABEL_WIDTH, paragraphs)
     _print_division("MFU", "model FLOPs", explanation.mfu, explanation)
     _print_division("HFU", "hardware FLOPs", explanation.hfu, explanation)
-    typer.echo()
+    click.echo()
 
 
 def _of_one_rank(explanation: "Explanation") -> str:
@@ -223,26 +223,26 @@ def _coverage(coverage: float | None) -> str:
 
 
 def _print_division(name: str, numerator: str, division: "Division | None", explanation: "Explanation") -> None:
-    typer.echo()
+    click.echo()
     if division is None:
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
         reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
-        typer.secho(f"{name} is unknown: it cannot be calculated without {reason}", fg="yellow")
+        click.secho(f"{name} is unknown: it cannot be calculated without {reason}", fg="yellow")
         flops = getattr(explanation, numerator.replace(" FLOPs", "_flops"), None)
         if missing == ["peak"] and flops is not None and explanation.seconds:
-            typer.echo(f"{numerator} / seconds = {flop_rate(flops / explanation.seconds)}")
+            click.echo(f"{numerator} / seconds = {flop_rate(flops / explanation.seconds)}")
         return
     devices = "" if division.device_count == 1 else f" x {division.device_count}"
     unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")
     short = f"{division.flops / unit:.9g} / ({division.seconds:.9g} x {division.peak_flops_per_s / unit:.9g}{devices})"
-    typer.echo(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})")
-    typer.echo(f"    = {division.flops:,} / ({division.seconds!r} x {division.peak_flops_per_s:,.0f}{devices})")
-    typer.echo(f"    = {short} in {prefix}FLOP")
-    typer.secho(f"    = {division.share:.6g}", bold=True)
+    click.echo(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})")
+    click.echo(f"    = {division.flops:,} / ({division.seconds!r} x {division.peak_flops_per_s:,.0f}{devices})")
+    click.echo(f"    = {short} in {prefix}FLOP")
+    click.secho(f"    = {division.share:.6g}", bold=True)
     if division.logged is not None:
-        typer.secho(f"      {_compared(division, division.logged, len(explanation.steps))}", dim=True)
+        click.secho(f"      {_compared(division, division.logged, len(explanation.steps))}", dim=True)
     if division.share > 1:
-        typer.secho("      This is more than the peak, so the peak, the FLOPs or the time is wrong.", fg="yellow")
+        click.secho("      This is more than the peak, so the peak, the FLOPs or the time is wrong.", fg="yellow")
 
 
 def _compared(division: "Division", logged: float, steps: int) -> str:

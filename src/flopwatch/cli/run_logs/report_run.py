@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from flopwatch.errors import InputError
 
@@ -48,13 +48,13 @@ def report_run(
 
     traces, problems = traces_of_run(str(log.parent))
     for problem in problems:
-        typer.echo(problem, err=True)
+        click.echo(problem, err=True)
     report = read_report(log, traces, choose_peak)
     written += _write_files(report, html=html, md=md, output=output)
     if as_json:
         from flopwatch.report.run_page.exports import run_json
 
-        typer.echo(run_json(report))
+        click.echo(run_json(report))
     elif not written:
         _print_short_form(report)
     say_written(written, err=as_json or is_printed)
@@ -100,7 +100,7 @@ def rows_as_csv(log: Path, choose_peak: "ChoosePeak | None" = None) -> str:
 def say_written(paths: list[str], *, err: bool) -> None:
     for path in paths:
         if path != STANDARD_OUTPUT:
-            typer.echo(f"Written: {path}", err=err)
+            click.echo(f"Written: {path}", err=err)
 
 
 def write_asked(*files: tuple[str | None, Callable[[], str]]) -> list[str]:
@@ -111,7 +111,7 @@ def write_asked(*files: tuple[str | None, Callable[[], str]]) -> list[str]:
 def write_bytes(path: str, content: bytes) -> str:
     """Write a file that the user named, or to standard output if the path is `-`. Returns the path."""
     if path == STANDARD_OUTPUT:
-        typer.echo(content, nl=False)
+        click.echo(content, nl=False)
         return path
     try:
         Path(path).expanduser().write_bytes(content)

@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
-from flopwatch.errors import InputError
+from flopwatch.cli import argument
+from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.runs.log_file import NoLogError, find_log, runs_below
+from flopwatch.runs.reading import read_around
 
 RunDir = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[RUN_DIR]",
-        help="The folder of a run, or its log file; of a folder of runs, the newest. Default: flopwatch-runs.",
+    argument(
+        "The folder of a run, or its log file; of a folder of runs, the newest. Default: flopwatch-runs.", "[RUN_DIR]"
     ),
 ]
 RUNS_FOLDER = "flopwatch-runs"
@@ -23,8 +25,6 @@ def chosen_run(run_dir: str | None) -> str:
     Raises:
         InputError: No run was named, and there is none in `flopwatch-runs`.
     """
-    from flopwatch.runs.log_file import NoLogError, find_log, runs_below
-
     folder = RUNS_FOLDER if run_dir is None else run_dir
     try:
         find_log(folder)
@@ -32,7 +32,7 @@ def chosen_run(run_dir: str | None) -> str:
         below = runs_below(folder)
         if below:
             which = f"the newest of {len(below)} runs" if len(below) > 1 else "the only run"
-            typer.secho(f"{below[-1]}: {which} in {folder}", dim=True, err=True)
+            click.secho(f"{below[-1]}: {which} in {folder}", dim=True, err=True)
             return str(below[-1])
         if run_dir is None:
             place = f"{Path.cwd() / RUNS_FOLDER}"
@@ -42,10 +42,6 @@ def chosen_run(run_dir: str | None) -> str:
 
 def types_of_newest_run() -> tuple[tuple[str, ...], str | None]:
     """The compute types of the newest run in `flopwatch-runs`, and its folder; nothing if there is none."""
-    from flopwatch.errors import FlopwatchError
-    from flopwatch.runs.log_file import find_log, runs_below
-    from flopwatch.runs.reading import read_around
-
     for run in reversed(runs_below(RUNS_FOLDER)):
         try:
             log = read_around(find_log(run))

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
-from flopwatch.cli import flag, print_json
+from flopwatch.cli import argument, flag, print_json
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.records.time_uses import OF_TRACES
@@ -30,9 +30,7 @@ _REFUSED = "trace_not_taken"
 
 
 def trace(
-    place: Annotated[
-        str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, its log file, or a trace file.")
-    ],
+    place: Annotated[str, argument("The folder of a run, its log file, or a trace file.", "RUN_DIR")],
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
@@ -72,7 +70,7 @@ def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
     if as_json:
         print_json({"request": str(request), "steps": steps})
     else:
-        typer.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
+        click.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
 
 
 def _followed(place: str) -> "WatchFeed":
@@ -99,7 +97,7 @@ def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
                 f"the run in {place!r} has ended and left no trace; call monitor.capture_trace() in the training, "
                 "or run `flopwatch trace` while it trains"
             )
-        typer.echo("The run has ended; this is its newest trace.", err=True)
+        click.echo("The run has ended; this is its newest trace.", err=True)
         return splits_of(files.values())
     before = {path: path.stat().st_mtime_ns for path in newest_files(folder).values()}
     write_request(folder, steps)
@@ -171,7 +169,7 @@ def _waiting(text: str) -> Iterator[None]:
         else:
             yield
     except KeyboardInterrupt:
-        raise typer.Abort from None
+        raise click.Abort from None
 
 
 def _print_splits(splits: "Sequence[TraceSplit]") -> None:
@@ -182,13 +180,13 @@ def _print_splits(splits: "Sequence[TraceSplit]") -> None:
 def _print_split(split: "TraceSplit") -> None:
     where = f"rank {split.rank}, {split.device}"
     per_step = split.seconds / split.steps
-    typer.secho(f"\n{split.file}", dim=True)
-    typer.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
+    click.secho(f"\n{split.file}", dim=True)
+    click.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
     for field, use in OF_TRACES.items():
         seconds: float = getattr(split, field)
         if seconds:
             share = seconds / split.seconds if split.seconds else 0.0
-            typer.echo(f"  {use.name:<26}{step_time(seconds / split.steps):>10}{percent(share):>10}")
+            click.echo(f"  {use.name:<26}{step_time(seconds / split.steps):>10}{percent(share):>10}")
     if split.hidden_communication_seconds:
         hidden = step_time(split.hidden_communication_seconds / split.steps)
-        typer.echo(f"Another {hidden} per step of communication ran behind computation and cost no time.")
+        click.echo(f"Another {hidden} per step of communication ran behind computation and cost no time.")

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from flopwatch.cli import print_json, text_width
 from flopwatch.errors import InputError
@@ -54,22 +54,22 @@ def show_times(log: "RunLog", traces: "Sequence[TraceSplit]", problems: Sequence
 
 def _print(log: "RunLog", times: "Times", sentence: str, notes: Sequence[str]) -> None:
     ended = "" if log.summary is not None else ", the run has not ended"
-    typer.secho(f"\nWhere the time of {one_line(str(log.path.parent))} went", bold=True)
+    click.secho(f"\nWhere the time of {one_line(str(log.path.parent))} went", bold=True)
     rates = f": {times.rates()}" if times.rates() else ""
     done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
     _print_paragraph(f"{done} {duration(times.wall_seconds)}{_on_what(log)}{ended}{rates}", dim=True)
     _print_table(times)
     for number, use in enumerate(times.largest(), 1):
-        typer.secho(f"{number}. {use.name}: {percent(use.share)} of the wall time", bold=True)
+        click.secho(f"{number}. {use.name}: {percent(use.share)} of the wall time", bold=True)
         _print_paragraph(use.evidence)
         _print_paragraph(f"Next: {use.advice}" if use.advice else "")
-        typer.echo()
+        click.echo()
     _print_paragraph(sentence)
-    typer.echo()
+    click.echo()
     for note in notes:
         _print_paragraph(f"Note: {note}", dim=True)
     if notes:
-        typer.echo()
+        click.echo()
 
 
 def _on_what(log: "RunLog") -> str:
@@ -83,15 +83,15 @@ def _print_table(times: "Times") -> None:
     heads = ("", "time", "of wall time", "per step")
     rows = times.rows()
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    typer.echo()
+    click.echo()
     for row in (heads, *rows):
         cells = "".join(f"   {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        typer.secho(f"  {row[0]:<{widths[0]}}{cells}".rstrip(), dim=row is heads)
-    typer.echo()
+        click.secho(f"  {row[0]:<{widths[0]}}{cells}".rstrip(), dim=row is heads)
+    click.echo()
 
 
 def _print_paragraph(text: str, *, dim: bool = False) -> None:
     from flopwatch.text import plain
 
     lines = textwrap.wrap(plain(text), text_width(), break_on_hyphens=False, break_long_words=False)
-    typer.secho("\n".join(lines), dim=dim)
+    click.secho("\n".join(lines), dim=dim)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
-from flopwatch.cli import flag
+from flopwatch.cli import argument, flag
 from flopwatch.cli.trials.trial import COMMAND_HELP, MODEL_HELP
 from flopwatch.errors import InputError
 
@@ -24,10 +24,10 @@ _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "w
 def sweep(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="A YAML file that describes the matrix, and settings such as batch_size=1,2,4. 'attach DIR' shows and "
+        argument(
+            "A YAML file that describes the matrix, and settings such as batch_size=1,2,4. 'attach DIR' shows and "
             "'stop DIR' stops a running sweep.",
-            metavar="[FILE] [KEY=VALUE]...",
+            "[FILE] [KEY=VALUE]...",
         ),
     ] = None,
     output: Annotated[
@@ -236,7 +236,7 @@ def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -
         )
     except FolderGoneError as error:
         print_error(str(error))
-        raise typer.Exit(1) from None
+        raise SystemExit(1) from None
     _print_next_steps(request.output, plan, counts, stop)
 
 
@@ -247,12 +247,12 @@ def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: 
     from flopwatch.sweep.runner.plan import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
     from flopwatch.text import one_line, plural
 
-    typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
+    click.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
-        typer.echo(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")
+        click.echo(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")
     status = exit_status(plan, counts, was_stopped=stop.finish or stop.kill, is_over_budget=stop.is_over_budget)
     if status in (STOPPED, OVER_BUDGET):
         why = "The budget is used up: " if status == OVER_BUDGET else ""
-        typer.echo(f"{why}{plural(trials_left(plan, counts), 'trial')} left; run the same command again to resume.")
+        click.echo(f"{why}{plural(trials_left(plan, counts), 'trial')} left; run the same command again to resume.")
     if status:
-        raise typer.Exit(status)
+        raise SystemExit(status)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
+import click
 from rich.console import Console
 from rich.live import Live
 
@@ -50,7 +50,7 @@ def stop(sweep: Path) -> None:
     os.kill(state.pid, signal.SIGINT)
     is_second = state.stopping in ("finish", "kill")
     effect = "ends running trials" if is_second else "finishes running trials; a second stop ends them"
-    typer.echo(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
+    click.echo(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
 
 
 class FollowedTable(LiveTable):
@@ -92,7 +92,7 @@ def attach(sweep: Path) -> None:
         _print_state(sweep)
     except KeyboardInterrupt:
         folder = shlex.quote(str(sweep))
-        typer.echo(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
+        click.echo(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
 
 
 def _draw(follower: Follower, sweep: Path, console: Console) -> None:
@@ -122,11 +122,11 @@ def _states(follower: Follower) -> Iterator[RunnerState | None]:
 def _print_state(sweep: Path) -> None:
     plan = Follower(sweep).plan
     folder = shlex.quote(str(sweep))
-    typer.echo(f"No process runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
+    click.echo(f"No process runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
     if plan.todo:
-        typer.echo(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
+        click.echo(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
     if plan.todo or any(result.outcome not in GREEN for result in plan.kept.values()):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 _PATIENCE_SECONDS = 60.0
@@ -155,12 +155,12 @@ def run_detached(sweep: Path) -> None:
     if runner.returncode:
         with (sweep / RUNNER_LOG).open("rb") as log:
             log.seek(said_before)
-            typer.echo(plain(log.read().decode(errors="replace")), nl=False, err=True)
-        raise typer.Exit(runner.returncode)
+            click.echo(plain(log.read().decode(errors="replace")), nl=False, err=True)
+        raise SystemExit(runner.returncode)
     folder = shlex.quote(str(sweep))
-    typer.echo(f"The sweep runs in the background as process {runner.pid}; its output is in {sweep / RUNNER_LOG}.")
-    typer.echo(f"Show it: flopwatch sweep attach {folder}")
-    typer.echo(f"Stop it: flopwatch sweep stop {folder}")
+    click.echo(f"The sweep runs in the background as process {runner.pid}; its output is in {sweep / RUNNER_LOG}.")
+    click.echo(f"Show it: flopwatch sweep attach {folder}")
+    click.echo(f"Stop it: flopwatch sweep stop {folder}")
 
 
 def _holds(sweep: Path, pid: int) -> bool:

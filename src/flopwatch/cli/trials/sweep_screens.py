@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import typer
+import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
@@ -58,7 +58,7 @@ class CommandScreen(Screen):
     """Shows a sweep in the terminal, and warnings on stderr."""
 
     def warn(self, sweep: Path, text: str) -> None:
-        typer.echo(one_line(f"warning: {text}", 1000), err=True)
+        click.echo(one_line(f"warning: {text}", 1000), err=True)
 
     def show_preflight(self, found: Mapping[Any, PreflightResult]) -> None:
         print_preflight(found)
@@ -315,7 +315,7 @@ def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
     """Print for each pair of trainer and model whether the trainer supports the model, and how it clips gradients."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
-        typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")
+        click.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")
 
 
 def _detail(result: PreflightResult) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Queue
 from typing import IO, TYPE_CHECKING
 
-import typer
+import click
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
@@ -103,18 +103,18 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
 
 
 def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
-    typer.echo(message, err=status != 0)
+    click.echo(message, err=status != 0)
     if status != 0:
         words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
         again = shlex.join(["flopwatch", "report", str(folder), *words])
-        typer.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
+        click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def _waited(follower: "subprocess.Popen[bytes]") -> int:
     try:
         return follower.wait(_SILENT_SECONDS)
     except subprocess.TimeoutExpired:
-        typer.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
+        click.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
     return follower.wait(_PATIENCE_SECONDS)
 
 
@@ -150,10 +150,10 @@ def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> No
     is_whole = True
     for log in open_logs(capture.folder, wandb, mlflow):
         logged = log_trials(trial_runs(capture), log)
-        typer.echo(logged_text(log.name, logged), err=bool(logged.failures))
+        click.echo(logged_text(log.name, logged), err=bool(logged.failures))
         is_whole = is_whole and not logged.failures
     if not is_whole:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def logged_text(service: str, logged: "Logged") -> str:

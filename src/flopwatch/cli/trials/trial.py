@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
-from flopwatch.cli import flag, print_json
+from flopwatch.cli import argument, flag, print_json
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
 def trial(
     words: Annotated[
-        list[str] | None, typer.Argument(help=f"Further settings, such as {_MORE_SETTINGS}.", metavar="[KEY=VALUE]...")
+        list[str] | None, argument(f"Further settings, such as {_MORE_SETTINGS}.", "[KEY=VALUE]...")
     ] = None,
     trainer: _Trainer = "standard",
     batch_size: Annotated[int, flag("Samples per step.")] = 4,
@@ -71,15 +71,15 @@ def trial(
 
             print_result(result)
         if note:
-            typer.echo(note, err=True)
+            click.echo(note, err=True)
     if result.outcome != "ok":
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def fit(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="Further settings, such as warmup_steps=1 threads=4.", metavar="[KEY=VALUE]..."),
+        argument("Further settings, such as warmup_steps=1 threads=4.", "[KEY=VALUE]..."),
     ] = None,
     trainer: _Trainer = "standard",
     seq_len: _SeqLen = 512,
@@ -120,11 +120,11 @@ def fit(
     limited = with_host_limit(output, spec)
     with lasting_output():
         if limited.reason and not as_json:
-            typer.echo(limited.reason)
+            click.echo(limited.reason)
         found = _searched(output, limited.spec, max_batch, with_preflight=not no_preflight, quiet=as_json)
         _show_found(found, output, max_batch, as_json=as_json)
     if found.stopped or found.largest is None:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _go_to(folder: str | None) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        typer.echo(
+        click.echo(
             f"cannot change to the folder where the sweep was started, {folder} ({error.strerror}); running in the "
             "current folder",
             err=True,
@@ -252,7 +252,7 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
             stop=stop,
             max_batch=max_batch,
             preflight=(lambda plan: _preflight(output, plan, quiet=quiet)) if with_preflight else None,
-            on_probe=lambda probe: None if quiet else typer.echo(probe_line(probe)),
+            on_probe=lambda probe: None if quiet else click.echo(probe_line(probe)),
         )
 
 
@@ -271,4 +271,4 @@ def _show_found(found: "Found", output: Path, max_batch: int, *, as_json: bool) 
         print_json(as_content(found, output))
         return
     print_found(found, max_batch)
-    typer.echo(f"flopwatch report {shlex.quote(str(output))}")
+    click.echo(f"flopwatch report {shlex.quote(str(output))}")

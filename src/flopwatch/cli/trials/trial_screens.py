@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -71,8 +71,8 @@ def print_result(result: TrialResult, console: Console | None = None) -> None:
     if result.outcome != "ok":
         for text in (result.stacks, result.log_tail):
             if text:
-                typer.echo(plain(text).rstrip())
-        typer.echo(f"run again: {one_line(result.command)}")
+                click.echo(plain(text).rstrip())
+        click.echo(f"run again: {one_line(result.command)}")
 
 
 def _rows(result: TrialResult) -> list[tuple[str, str]]:
