@@ -21,8 +21,14 @@ Read = Callable[[Any], Any]
 MAY_BE_INFINITE = {"may_be_infinite": True}
 """Field metadata: infinity is a valid value. In all other fields, infinity and NaN stand for an unknown value."""
 
-_LARGEST_INTEGER = 10**30
+LARGEST = 10**30
 """Larger integers are rejected: no count of FLOPs or bytes is so large, and huge ones cannot be converted to float."""
+
+
+def valid_if(check: Callable[[Any], bool]) -> Mapping[str, Callable[[Any], bool]]:
+    """Field metadata: a value other than None is taken as it is if `check` holds, whatever the annotation says."""
+    return {"check": check}
+
 
 _DEEPEST = 60
 """Limit for levels of nesting. The json module reads about 1,000 levels, but fails when it writes that many."""
@@ -88,11 +94,22 @@ def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
     """Return the function that reads a value of this field. That function is never called with None."""
     if field.metadata.get("may_be_infinite"):
         return _any_float
+    if "check" in field.metadata:
+        return _checked(field.metadata["check"])
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
 
 
+def _checked(check: Callable[[Any], bool]) -> Read:
+    def read(value: Any) -> Any:
+        if not check(value):
+            raise BrokenRecordError("the value has the wrong type, or is out of range")
+        return value
+
+    return read
+
+
 def _reader(annotation: Any) -> Read:
-    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: clean_value}
+    simple = {str: _text, bool: _boolean, int: _integer, float: _number, int | float: _metric, Any: clean_value}
     if annotation in simple:
         return simple[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -102,7 +119,7 @@ def _reader(annotation: Any) -> Read:
         read_known = _known_value(annotation)
         return lambda value: None if value is None else read_known(value)
     if origin is tuple:
-        return _sequence(_reader(arguments[0]))
+        return _sequence(_reader(arguments[0]), None if arguments[-1] is ... else len(arguments))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(arguments[1])
     if is_dataclass(annotation):
@@ -127,10 +144,12 @@ def _one_of(words: frozenset[Any]) -> Read:
     return read
 
 
-def _sequence(read: Read) -> Read:
+def _sequence(read: Read, length: int | None) -> Read:
     def read_all(value: Any) -> Any:
         if type(value) is not list and type(value) is not tuple:
             raise _wrong(value, "a list")
+        if length is not None and len(value) != length:
+            raise BrokenRecordError(f"expected {length} values, found {len(value)}")
         return tuple(map(read, value))
 
     return read_all
@@ -138,6 +157,7 @@ def _sequence(read: Read) -> Read:
 
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
+    may_be_unknown = read is not _metric
     if annotation is Any:
         # `clean_value` gets the whole mapping, because it counts levels of nesting from the value that it gets.
         return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
@@ -147,7 +167,7 @@ def _mapping(annotation: Any) -> Read:
             raise _wrong(value, "an object")
         found = {}
         for name, item in value.items():
-            if type(item) is float and not isfinite(item):
+            if may_be_unknown and type(item) is float and not isfinite(item):
                 continue  # NaN and infinity stand for an unknown value
             try:
                 found[_text(name)] = read(item)
@@ -184,7 +204,7 @@ def _integer(value: Any) -> int:
         value = int(value)
     if type(value) is not int:
         raise _wrong(value, "a whole number")
-    if not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
+    if not -LARGEST <= value <= LARGEST:
         raise BrokenRecordError(f"the number is too large: it has {len(hex(value)) - 2} hexadecimal digits")
     return value
 
@@ -195,6 +215,11 @@ def _number(value: Any) -> float:
     if type(value) is not int:
         raise _wrong(value, "a number")
     return _integer(value)
+
+
+def _metric(value: Any) -> int | float:
+    """Read a value of the type `int | float`: one of a metric, such as a loss, which may be NaN or infinite."""
+    return value if type(value) is float or type(value) is bool else _number(value)
 
 
 def _finite_or_none(value: Any) -> float | None:

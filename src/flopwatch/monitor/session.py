@@ -6,6 +6,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from fractions import Fraction
 from itertools import islice
@@ -23,10 +24,9 @@ from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.output import Notify
 from flopwatch.records.metrics import APART, OF_STEPS, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
-from flopwatch.records.run_checks import broken_field
 from flopwatch.records.time_uses import LOST
 from flopwatch.runs import rows_from_end
-from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step
+from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 from flopwatch.version import __version__
 
 _MOST_LINES_SEARCHED = 20_000
@@ -266,12 +266,11 @@ def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
     if not log.is_file():
         return
     for line in lines_from_end(log):
-        try:
+        with suppress(TornLineError):
             record = parse_object(line)
-        except TornLineError:
-            continue
-        if record.get("type") in ("run", "row", PARTIAL_ROW, "summary") and broken_field(record) is None:
-            yield record
+            if record.get("type") in ("run", "row", PARTIAL_ROW, "summary"):
+                to_record({**record, "type": "row"} if record["type"] == PARTIAL_ROW else record)
+                yield record
 
 
 def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:

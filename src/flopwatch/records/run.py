@@ -9,11 +9,68 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from flopwatch.decode import LARGEST, valid_if
+
 Number: TypeAlias = int | float
 Level = Literal["info", "warning", "error"]
 
 FORMAT = 1
 """The format of the log. A log with a newer format is not read."""
+
+# A line of a damaged log may be valid JSON and still have a text where a number should be. Rows are checked one by one
+# while a long log is read, so these checks look at types only, and at the size of numbers that are added up.
+
+_TIMES = ("seconds", "input_wait_seconds")
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether a value is a finite number that can be added up."""
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
+
+
+def _are_amounts(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_amount, value.values()))
+
+
+def _is_ledger(value: Any) -> bool:
+    if type(value) is not dict:
+        return False
+    steps, start = value.get("steps", 0), value.get("first_start_unix_time")
+    are_sums = all(_are_amounts(value.get(part, {})) for part in ("totals", "seconds", "timed_flops"))
+    return are_sums and type(steps) is int and _is_amount(steps) and (start is None or _is_amount(start))
+
+
+def _are_columns(value: Any) -> bool:
+    if type(value) is not dict:
+        return False
+    numbers = value.get("step", ())
+    length = len(numbers) if type(numbers) is list else -1
+    return not value or all(_is_column(name, column, length) for name, column in value.items())
+
+
+def _is_column(name: str, column: Any, length: int) -> bool:
+    if type(column) is not list or len(column) != length:
+        return False
+    kinds = set(map(type, column))
+    if not kinds <= ({int} if name == "step" else {int, float, bool, type(None)}):
+        return False
+    known = [cell for cell in column if cell is not None] if type(None) in kinds else column
+    if float not in kinds:  # `min` and `max` are ten times as quick as a loop, but not right if there is a NaN
+        return not known or bool(min(known) > -LARGEST and max(known) < LARGEST)
+    if name in _TIMES:
+        return all(map(_is_amount, known))
+    # The values of a metric may be NaN or infinite.
+    return int not in kinds or all(type(cell) is float or -LARGEST < cell < LARGEST for cell in known)
+
+
+_TIME = valid_if(_is_amount)
+_COUNT = valid_if(lambda value: type(value) is int and 0 < value < LARGEST)
+_LEDGER = valid_if(_is_ledger)
+_PEAK = valid_if(
+    lambda value: type(value) is dict and _is_amount(value.get("flops_per_s")) and value["flops_per_s"] > 0
+)
+_LEVEL = valid_if(lambda value: type(value) is str)  # a later version may have more levels
+_ENVIRONMENT = valid_if(lambda value: type(value) is dict and type(value.get("process", {})) is dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +94,15 @@ class RunStart:
     """
 
     session: str
-    unix_time: float
+    unix_time: float = field(metadata=_TIME)
     output_dir: str
     resumed_after_step: int | None = None
     total_steps: int | None = None
     rank: int = 0
-    world_size: int = 1
+    world_size: int = field(default=1, metadata=_COUNT)
     config: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    ledger: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict, metadata=_ENVIRONMENT)
+    ledger: Mapping[str, Any] = field(default_factory=dict, metadata=_LEDGER)
     what_ran: Mapping[str, Any] = field(default_factory=dict)
 
     type: Literal["run"] = "run"
@@ -79,8 +136,8 @@ class Provenance:
     exact: bool
     attention: str
     coverage: float | None = None
-    peak: Mapping[str, Any] | None = None
-    device_count: int = 1
+    peak: Mapping[str, Any] | None = field(default=None, metadata=_PEAK)
+    device_count: int = field(default=1, metadata=_COUNT)
     notes: tuple[str, ...] = ()
     achievable_flops_per_s: float | None = None
     dtypes: tuple[str, ...] = ()
@@ -116,16 +173,16 @@ class Row:
     """
 
     step: int
-    unix_time: float
+    unix_time: float = field(metadata=_TIME)
     values: Mapping[str, Number]
     detailed: bool = False
-    steps: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    ledger: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, Sequence[Any]] = field(default_factory=dict, metadata=valid_if(_are_columns))
+    ledger: Mapping[str, Any] = field(default_factory=dict, metadata=_LEDGER)
     skip: tuple[str, ...] = ()
     all_ranks: Mapping[str, int] = field(default_factory=dict)
     exact: bool | None = None
     notes: tuple[str, ...] = ()
-    peak: Mapping[str, Any] | None = None
+    peak: Mapping[str, Any] | None = field(default=None, metadata=_PEAK)
 
     type: Literal["row"] = "row"
 
@@ -180,7 +237,7 @@ class Notice:
     """
 
     step: int | None
-    level: Level
+    level: Level = field(metadata=_LEVEL)
     code: str
     message: str
     doubted: tuple[tuple[int, int], ...] = ()
@@ -208,7 +265,7 @@ class Summary:
     """
 
     step: int | None
-    unix_time: float
+    unix_time: float = field(metadata=_TIME)
     values: Mapping[str, Number] = field(default_factory=dict)
     notices: Mapping[str, int] = field(default_factory=dict)
     failed_parts: Mapping[str, str] = field(default_factory=dict)

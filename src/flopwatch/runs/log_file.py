@@ -4,13 +4,12 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
 from flopwatch.records.run import FORMAT, Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.records.run_checks import broken_field
 from flopwatch.text import listed
 
 BLOCK_BYTES = 1 << 18
@@ -79,26 +78,11 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
         return None
     if kind is RunStart:
         _refuse_newer(content)
-    # Ignore unknown fields, because later versions may add fields without a new format.
-    known = {field.name for field in fields(kind)}
-    given = {name: value for name, value in content.items() if name in known}
     try:
-        broken = "step" if _lacks_step(kind, given) else broken_field(given)
-        if broken is not None:
-            raise TornLineError(f"the field {broken!r} has a value of the wrong type")
-        for name in ("notes", "skip", "dtypes"):
-            if name in given:
-                given[name] = tuple(given[name])
-        if "doubted" in given:
-            given["doubted"] = tuple(map(tuple, given["doubted"]))
-        record: Record = kind(**given)
-    except TypeError as error:
+        record: Record = read_record(kind, content)
+    except BrokenRecordError as error:
         raise TornLineError(str(error)) from error
     return record
-
-
-def _lacks_step(kind: type[Any], given: Mapping[str, Any]) -> bool:
-    return kind in (Row, Provenance) and given.get("step") is None
 
 
 def _refuse_newer(content: Mapping[str, Any]) -> None:
