@@ -12,12 +12,14 @@ from rich.console import Console
 
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_dry_run, print_line, print_preflight
 from flopwatch.cli.trials.trial_screens import print_result, probe_line
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.exports import report_json, report_markdown
-from flopwatch.report.html_page.page import report_page
+from flopwatch.report.exports import report_json
 from flopwatch.report.summary import summarise
-from flopwatch.report.terminal import draw_report
+from flopwatch.report.sweep.document import sweep_document
 from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
@@ -80,11 +82,10 @@ def _check_screens(results: list[TrialResult], texts: list[str], folder: Path) -
 
 def _check_reports(results: list[TrialResult], folder: Path) -> None:
     summary = summarise(Capture(folder, {result.name: result for result in results}, {}))
-    stream = io.StringIO()
-    Console(file=stream, width=90, color_system=None).print(draw_report(summary, (), 90))
-    _assert_harmless(stream.getvalue(), "report")
-    _check_markdown(report_markdown(summary))
-    _check_page(report_page(summary))
+    document = sweep_document(summary)
+    _assert_harmless(document_text(document, 90), "report")
+    _check_markdown(to_markdown(document))
+    _check_page(to_page(document))
     _check_numbers(json.loads(report_json(summary)), results)
 
 

@@ -1,18 +1,18 @@
 """What a reader must be careful about stands in every form of the report, in the same words."""
 
 import html
-import io
 import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.trial import TrialSpec
-from flopwatch.report.exports import report_json, report_markdown
-from flopwatch.report.html_page.page import report_page
-from flopwatch.report.terminal import draw_report
+from flopwatch.report.exports import report_json
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import ended, ran, summary_of
 
 
@@ -47,12 +47,10 @@ def full_of_caveats():
 
 
 def forms(summary):
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(draw_report(summary, width=100))
     found = {
-        "terminal": console.export_text(),
-        "markdown": report_markdown(summary).replace("\\", ""),
-        "page": html.unescape(report_page(summary)),
+        "terminal": document_text(sweep_document(summary), 100),
+        "markdown": to_markdown(sweep_document(summary)).replace("\\", ""),
+        "page": html.unescape(to_page(sweep_document(summary))),
     }
     return {form: " ".join(text.split()) for form, text in found.items()}
 

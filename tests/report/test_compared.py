@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 
 from flopwatch.files import write_json
+from flopwatch.present.markdown import fenced, to_markdown
 from flopwatch.records.trial import MemoryUse
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.contents import crossover_sentence
-from flopwatch.report.exports import fenced, report_markdown
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import GIB, group_of, ran, summary_of
 
 A100 = {"flops_per_s": 312e12, "device": "A100", "dtype": "bf16", "kind": "datasheet"}
@@ -43,7 +44,8 @@ def test_the_peak_behind_mfu_is_named_and_one_above_it_is_warned_of():
     group = group_of(with_peak(ran("standard", 8, 64, mfu=1.3, hfu=1.4), A100))
     assert group.denominators == ("312 TFLOP/s (A100, bf16, datasheet)",)
     assert any("140 %" in warning for warning in group.warnings)
-    assert "A100, bf16, datasheet" in report_markdown(summary_of(with_peak(ran("standard", 8, 64, mfu=0.4), A100)))
+    markdown = to_markdown(sweep_document(summary_of(with_peak(ran("standard", 8, 64, mfu=0.4), A100))))
+    assert "A100, bf16, datasheet" in markdown
 
 
 def test_different_denominators_are_warned_of():

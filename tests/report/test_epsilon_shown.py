@@ -1,16 +1,15 @@
 """Epsilon in the report: with what it is for, in every form, and told where nobody asked."""
 
-import io
 import json
 from dataclasses import replace
 
-from rich.console import Console
-
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.report.contents import epsilon_text
-from flopwatch.report.exports import report_json, report_markdown
-from flopwatch.report.html_page.page import report_page
-from flopwatch.report.terminal import draw_report
+from flopwatch.report.exports import report_json
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import ended, ran, summary_of
 
 SPENT = PrivacySpent(1.83831, 1e-5, 0.8, 0.01, 25_000, "prv")
@@ -22,9 +21,8 @@ def spending(trainer, batch, spent, **more):
 
 
 def texts(summary):
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(draw_report(summary, width=120))
-    return {"terminal": console.export_text(), "markdown": report_markdown(summary), "page": report_page(summary)}
+    document = sweep_document(summary)
+    return {"terminal": document_text(document, 120), "markdown": to_markdown(document), "page": to_page(document)}
 
 
 def test_trainers_that_spend_the_same_stand_in_one_row_with_all_that_epsilon_is_for():

@@ -1,12 +1,11 @@
 """Cost against standard, out-of-memory frontier, matrices and groups."""
 
-import io
 import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import Measured, MemoryUse
 from flopwatch.report.contents import (
     METRICS,
@@ -18,8 +17,8 @@ from flopwatch.report.contents import (
     matrix_rows,
     narrowed,
 )
-from flopwatch.report.html_page.charts import frontier_maps
-from flopwatch.report.terminal import draw_report
+from flopwatch.report.sweep.charts import frontier_maps
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
@@ -44,9 +43,7 @@ def test_a_factor_of_unstable_times_is_marked_as_they_are(spread_of_standard, sp
         ran("ghost", 8, 64, 3.0, spread=spread, gib=3, flops=250),
     )
     assert factor_texts(summary.groups[0].cost_factors[0]) == (f"{mark}3.00×", "1.50×", "2.50×")
-    stream = io.StringIO()
-    Console(file=stream, width=120).print(draw_report(summary, width=120))
-    (costs,) = [line for line in stream.getvalue().splitlines() if "1.50×" in line]
+    (costs,) = [line for line in document_text(sweep_document(summary), 120).splitlines() if "1.50×" in line]
     assert costs.split()[-3:] == [f"{mark}3.00×", "1.50×", "2.50×"]
 
 
@@ -195,7 +192,7 @@ def test_a_command_beside_a_trainer_is_in_the_group_of_the_trainer():
 @pytest.mark.parametrize(("peaks", "most_apart"), [((0.32, 0.39), 1), ((1.0, 64.0), 6)])
 def test_the_map_of_sizes_has_like_shades_for_like_peaks(peaks, most_apart):
     (drawn,) = frontier_maps(group_of(*(ran("standard", 4 * (i + 1), 64, gib=gib) for i, gib in enumerate(peaks))))
-    shades = [int(shade) for shade in re.findall(r'class="s(\d)"', drawn)]
+    shades = [int(shade) for shade in re.findall(r'class="s(\d)"', drawn.svg)]
     assert len(shades) == 2
     assert abs(shades[0] - shades[1]) <= most_apart
     assert (abs(shades[0] - shades[1]) > 1) == (most_apart > 1)

@@ -1,11 +1,9 @@
 """The terminal report fits 80 columns, shows the answer first and lets no text of a trial steer the terminal."""
 
-import io
-
 import pytest
-from rich.console import Console
 
-from flopwatch.report.terminal import draw_report
+from flopwatch.present.terminal import document_text
+from flopwatch.report.sweep.document import sweep_document
 from flopwatch.text import plain
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
@@ -13,9 +11,7 @@ from testbeds.made_up_sweep import example_specs, make_result
 
 
 def printed(summary, width=80, metrics=()):
-    stream = io.StringIO()
-    Console(file=stream, width=width, highlight=False).print(draw_report(summary, metrics, width))
-    return stream.getvalue()
+    return document_text(sweep_document(summary, metrics), width)
 
 
 @pytest.fixture(scope="module")

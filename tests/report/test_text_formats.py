@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.report.exports import escaped, fenced, report_json, report_markdown
+from flopwatch.present.markdown import escaped, fenced, to_markdown
+from flopwatch.report.exports import report_json
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result
@@ -44,7 +46,7 @@ def test_json_keeps_text_as_it_was():
 
 def test_every_markdown_table_has_as_many_cells_in_each_row_as_in_its_head():
     for results in ([make_result(spec) for spec in example_specs()], hostile_results()):
-        text = report_markdown(summary_of(*results))
+        text = to_markdown(sweep_document(summary_of(*results)))
         text = re.sub(r"^(`{3,})text\n.*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
         for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
             cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
@@ -52,7 +54,7 @@ def test_every_markdown_table_has_as_many_cells_in_each_row_as_in_its_head():
 
 
 def test_hostile_markdown_stays_text():
-    text = report_markdown(summary_of(*hostile_results()))
+    text = to_markdown(sweep_document(summary_of(*hostile_results())))
     outside = re.sub(r"^(`{3,})text\n.*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
     assert not re.search(r"(?<!\\)<script", outside)
     assert not re.search(r"(?<!\\)\]\(http", outside)
@@ -71,5 +73,5 @@ def test_markup_is_escaped():
 @pytest.mark.parametrize("results", [[], [ended("standard", 4, 64, "error")], [ended("standard", 4, 64, "ok")]])
 def test_bare_sweeps_make_markdown_and_json(results):
     summary = summary_of(*results)
-    assert "What to run" in report_markdown(summary)
+    assert ("What to run" if results else "has no trials") in to_markdown(sweep_document(summary))
     assert json.loads(report_json(summary))["totals"]["trials"] == len(results)

@@ -85,12 +85,10 @@ def report(
 
         click.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
-        from rich.console import Console
+        from flopwatch.present.terminal import print_document
+        from flopwatch.report.sweep.document import sweep_document
 
-        from flopwatch.report.terminal import draw_report
-
-        console = Console(highlight=False)
-        console.print(draw_report(summary, metrics, console.width))
+        print_document(sweep_document(summary, metrics))
     say_written(written, err=as_json or is_printed)
     if is_logged:
         log_capture(capture, wandb, mlflow)
@@ -155,12 +153,14 @@ def _metrics(names: str | None) -> tuple[str, ...]:
 
 
 def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
-    from flopwatch.report.exports import report_json, report_markdown
-    from flopwatch.report.html_page.page import report_page
+    from flopwatch.present.markdown import to_markdown
+    from flopwatch.present.page import to_page
+    from flopwatch.report.exports import report_json
+    from flopwatch.report.sweep.document import sweep_document
 
     return write_asked(
-        (html, lambda: report_page(summary)),
-        (md, lambda: report_markdown(summary)),
+        (html, lambda: to_page(sweep_document(summary))),
+        (md, lambda: to_markdown(sweep_document(summary))),
         (output, lambda: f"{report_json(summary)}\n"),
     )
 

@@ -339,9 +339,10 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Tabs:
-    """Tables of which a page shows one at a time."""
+    """Tables of which a page shows one at a time, with a note about all of them."""
 
     tables: Sequence[Table]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,4 +393,8 @@ class Document:
     )
 
     def sections(self) -> Iterator[Section]:
-        return (part for part in self.parts if isinstance(part, Section))
+        """The sections that a page shows."""
+        for part in self.parts:
+            for inner in part.parts if isinstance(part, Only) and "html" in part.media else (part,):
+                if isinstance(inner, Section):
+                    yield inner

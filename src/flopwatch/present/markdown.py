@@ -120,10 +120,16 @@ def _(part: Several, document: Document, level: int) -> Iterator[str]:
         yield f"{len(part.parts) - most:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
 
 
-@_render.register(Tabs)
-@_render.register(Beside)
-def _(part: Tabs | Beside, document: Document, level: int) -> Iterator[str]:
-    return _lines(part.tables if isinstance(part, Tabs) else part.parts, document, level)
+@_render.register
+def _(part: Tabs, document: Document, level: int) -> Iterator[str]:
+    yield from _lines(part.tables, document, level)
+    if part.note:
+        yield f"<sub>{escaped(part.note)}</sub>\n"
+
+
+@_render.register
+def _(part: Beside, document: Document, level: int) -> Iterator[str]:
+    return _lines(part.parts, document, level)
 
 
 @_render.register

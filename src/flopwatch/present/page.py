@@ -189,7 +189,7 @@ def _(part: Tabs, document: Document, level: int) -> Iterator[str]:
     buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
     yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
     yield from (f'<div class="tab">{"".join(_render(table, document, level))}</div>' for table in part.tables)
-    yield "</div>"
+    yield f"{_paragraph(part.note)}</div>"
 
 
 @_render.register
@@ -252,7 +252,8 @@ def _rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, merges: 
 
 def _cell(cell: Cell, side: str) -> str:
     tone = "" if cell.tone == "chip" else _CLASSES.get(cell.tone, cell.tone)
-    return f"<td{_class(side, tone)}{tipped(cell.tip)}>{_content(cell)}</td>"
+    look = "name" if cell.colour is not None else "small" if cell.detail else ""
+    return f"<td{_class(side, tone, look)}{tipped(cell.tip)}>{_content(cell)}</td>"
 
 
 def _content(cell: Cell) -> str:

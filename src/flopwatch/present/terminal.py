@@ -77,6 +77,8 @@ def rendered(document: Document, width: int = 80, *, ascii_only: bool = False) -
     form = _Form(document, width, ascii_only)
     title = RichText(f"{document.kind} " if document.kind else "", style="bold")
     yield form.indented(title + RichText(one_line(document.title), style="" if document.kind else "bold"))
+    if document.source and document.source != document.title:
+        yield from form.note(document.source)
     for sentence in document.lead:
         yield from form.paragraph(sentence)
     yield from form.parts(document.parts)
@@ -87,7 +89,7 @@ class _Form:
 
     def __init__(self, document: Document, width: int, ascii_only: bool, depth: int = 0) -> None:
         self.document, self.width, self.ascii_only, self.depth = document, width, ascii_only, depth
-        self.indent = 2 * depth
+        self.indent = 2 if depth else 0  # not more, so that tables of subsections have room
 
     def deeper(self) -> "_Form":
         return _Form(self.document, self.width, self.ascii_only, self.depth + 1)
@@ -147,15 +149,15 @@ def _(part: Facts, form: _Form) -> Iterator[RenderableType]:
     for name, value in pairs:
         grid.add_row(RichText(name), RichText(one_line(value)))
     if pairs:
-        yield form.indented(grid)
+        yield Padding(grid, (0, 0, 0, 2 * form.depth))
 
 
 @_render.register
 def _(part: Block, form: _Form) -> Iterator[RenderableType]:
-    if part.title:
-        yield from form.note(part.title)
     lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
-    yield Padding(RichText("\n".join(lines), style="dim"), (0, 0, 0, form.indent + 2))
+    if part.title:
+        yield Padding(RichText(one_line(part.title), style="dim"), (0, 0, 0, 2 * form.depth))
+    yield Padding(RichText("\n".join(lines), style="dim"), (0, 0, 0, 2 * form.depth + 2))
 
 
 @_render.register
@@ -189,10 +191,17 @@ def _(part: Several, form: _Form) -> Iterator[RenderableType]:
         yield from form.note(f"{hidden:,} {part.more}{said}; {form.document.have_all['terminal']}")
 
 
-@_render.register(Tabs)
-@_render.register(Beside)
-def _(part: Tabs | Beside, form: _Form) -> Iterator[RenderableType]:
-    return form.parts(part.tables if isinstance(part, Tabs) else part.parts)
+@_render.register
+def _(part: Tabs, form: _Form) -> Iterator[RenderableType]:
+    yield from form.parts(part.tables)
+    if part.note:
+        yield from form.note(part.note)
+        yield RichText()
+
+
+@_render.register
+def _(part: Beside, form: _Form) -> Iterator[RenderableType]:
+    return form.parts(part.parts)
 
 
 @_render.register
@@ -247,14 +256,14 @@ def _cell_text(cell: Cell) -> str:
 def _pieces(columns: list[Column], rows: list[list[RichText]], fixed: int, room: int) -> list[list[int]]:
     """The places of the columns of each table; several tables if all columns do not fit and are numbers."""
     widths = [
-        max([cell_len(column.head), *(row[place].cell_len for row in rows)]) + 1 for place, column in enumerate(columns)
+        max([cell_len(column.head), *(row[place].cell_len for row in rows)]) + 2 for place, column in enumerate(columns)
     ]
-    if sum(widths) <= room or not all(column.is_number for column in columns[fixed:]):
+    if sum(widths) - 1 <= room or not all(column.is_number for column in columns[fixed:]):
         return [list(range(len(columns)))]
     left, pieces = sum(widths[:fixed]), []
     used = room + 1
     for place in range(fixed, len(columns)):
-        if used + widths[place] > room:
+        if used + widths[place] - 1 > room:
             pieces.append(list(range(fixed)))
             used = left
         pieces[-1].append(place)

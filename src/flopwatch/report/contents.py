@@ -1,16 +1,16 @@
 """Texts and table cells that the terminal, HTML and Markdown reports have in common."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, factor, number, percent, step_time
+from flopwatch.present.document import evenly
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import (
     Cell,
-    Choice,
     CostFactor,
     Crossover,
     Failure,
@@ -19,7 +19,6 @@ from flopwatch.report.records import (
     PrivacyRow,
     Quantity,
     SweepSummary,
-    TrainerTotals,
 )
 from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.verdicts import configuration as configuration
@@ -33,7 +32,6 @@ MATRIX_NOTES = (
     "the model.",
     "> marks a lower bound: some ops have no FLOPs formula.",
 )
-TRAINER_HEADINGS = ("ok / run", "success", "out of memory", "failed", "not run", "mean peak")
 PREFLIGHT_HEADINGS = ("trainer", "model", "supported", "parameters", "layers", "why not")
 NOTHING_TO_CHOOSE = "No trial ran to its end with a measured time, so there is nothing to choose from."
 CLASSES_APART = "Private trainers are never compared with trainers that are not private."
@@ -107,19 +105,6 @@ def shown_warnings(summary: SweepSummary) -> list[str]:
     return [*summary.warnings[:MOST_WARNINGS], *left_out]
 
 
-def trainer_cells(one: TrainerTotals) -> tuple[str, ...]:
-    """Return the cells of a trainer's row after its name and privacy class, in the order of `TRAINER_HEADINGS`."""
-    return (
-        f"{one.ok:,} / {one.tried:,}",
-        percent(one.success_rate),
-        f"{one.out_of_memory:,}",
-        f"{one.failed:,}",
-        f"{one.not_run:,}",
-        byte_size(one.mean_peak_bytes),
-        byte_size(one.shared_mean_peak_bytes),
-    )
-
-
 def preflight_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row of `preflight.json`, in the order of `PREFLIGHT_HEADINGS`."""
     parameters = row.get("parameters")
@@ -135,11 +120,13 @@ def preflight_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def failure_facts(failure: Failure) -> dict[str, str]:
     """Return what is known about a failure: a text for each label, which may be empty."""
+    has_place = failure.outcome not in ("unsupported", "invalid")
+    where = f"phase {failure.phase}" + (f", step {failure.step}" if failure.step is not None else "")
     return {
         "trainers": ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items()),
         "example": failure.example,
         "reason": failure.reason,
-        "where": f"phase {failure.phase}" + (f", step {failure.step}" if failure.step is not None else ""),
+        "where": where if has_place else "",
         "evidence": ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception"),
     }
 
@@ -306,6 +293,19 @@ def _own_notes(rows: Sequence[PrivacyRow]) -> list[str]:
     ]
 
 
+def matrix_notes(group: Group) -> Iterator[str]:
+    """The notes below the matrices that apply to this group."""
+    outcomes = {cell.outcome for cell in group.cells}
+    bold, times, endings, bounds = MATRIX_NOTES
+    if any(cell.seconds for cell in group.cells):
+        yield from [bold] if len(group.trainers) > 1 else []
+        yield times
+    if outcomes & {"oom_device", "oom_host", "oom_inferred", "unsupported"}:
+        yield endings
+    if any(cell.is_lower_bound for cell in group.cells):
+        yield bounds
+
+
 class Metric(NamedTuple):
     """A quantity that is shown as a matrix: one row per sequence length and batch size, one column per trainer.
 
@@ -417,50 +417,22 @@ def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
     return best
 
 
-Item = TypeVar("Item")
-
-
-def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
-    """Select at most `at_most` items: the first, the last, and evenly spaced items between them.
-
-    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
-    ([1, 4, 7], [1, 2])
-    """
-    if len(items) <= at_most:
-        return list(items)
-    if at_most == 1:
-        return [items[-1]]
-    return [items[round(place * (len(items) - 1) / (at_most - 1))] for place in range(at_most)]
-
-
-def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
-    """Select the best configurations of evenly spaced sequence lengths, about `at_most` in total."""
-    per_length = max(len({choice.privacy for choice in choices}), 1)
-    lengths = sorted({choice.seq_len for choice in choices})
+def some_places(seq_lens: Sequence[int], at_most: int) -> list[int]:
+    """Select the rows of evenly spaced sequence lengths, about `at_most` in total; `seq_lens` are those of all rows."""
+    lengths = sorted(set(seq_lens))
+    per_length = max(Counter(seq_lens).values(), default=1)
     kept = set(evenly(lengths, max(at_most // per_length, 2)))
-    return [choice for choice in choices if choice.seq_len in kept]
+    return [place for place, length in enumerate(seq_lens) if length in kept]
 
 
 def narrowed(group: Group, at_most: int = MOST_COLUMNS) -> Group:
     if len(group.trainers) <= at_most:
         return group
-    return with_columns(group, group.trainers[:at_most])
-
-
-def with_columns(group: Group, trainers: Sequence[str]) -> Group:
-    kept = set(trainers)
+    kept = set(group.trainers[:at_most])
     return replace(
         group,
-        trainers=tuple(trainers),
+        trainers=group.trainers[:at_most],
         cells=tuple(cell for cell in group.cells if cell.trainer in kept),
         cost_factors=tuple(one for one in group.cost_factors if one.trainer in kept),
         frontier=tuple(point for point in group.frontier if point.trainer in kept),
     )
-
-
-def column_chunks(group: Group, at_most: int) -> list[Group]:
-    """Split a group into groups with at most `at_most` trainers each, so that their tables fit a terminal."""
-    if len(group.trainers) <= at_most:
-        return [group]
-    starts = range(0, len(group.trainers), at_most)
-    return [with_columns(group, group.trainers[start : start + at_most]) for start in starts]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from flopwatch.numbers import UNKNOWN, factor
+from flopwatch.present.markdown import escaped
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Difference,
@@ -22,7 +23,7 @@ from flopwatch.report.comparison.ratios import (
     SweepComparison,
     Verdict,
 )
-from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
+from flopwatch.report.exports import json_document, markdown_table, record_fields
 from flopwatch.text import listed, one_line, plural
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from flopwatch.numbers import duration, percent
-from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
+from flopwatch.present.markdown import escaped
+from flopwatch.report.exports import json_document, markdown_table, record_fields
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import lost_text, moment_words
 from flopwatch.report.run_page.contents import RunReport

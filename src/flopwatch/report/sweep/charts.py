@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flopwatch.numbers import byte_size, number, percent, step_time
 from flopwatch.present import svg
+from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.records import Cell, Group
@@ -30,11 +31,42 @@ class Bar(NamedTuple):
     behind: float | None = None
 
 
-def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
+_CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
+_INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
+_FRONT = (
+    "Filled markers, with their batch sizes, are the Pareto front: no trial of the same privacy class is faster and "
+    "needs less memory. The line is solid for private trainers, dashed for others."
+)
+_MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
+_UTILISATION = (
+    "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
+    "trainers ran."
+)
+_PHASES = "The peak in each phase of a step. Peaks of different phases do not add up."
+
+
+def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
+    """Return the charts of a group, those of one kind together."""
+    layout = layout_of(group)
+    shown, in_all = len(layout.panels), layout.panels_in_all
+    some = f" {shown} of {in_all} panels are shown, evenly spaced." if in_all > shown else ""
+    memory, rate = contents.METRICS["memory"], contents.throughput_metric(group)
+    panels = [
+        Panels(curve_panels(group, memory, colours), f"Peak memory by {layout.x_name}", _CROSSES + some),
+        Panels(curve_panels(group, rate, colours), f"{rate.title} by {layout.x_name}", _INTERVALS + some),
+        Panels(pareto_panels(group, colours), "Throughput over memory", _FRONT),
+        Panels(utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
+        Panels(frontier_maps(group), "Which sizes fit", _MAP),
+        Panels(phase_panels(group, colours), "Memory by phase", _PHASES),
+    ]
+    return [one for one in panels if one.drawings]
+
+
+def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
     known = [cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None]
     chosen = _largest_shared(known, group.seq_lens)
-    shown = [(seq, chosen[seq]) for seq in contents.evenly(sorted(chosen), MOST_PANELS)]
+    shown = [(seq, chosen[seq]) for seq in evenly(sorted(chosen), MOST_PANELS)]
     longest = max((max(c.mfu or 0, c.hfu or 0) for _, cells in shown for c in cells), default=0)
     return [
         _bars(f"sequence {seq}, batch {cells[0].batch_size}", [_utilisation(c, colours) for c in cells], longest)
@@ -42,7 +74,7 @@ def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
     ]
 
 
-def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
+def phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw the peak memory of each phase at the largest size that all trainers ran, one panel per trainer."""
     known = [cell for cell in group.cells if cell.bytes_by_phase]
     chosen = _largest_shared(known, group.seq_lens)
@@ -57,12 +89,12 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
 _LEAST_SPAN = 8
 
 
-def frontier_maps(group: Group) -> list[str]:
+def frontier_maps(group: Group) -> list[Drawing]:
     """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
     peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
     # The shades span at least a factor of 8, because peaks that differ little must not look like white and navy.
     span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
-    seqs, batches = contents.evenly(group.seq_lens, MOST_CELLS), contents.evenly(group.batch_sizes, MOST_CELLS)
+    seqs, batches = evenly(group.seq_lens, MOST_CELLS), evenly(group.batch_sizes, MOST_CELLS)
     if len(seqs) * len(batches) < 2:
         return []
     places = {(cell.trainer, cell.seq_len, cell.batch_size): cell for cell in group.cells}
@@ -84,7 +116,7 @@ def _phases(cell: Cell, colours: Mapping[str, int]) -> Iterator[Bar]:
             yield Bar(phase, colours[cell.trainer], held, byte_size(held), tip)
 
 
-def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> str:
+def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> Drawing:
     parts = []
     for place, bar in enumerate(bars):
         top = 6 + 22 * place
@@ -95,7 +127,7 @@ def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> 
         parts.append(_rect(_LABEL, top, _length(bar.value, longest), 14, f"fill k{bar.kind % 8}", bar.tip))
         end = _LABEL + _length(reach, longest)
         parts.append(svg.text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
-    return svg.figure(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
+    return Drawing(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
 
 
 def _map(
@@ -104,7 +136,7 @@ def _map(
     batches: Sequence[int],
     places: Mapping[tuple[str, int, int], Cell],
     span: tuple[int, int],
-) -> str:
+) -> Drawing:
     left, width = 40.0, 300.0
     across = (width - left - 4) / len(seqs)
     high = min(26.0, max(9.0, 260 / len(batches)))
@@ -123,7 +155,7 @@ def _map(
             parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
     parts.append(svg.text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
     parts.append(svg.text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
-    return svg.figure(trainer, "", "".join(parts), width, bottom + 34)
+    return Drawing(trainer, "", "".join(parts), width, bottom + 34)
 
 
 def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
@@ -203,14 +235,14 @@ def layout_of(group: Group) -> Layout:
     seqs, batches = group.seq_lens, group.batch_sizes
     if len(batches) == 1 and len(seqs) > 1:
         return Layout("sequence", attrgetter("seq_len"), "batch", attrgetter("batch_size"), list(batches), 1)
-    panels = contents.evenly(seqs, MOST_LINE_PANELS)
+    panels = evenly(seqs, MOST_LINE_PANELS)
     return Layout("batch", attrgetter("batch_size"), "sequence", attrgetter("seq_len"), panels, len(seqs))
 
 
-def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, int]) -> list[str]:
+def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
     layout = layout_of(group)
-    kept = set(contents.evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
+    kept = set(evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
     cells = [cell for cell in group.cells if layout.panel_of(cell) in layout.panels and layout.x_of(cell) in kept]
     measured = [cell for cell in cells if metric.value(cell) is not None]
     if not measured or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
@@ -233,17 +265,17 @@ def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, in
     ]
 
 
-def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
+def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw throughput over memory with one Pareto front for each `Cell.privacy`, one panel per sequence length."""
     rate = contents.throughput_metric(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
-    for seq_len in contents.evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
-        cells = contents.evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
+    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
+        cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
         x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
         y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
         drawing = _pareto_grid(x, y) + "".join(_pareto_parts(group, cells, rate, colours, x, y))
-        panels.append(svg.figure(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
+        panels.append(Drawing(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
     return panels
 
 
@@ -256,7 +288,7 @@ def _panel(
     x: svg.Scale,
     y: svg.Scale,
     layout: Layout,
-) -> str:
+) -> Drawing:
     parts = [grid]
     crosses = []
     cells = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
@@ -271,7 +303,7 @@ def _panel(
     if crosses:
         parts.append(f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>')
         parts.append(svg.text(_LEFT - 6, 17, "OOM", anchor="end"))
-    return svg.figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
+    return Drawing(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
 
 
 def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
