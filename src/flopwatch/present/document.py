@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
-Tone: TypeAlias = Literal["", "strong", "best", "soft", "note", "warn", "chip", "ok", "oom", "failed", "not-run"]
-"""How a text is shown. `note` is small and soft; the last four are the classes of outcomes, which have colours."""
+Tone: TypeAlias = Literal[
+    "", "strong", "best", "soft", "note", "warn", "chip", "ok", "oom", "failed", "not-run", "better", "worse"
+]
+"""How a text is shown. `note` is small and soft; `ok` to `not-run` are the classes of outcomes, which have colours."""
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -126,7 +128,7 @@ class Table:
         columns: A column that is a str holds texts.
         most: How many rows each medium shows; a note says how many are left out.
         pick: Chooses the places of the rows that are shown, given the number of rows and how many are shown at most;
-            None chooses the first ones.
+            None chooses the first ones. `picked` says which these are.
         fixed: Number of columns at the left that name the row. A terminal that is too narrow shows the other columns
             in several tables, and repeats these.
         merges: Whether rows below each other do not repeat the text of the first column.
@@ -139,6 +141,7 @@ class Table:
     note: str = ""
     most: Most = SOME_ROWS
     pick: Callable[[int, int], Sequence[int]] | None = None
+    picked: str = "evenly spaced"
     fixed: int = 1
     merges: bool = False
     fits: bool = False
@@ -160,7 +163,7 @@ class Table:
     def left_out(self, medium: Medium) -> str:
         """How many rows the medium shows if these are not all."""
         shown = len(self._places(medium))
-        how = "" if self.pick is None else ", evenly spaced"
+        how = "" if self.pick is None else f", {self.picked}"
         return "" if shown == len(self.rows) else f"{shown:,} of {len(self.rows):,} rows are shown{how}"
 
 

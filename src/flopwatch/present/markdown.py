@@ -155,5 +155,8 @@ def _(part: Table, document: Document, level: int) -> Iterator[str]:
 
 
 def _cell(cell: Cell | str) -> str:
-    text = escaped(str(cell))
-    return f"**{text}**" if isinstance(cell, Cell) and cell.tone == "best" and text else text
+    if isinstance(cell, str):
+        return escaped(cell)
+    text, detail = escaped(cell.text), escaped(cell.detail)
+    bold = f"**{text}**" if cell.tone in ("best", "better", "worse") and text else text
+    return f"{bold} {detail}" if detail else bold

@@ -46,6 +46,8 @@ STYLES = {
     "oom": "yellow",
     "failed": "red",
     "not-run": "dim",
+    "better": "green",
+    "worse": "red",
     "whole": "bright_black",
     "loss": "yellow",
     "large loss": "red",

@@ -111,18 +111,22 @@ def refuse_mixed(a: str, b: str) -> None:
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
     """Print or write the comparison of two sweeps; exit with status 1 if B is too slow."""
+    from flopwatch.present.markdown import to_markdown
+    from flopwatch.present.terminal import print_document
     from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.comparison import compare_sweeps, rendering
+    from flopwatch.report.comparison import compare_sweeps
+    from flopwatch.report.comparison.document import comparison_document
+    from flopwatch.report.exports import json_document, record_fields
 
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        write_bytes(md, rendering.comparison_markdown(comparison).encode("utf-8"))
+        write_bytes(md, to_markdown(comparison_document(comparison)).encode("utf-8"))
     if as_json:
-        click.echo(rendering.comparison_json(comparison))
+        click.echo(json_document(record_fields(comparison)))
     elif md is None:
-        rendering.print_sweep_comparison(comparison)
+        print_document(comparison_document(comparison))
     if md not in (None, "-"):
         click.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
