@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
 Tone: TypeAlias = Literal[
-    "", "strong", "best", "soft", "note", "warn", "chip", "ok", "oom", "failed", "not-run", "better", "worse"
+    "", "strong", "best", "soft", "note", "warn", "chip", "verdict", "ok", "oom", "failed", "not-run", "better", "worse"
 ]
 """How a text is shown. `note` is small and soft; `ok` to `not-run` are the classes of outcomes, which have colours."""
 
@@ -182,9 +182,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of sentences; `most` limits it, and `more` says what the others are."""
+    """A list of sentences; `most` limits it, and `more` says what the others are.
 
-    texts: Sequence[str]
+    A `Cell` is a heading with its `detail`, which a terminal shows in lines of its own.
+    """
+
+    texts: Sequence[str | Cell]
     is_numbered: bool = False
     most: Most = SOME_ITEMS
     more: str = "more"
@@ -271,9 +274,9 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class Legend:
-    """Names and the numbers of their markers in the charts below."""
+    """Names and their markers in the charts below: the number of a colour, or the class of a mark."""
 
-    names: Sequence[tuple[str, int]]
+    names: Sequence[tuple[str, int | str]]
 
 
 class Field(NamedTuple):
@@ -309,7 +312,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts below a title.
+    """Parts below a title. A section without a title only stands apart from what is before it.
 
     Attributes:
         key: The link to it on a page; without it, there is none.
@@ -378,6 +381,7 @@ class Document:
         lead: Sentences below the title.
         parts: Sections, and what stands before the first one.
         source: The folder or file from which it was made.
+        style: CSS that only the page of this kind of report needs.
         have_all: For each medium, what to use if the medium shows too little.
     """
 
@@ -387,6 +391,7 @@ class Document:
     about: str = ""
     lead: Sequence[str] = ()
     source: str = ""
+    style: str = ""
     have_all: Mapping[Medium, str] = field(
         default_factory=lambda: {
             "terminal": "--html and --json have all",
@@ -397,7 +402,12 @@ class Document:
 
     def sections(self) -> Iterator[Section]:
         """The sections that a page shows."""
-        for part in self.parts:
-            for inner in part.parts if isinstance(part, Only) and "html" in part.media else (part,):
-                if isinstance(inner, Section):
-                    yield inner
+        return _sections(self.parts)
+
+
+def _sections(parts: Sequence[Part]) -> Iterator[Section]:
+    for part in parts:
+        if isinstance(part, Section):
+            yield part
+        elif isinstance(part, Beside) or (isinstance(part, Only) and "html" in part.media):
+            yield from _sections(part.parts)

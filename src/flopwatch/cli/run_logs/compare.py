@@ -14,7 +14,6 @@ import click
 from flopwatch.cli import argument, flag, print_json, text_width
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
-from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.text import plural
@@ -41,6 +40,7 @@ def compare(
     from flopwatch.runs import find_log, read_log
     from flopwatch.runs.comparison import compare as compare_logs
     from flopwatch.runs.given_peak import with_peak
+    from flopwatch.runs.traces.splits import usable_traces
 
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
@@ -51,7 +51,7 @@ def compare(
         return
     if md is not None:
         raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
-    traces = (traces_of_run(run)[0] for run in (run_a, run_b))
+    traces = (usable_traces(run)[0] for run in (run_a, run_b))
     log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
     comparison = compare_logs(log_a, log_b, *traces)
     if as_json:
