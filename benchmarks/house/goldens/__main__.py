@@ -17,14 +17,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from house.goldens import texts
+from house.goldens import endings, formulas, rows, texts
 from house.goldens.forms import words_lost_and_new
 from house.goldens.tree import Tree
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parent / "data"
 Recorded = dict[str, list[str]]
-PARTS: dict[str, Callable[[Tree, str], Recorded]] = {"texts": texts.record, "large": texts.record_large}
+PARTS: dict[str, Callable[[Tree, str], Recorded]] = {
+    "texts": texts.record,
+    "large": texts.record_large,
+    "rows": rows.record,
+    "formulas": formulas.record,
+    "endings": endings.record,
+}
 _GROWTH = 1.05
 """A page may be larger by this factor."""
 _MOST_WORDS = 12
@@ -44,7 +50,7 @@ def main() -> None:
         found = PARTS[part](tree, options.match)
         path = options.data / f"{part}.json.xz"
         if options.action == "record":
-            known = read(path) if options.match else {}
+            known = read(path) if options.match and path.exists() else {}
             write(path, {**known, **found})
             print(f"{part}: {len(found)} cases, {path.stat().st_size:,} bytes in {path}")
         else:
