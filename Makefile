@@ -97,6 +97,7 @@ pages: install
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/schemas.py
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/reference_pages.py
 	$(BIN)/python benchmarks/pages/drawings.py
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/house/weight.py
 
 # Records a training, ranks and a sweep, about 8 minutes on a machine that does nothing else, and draws them.
 pictures: install

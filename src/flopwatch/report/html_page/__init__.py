@@ -1,0 +1,1 @@
+"""Write the report as one HTML page with SVG charts."""
