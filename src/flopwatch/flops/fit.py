@@ -103,13 +103,13 @@ def _first_that_holds(
                 reason, takes_shapes = f"the model fails on another shape: {error}", False
                 break
             if coefficients and wrong is None:
-                return counts.law(coefficients, _dtype_coefficients(counts, attempt), _domain(attempt))
+                return counts.law(coefficients, _domain(attempt))
             reason = f"no polynomial predicts the FLOPs of the shape {wrong.values}" if wrong else reason
         # The model accepts these shapes, but no formula predicts their FLOPs. Varying fewer sizes would not help.
         if takes_shapes:
             break
     note = f"no formula ({reason}): each shape is counted when needed, and the last {CACHED_SHAPES} counts are kept"
-    return counts.law({}, {}, {}, note)
+    return counts.law({}, {}, note)
 
 
 def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
@@ -133,7 +133,7 @@ def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law
         return law
     counts.doubts[reason] = None
     return replace(
-        counts.law({}, {}, {}), doubts=tuple(counts.doubts), notes=(reason, *law.notes), per_batch=True, exact=False
+        counts.law({}, {}), doubts=tuple(counts.doubts), notes=(reason, *law.notes), per_batch=True, exact=False
     )
 
 
@@ -294,41 +294,13 @@ def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
 
 def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]:
     measured = [counts(shape) for shape in attempt.fitted]
-    return _coefficients(attempt, [[getattr(flops, phase) for flops in measured] for phase in PHASES])
-
-
-def _coefficients(attempt: _Attempt, values: list[list[int]]) -> dict[str, dict[str, Any]]:
     matrix = [[int(evaluate({term: 1}, shape)) for term in attempt.terms] for shape in attempt.fitted]  # type: ignore[dict-item]
-    solutions = {phase: solve(matrix, value) for phase, value in zip(PHASES, values, strict=True)}
+    solutions = {phase: solve(matrix, [getattr(flops, phase) for flops in measured]) for phase in PHASES}
     return {
         phase: dict(zip(attempt.terms, solution, strict=True))
         for phase, solution in solutions.items()
         if solution is not None
     }
-
-
-def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the coefficients of each compute type, such as bf16; {} if they do not predict the held-out shapes.
-
-    If there is only one type, it has no coefficients here, because those of the whole formula apply to it.
-    """
-    measured = [counts.by_dtype(shape) for shape in attempt.fitted]
-    names = sorted({name for each in measured for name in each})
-    if len(names) < 2:
-        return {name: {} for name in names}
-    solved = {
-        name: _coefficients(
-            attempt, [[getattr(each[name], phase) if name in each else 0 for each in measured] for phase in PHASES]
-        )
-        for name in names
-    }
-    for shape in attempt.held_out:
-        counted = counts.by_dtype(shape)
-        for name, coefficients in solved.items():
-            for phase in PHASES:
-                if evaluate(coefficients[phase], shape) != (getattr(counted[name], phase) if name in counted else 0):
-                    return {}
-    return solved
 
 
 def _first_wrong(counts: ShapeCounts, attempt: _Attempt, coefficients: dict[str, dict[str, Any]]) -> StepShape | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import lcm, prod
-from typing import Any, Protocol
+from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout
@@ -102,16 +102,6 @@ class Documents:
         return cls(len(lengths), sum(lengths), sum(length * length for length in lengths))
 
 
-class CountsShapes(Protocol):
-    """Counts the FLOPs of a shape when they are first needed, and remembers them."""
-
-    def __call__(self, shape: StepShape) -> PhaseFlops: ...
-
-    def __contains__(self, shape: StepShape) -> bool: ...
-
-    def by_dtype(self, shape: StepShape) -> Mapping[str, PhaseFlops]: ...
-
-
 @dataclass(frozen=True)
 class FlopLaw:
     """A formula for the FLOPs of a step, for all batches that differ from the example only in variable sizes.
@@ -130,7 +120,6 @@ class FlopLaw:
         layout: Which sizes of the batch are variables; all others must be the same as in the example.
         domain: The least and greatest value of each variable that was verified.
         doubts: Reasons why the counts are not exact; empty if they are.
-        dtypes: The compute types of the products (such as bf16), each with its own coefficients if there are several.
         per_batch: True if tensor values or random draws change the FLOPs, so that each batch has to be counted.
     """
 
@@ -142,11 +131,10 @@ class FlopLaw:
     notes: tuple[str, ...] = ()
     method: Method = "trace"
     coverage: float | None = None
-    count_shape: "CountsShapes | None" = field(default=None, repr=False)
+    count_shape: Callable[[StepShape], PhaseFlops] | None = field(default=None, repr=False)
     layout: Layout | None = field(default=None, repr=False)
     domain: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
-    dtypes: Mapping[str, Mapping[str, Mapping[str, Fraction]]] = field(default_factory=dict, repr=False)
     per_batch: bool = False
 
     def model_flops(
@@ -168,14 +156,14 @@ class FlopLaw:
         """
         if lengths is not None:
             return self._sum_of_samples(batch_size, seq_len, lengths, image_grids)
-        cost = self.phase_flops(batch_size, seq_len, image_grids=image_grids)
+        cost = self.cost(self._shape(batch_size, seq_len, image_grids))
         return cost.forward + cost.backward
 
     def hardware_flops(
         self, batch_size: int, seq_len: int | None = None, *, image_grids: Sequence[Grid] | None = None
     ) -> int:
         """Return the FLOPs that a step of this shape executes, recomputation and padding included."""
-        return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
+        return self.cost(self._shape(batch_size, seq_len, image_grids)).total
 
     def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
         """Return whether this shape's FLOPs are exact: the shape lies inside `domain`, or `count_shape` can count it.
@@ -191,16 +179,6 @@ class FlopLaw:
             return self.exact
         return self.count_shape is not None
 
-    def phase_flops(
-        self,
-        batch_size: int | None = None,
-        seq_len: int | None = None,
-        *,
-        image_grids: Sequence[Grid] | None = None,
-    ) -> PhaseFlops:
-        """Return the FLOPs that a step of this shape executes, by phase."""
-        return self.cost(self._shape(batch_size, seq_len, image_grids))
-
     def cost(self, shape: StepShape) -> PhaseFlops:
         """Return the FLOPs of a step of this shape, by phase: from the formula, or outside `domain` by counting."""
         if self.coefficients and self.covers_shape(shape):
@@ -211,18 +189,6 @@ class FlopLaw:
                 f"{dict(self.domain)}, and has no model to count other shapes with; call fit_flops_law with the model"
             )
         return self.count_shape(shape)
-
-    def cost_by_dtype(self, shape: StepShape) -> dict[str, PhaseFlops]:
-        """Return the FLOPs of a step of this shape by compute type, such as bf16; empty if the types are unknown."""
-        if not self.coefficients or not self.covers_shape(shape):
-            return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
-        # If there is only one compute type, it has all FLOPs, so it needs no coefficients of its own.
-        if len(self.dtypes) == 1:
-            return {next(iter(self.dtypes)): self.cost(shape)}
-        return {
-            dtype: PhaseFlops(*(_sum_of(terms, lambda term: term_value(term, shape)) for terms in phases))
-            for dtype, phases in self._dtype_terms.items()
-        }
 
     def phase_flops_of_rows(
         self, rows: Sequence[Mapping[str, int]], *, image_grids: Sequence[Grid] | None = None
@@ -352,13 +318,6 @@ class FlopLaw:
     @cached_property
     def _phase_terms(self) -> list["_Terms"]:
         return [_whole_numbers(self.coefficients.get(phase, {})) for phase in PHASES]
-
-    @cached_property
-    def _dtype_terms(self) -> dict[str, list["_Terms"]]:
-        return {
-            dtype: [_whole_numbers(coefficients.get(phase, {})) for phase in PHASES]
-            for dtype, coefficients in self.dtypes.items()
-        }
 
 
 # Terms with integer factors, and the divisor of their sum. A monitor evaluates the formula on every step, and integers

@@ -2,8 +2,6 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,12 +21,6 @@ CACHED_SHAPES = 256
 _LEAST_RELIABLE_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    phases: PhaseFlops
-    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
-
-
 class ShapeCounts:
     """Counts the FLOPs of batches of different shapes, all made from one sample, and caches the latest results.
 
@@ -43,29 +35,28 @@ class ShapeCounts:
         self._model = weakref.ref(model)
         self.sample = sample
         self._options = options
-        self._known: OrderedDict[StepShape, _Cost] = OrderedDict()
+        self._known: OrderedDict[StepShape, PhaseFlops] = OrderedDict()
         self._example: tuple[BatchShape, tuple[Grid, ...]] | None = None
-        self._example_cost: _Cost | None = None
+        self._example_cost: PhaseFlops | None = None
         self.notes: dict[str, None] = {}
         self.doubts: dict[str, None] = {}
         self._methods: dict[Method, None] = {}
         self._coverage: float | None = None
 
     def __call__(self, shape: StepShape) -> PhaseFlops:
-        return self._cost(shape).phases
-
-    def by_dtype(self, shape: StepShape) -> Mapping[str, PhaseFlops]:
-        return self._cost(shape).by_dtype
-
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self._known
+        if shape not in self._known:
+            self._known[shape] = _phases_of(self.count(self._batch(shape)))
+            if len(self._known) > CACHED_SHAPES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(shape)
+        return self._known[shape]
 
     def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
         """Count the FLOPs of the user's own batch, unaltered. All other shapes will be counted with the same method."""
         count = self.count(batch)
         self._options = {**self._options, "method": count.method}
         self._example = shape, grids_of(batch)
-        self._example_cost = _cost_of(count)
+        self._example_cost = _phases_of(count)
         return count
 
     def example_shape(self, layout: Layout) -> StepShape:
@@ -79,21 +70,15 @@ class ShapeCounts:
         return shape
 
     def law(
-        self,
-        coefficients: dict[str, dict[str, Any]],
-        dtypes: dict[str, dict[str, dict[str, Any]]],
-        domain: dict[str, tuple[int, int]],
-        note: str = "",
+        self, coefficients: dict[str, dict[str, Any]], domain: dict[str, tuple[int, int]], note: str = ""
     ) -> FlopLaw:
         """Return a FLOP law with these coefficients; without coefficients, it counts each shape when needed."""
         layout = self.sample.layout
-        whole = self.example_shape(layout)
+        self.example_shape(layout)
         lengths = domain.get("s")
         if lengths is None and "s" in layout.sizes:
             known = [shape.seq_len for shape in self._known if shape.seq_len is not None]
             lengths = (min(known), max(known))
-        if not dtypes and self._example_cost is not None and not coefficients:
-            dtypes = {name: {} for name in self.by_dtype(whole)}
         return FlopLaw(
             exact=bool(coefficients) and not self.doubts,
             seq_lens=lengths,
@@ -107,7 +92,6 @@ class ShapeCounts:
             layout=layout,
             domain=domain,
             doubts=tuple(self.doubts),
-            dtypes=dtypes,
         )
 
     def count(self, batch: Any) -> FlopCount:
@@ -133,14 +117,6 @@ class ShapeCounts:
             self.doubts[f"the FLOPs leave out ops that have no formula ({ops})"] = None
         return count
 
-    def _cost(self, shape: StepShape) -> _Cost:
-        if shape not in self._known:
-            self._known[shape] = _cost_of(self.count(self._batch(shape)))
-            if len(self._known) > CACHED_SHAPES:
-                self._known.popitem(last=False)
-        self._known.move_to_end(shape)
-        return self._known[shape]
-
     def _batch(self, shape: StepShape) -> Any:
         sample = self.sample
         own_grids = sample.grids
@@ -160,8 +136,8 @@ class ShapeCounts:
         ]
 
 
-def _cost_of(count: FlopCount) -> _Cost:
-    return _Cost(PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops), count.by_dtype)
+def _phases_of(count: FlopCount) -> PhaseFlops:
+    return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
 
 
 def _grids_of_one_sample(shape: StepShape) -> tuple[Grid, ...]:

@@ -5,7 +5,7 @@ They follow from the shapes of weights and batch, and no code of the user runs. 
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -32,18 +32,16 @@ MADE_UP = "only attention_mask was given, so a batch of its shape was assumed"
 
 @dataclass(frozen=True, slots=True)
 class BatchCost:
-    """FLOPs of one call `model(batch)` and its backward pass: needed, executed, by compute type, and a remark."""
+    """FLOPs of one call `model(batch)` and its backward pass: needed, executed, and a remark."""
 
     needed: PhaseFlops
     executed: PhaseFlops
-    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
     remark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
     executed: PhaseFlops
-    by_dtype: Mapping[str, PhaseFlops]
     law: FlopLaw | None = None
     shape: StepShape | None = None
     remark: str | None = None
@@ -77,7 +75,7 @@ class EstimatedCosts:
                 model, example, method="estimate", attention=self._attention, loss_fn=None, training=True
             )
             phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
-            estimate = _Estimate(phases, count.by_dtype, remark=remark)
+            estimate = _Estimate(phases, remark=remark)
         self._known[id(plan)] = plan, estimate
 
     @property
@@ -90,7 +88,7 @@ class EstimatedCosts:
         if estimate is None:
             return None
         needed, executed, unclear = _needed(estimate, work)
-        return BatchCost(needed, executed, estimate.by_dtype, estimate.remark or unclear)
+        return BatchCost(needed, executed, estimate.remark or unclear)
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
@@ -103,7 +101,7 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     shape = StepShape(samples, values.get("s"), law.sample_grids * samples, others)
     if not law.covers_shape(shape):
         return None
-    return _Estimate(law.cost(shape), law.cost_by_dtype(shape), law, shape, remark)
+    return _Estimate(law.cost(shape), law, shape, remark)
 
 
 def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
@@ -154,14 +152,8 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
 
 
 def sum_of_costs(costs: Sequence[BatchCost]) -> BatchCost:
-    by_dtype: dict[str, PhaseFlops] = {}
-    for cost in costs:
-        for name, flops in cost.by_dtype.items():
-            by_dtype[name] = by_dtype.get(name, PhaseFlops()) + flops
-    remarks = [cost.remark for cost in costs if cost.remark]
     return BatchCost(
         sum((cost.needed for cost in costs), PhaseFlops()),
         sum((cost.executed for cost in costs), PhaseFlops()),
-        by_dtype if all(cost.by_dtype for cost in costs) else {},
-        remarks[0] if remarks else None,
+        next((cost.remark for cost in costs if cost.remark), None),
     )

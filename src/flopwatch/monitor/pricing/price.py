@@ -156,10 +156,8 @@ class StepPricer:
         if not known or len(known) < len(costs):
             return None, trace.doubt
         cost = sum_of_costs(known)
-        types = cost.by_dtype
-        model, hardware = cost.needed.forward + cost.needed.backward, cost.executed.total
-        flops = StepFlops(model, hardware, cost.executed.recompute, _shares(types, model), _shares(types, hardware))
-        return flops, cost.remark or trace.doubt
+        model = cost.needed.forward + cost.needed.backward
+        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.doubt
 
     def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
         if flops is None:
