@@ -13,12 +13,12 @@ from torch.utils import _python_dispatch, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flopwatch
-from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import live, regions
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.timers import HostTimer
-from flopwatch.torch_internals import PRIVATE_NAMES
+from flopwatch.torch_internals import autograd, modules, ops, probes
+from flopwatch.torch_internals.probes import PRIVATE_NAMES
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
 MODEL_FLOPS = LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH * 3 - 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
@@ -49,9 +49,9 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _each_name_is_checked_again():
-    torch_internals.forget_probes()
+    probes.forget_probes()
     yield
-    torch_internals.forget_probes()
+    probes.forget_probes()
 
 
 def count(**options):
@@ -109,7 +109,7 @@ def test_the_design_page_lists_every_private_name_of_torch():
 @without("_schema")
 def schema(monkeypatch):
     # The attribute is set on each op, so the check is given an op without it.
-    monkeypatch.setattr(torch_internals.ops, "_probe_schema", lambda: types.SimpleNamespace()._schema)
+    monkeypatch.setattr(ops, "_probe_schema", lambda: types.SimpleNamespace()._schema)
     with pytest.raises(MeasurementError, match="no usable `_schema`, so ops cannot be counted one by one"):
         flopwatch.count_flops(Model(), torch.ones(ROWS, WIDTH), method="trace")
 
@@ -134,9 +134,9 @@ def custom_ops(monkeypatch):
     op = custom_op("opdefs")
     from torch._library import custom_ops as defined
 
-    assert torch_internals.python_body(op) is not None
+    assert ops.python_body(op) is not None
     monkeypatch.delattr(defined, "OPDEFS")
-    assert torch_internals.python_body(op) is None
+    assert ops.python_body(op) is None
     assert reports_as_uncounted(op)
 
 
@@ -147,7 +147,7 @@ def custom_op_body(monkeypatch):
 
     definition = defined.OPDEFS["flopwatch_test::init_fn"]
     monkeypatch.setattr(definition, "_init_fn", lambda something, different: None)
-    assert torch_internals.python_body(op) is None
+    assert ops.python_body(op) is None
     assert reports_as_uncounted(op)
 
 
@@ -175,8 +175,8 @@ def version(monkeypatch):
     result = count()
     assert result.model_flops == MODEL_FLOPS
     tensor = torch.zeros(1)
-    assert torch_internals.tensor_version(tensor) != torch_internals.tensor_version(tensor)
-    assert torch_internals.what_is_missing()
+    assert ops.tensor_version(tensor) != ops.tensor_version(tensor)
+    assert probes.what_is_missing()
 
 
 @without("in_kernel_invocation_manager")
@@ -184,7 +184,7 @@ def kernels(monkeypatch):
     def gone():  # torch itself uses the name, so it is taken away only from flopwatch
         raise AttributeError("in_kernel_invocation_manager")
 
-    monkeypatch.setattr(torch_internals.ops, "_find_kernels", gone)
+    monkeypatch.setattr(ops, "_find_kernels", gone)
     result = count()
     assert result.model_flops == MODEL_FLOPS
     assert says("in_kernel_invocation_manager", result)
@@ -225,13 +225,13 @@ def autograd_node(monkeypatch):
 def next_number(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "_get_sequence_nr", lambda: 5)
     not_attributed(count())
-    assert torch_internals.recorded_operations() is None
+    assert autograd.recorded_operations() is None
 
 
 @without("_sequence_nr")
 def own_number(monkeypatch):
     # The method belongs to a C type, whose attributes cannot be taken away.
-    monkeypatch.setattr(torch_internals.autograd, "_probe_sequence", lambda _: False)
+    monkeypatch.setattr(autograd, "_probe_sequence", lambda _: False)
     rebuild_checked(monkeypatch, "sequence_nr", "_sequence_nr", lambda _: -1)
     not_attributed(count())
 
@@ -242,7 +242,7 @@ def rebuild_checked(monkeypatch, function, name, instead):
     def fails(*_):
         raise AttributeError(name)
 
-    made = torch_internals.checked(name, fails, fails, instead)
+    made = probes.checked(name, fails, fails, instead)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("flopwatch") and hasattr(module, function):
             monkeypatch.setattr(module, function, made)
@@ -256,7 +256,7 @@ def not_attributed(result):
 
 @without("_compiled_call_impl")
 def compiled_call(monkeypatch):
-    monkeypatch.setattr(torch_internals.modules, "_probe_compiled_call", lambda: False)
+    monkeypatch.setattr(modules, "_probe_compiled_call", lambda: False)
     result = count(recomputes=True)
     assert result.model_flops == MODEL_FLOPS
     assert result.recompute_flops == RECOMPUTED
@@ -267,9 +267,9 @@ def compiled_call(monkeypatch):
 @without("eval_frame")
 def eval_frame(monkeypatch):
     compiled = torch.compile(Model(), backend="eager")
-    assert torch_internals.compiled_original(compiled) is not None
+    assert autograd.compiled_original(compiled) is not None
     monkeypatch.setattr(type(compiled), "__module__", "torch.compiler.elsewhere")
-    assert torch_internals.compiled_original(compiled) is None
+    assert autograd.compiled_original(compiled) is None
     result = flopwatch.count_flops(compiled, torch.ones(ROWS, WIDTH))
     assert result.model_flops == MODEL_FLOPS or result.notes
 
@@ -281,7 +281,7 @@ def cached_backends(monkeypatch):
     monkeypatch.setattr(live, "_has_compiled", [])
     monkeypatch.delattr(compiler, "cached_backends")
     assert live.may_compile()
-    assert PRIVATE_NAMES["cached_backends"].without in torch_internals.what_is_missing()[0]
+    assert PRIVATE_NAMES["cached_backends"].without in probes.what_is_missing()[0]
 
 
 @without("call_user_compiler")
@@ -299,12 +299,12 @@ def counters(monkeypatch):
     import torch._dynamo.utils
 
     monkeypatch.delattr(torch._dynamo.utils, "counters")
-    assert torch_internals.compiled_graphs() == 0
+    assert autograd.compiled_graphs() == 0
 
 
 @without("_aot_autograd")
 def aot_autograd(monkeypatch):
-    monkeypatch.setattr(torch_internals.autograd, "_AOT", "_absent")
+    monkeypatch.setattr(autograd, "_AOT", "_absent")
     monkeypatch.setattr(regions, "_state", regions._State())
     monkeypatch.setattr(regions, "wrap_backend_calls", lambda _: True)
     regions.install()
@@ -318,7 +318,7 @@ def kernel_side_table(monkeypatch):
 
     monkeypatch.delattr(triton_kernel_wrap, "kernel_side_table")
     with pytest.raises(AttributeError):
-        torch_internals.graph_kernel(0, 0)
+        autograd.graph_kernel(0, 0)
 
 
 @without("_get_default_store")
@@ -327,32 +327,32 @@ def default_store(monkeypatch):
 
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
     with pytest.raises(MeasurementError, match="each rank reports only itself"):
-        torch_internals.default_store()
+        modules.default_store()
 
 
 @without("_get_fsdp_state")
 def fsdp_state(monkeypatch):
     # tests/monitor/ranks/test_layout.py shows what is done without it.
-    assert torch_internals.fsdp_groups(nn.Linear(2, 2)) == []
-    assert PRIVATE_NAMES["_get_fsdp_state"].without in torch_internals.what_is_missing()[0]
+    assert modules.fsdp_groups(nn.Linear(2, 2)) == []
+    assert PRIVATE_NAMES["_get_fsdp_state"].without in probes.what_is_missing()[0]
 
 
 @without("_call_impl")
 def call_impl(monkeypatch):
     def hook(module, args):
-        seen.append(torch_internals.arguments_by_name(1))
+        seen.append(modules.arguments_by_name(1))
 
     seen = []
     handle = nn.modules.module.register_module_forward_pre_hook(hook)
     try:
         nn.Identity()(input=torch.ones(1))
-        torch_internals.forget_probes()
+        probes.forget_probes()
         hook(None, ())  # here no module calls the hook, as in a release in which the caller looks different
         nn.Identity()(input=torch.ones(1))
     finally:
         handle.remove()
     assert [list(each) for each in seen] == [["input"], [], []]
-    assert PRIVATE_NAMES["_call_impl"].without in torch_internals.what_is_missing()[0]
+    assert PRIVATE_NAMES["_call_impl"].without in probes.what_is_missing()[0]
 
 
 @without("_functorch")
@@ -360,12 +360,12 @@ def functorch(monkeypatch):
     shapes = []
 
     def look(x):
-        shapes.append(torch_internals.whole_shape(x) if torch_internals.is_in_transform() else x.shape)
+        shapes.append(modules.whole_shape(x) if modules.is_in_transform() else x.shape)
         return x
 
     torch.func.vmap(look)(torch.ones(3, 2))
-    torch_internals.forget_probes()
-    monkeypatch.setattr(torch_internals.modules, "_probe_transforms", lambda: False)
+    probes.forget_probes()
+    monkeypatch.setattr(modules, "_probe_transforms", lambda: False)
     torch.func.vmap(look)(torch.ones(3, 2))
     assert shapes == [(3, 2), (2,)]
-    assert PRIVATE_NAMES["_functorch"].without in torch_internals.what_is_missing()[0]
+    assert PRIVATE_NAMES["_functorch"].without in probes.what_is_missing()[0]

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flopwatch
 from flopwatch.flops.tracing import copies
-from flopwatch.torch_internals import FakeTensor
+from flopwatch.torch_internals.ops import FakeTensor
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 

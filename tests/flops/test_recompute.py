@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flopwatch
-from flopwatch.torch_internals import dispatch_mode_stack, saves_through_hooks
+from flopwatch.torch_internals.autograd import saves_through_hooks
+from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 PRODUCT = 2 * 4 * 8 * 8
 """One 8 x 8 matrix on a batch of 4."""

@@ -17,7 +17,8 @@ from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
 from flopwatch.monitor.pricing.calls import CallKind, RootCalls, batch_of_call
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import current_graph_task_id, dispatch_mode_stack, recorded_operations
+from flopwatch.torch_internals.autograd import current_graph_task_id, recorded_operations
+from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 _MOST_FIRST_CALLS = 1000
 _WARNING_OF_HOOKS = r"Using `torch.compile\(module\)` when there are global hooks"

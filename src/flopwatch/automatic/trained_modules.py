@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from flopwatch.torch_internals import compiled_call, compiled_original
+from flopwatch.torch_internals.autograd import compiled_original
+from flopwatch.torch_internals.modules import compiled_call
 
 
 def find_trained_modules(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:

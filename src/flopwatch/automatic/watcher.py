@@ -37,10 +37,8 @@ from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import (
-    compiled_call,
-    current_graph_task_id,
-)
+from flopwatch.torch_internals.autograd import current_graph_task_id
+from flopwatch.torch_internals.modules import compiled_call
 
 FIRST_STEP = "the first step is not in the totals, because {why}; steps count from 0, so the log begins with step 1"
 SEVERAL_OPTIMIZERS = "the training has several optimizers, and which of them ends a step is known when they step again"

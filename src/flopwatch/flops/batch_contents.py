@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from flopwatch.errors import InputError
-from flopwatch.torch_internals import stored_count
+from flopwatch.torch_internals.ops import stored_count
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step. To save time, lists with more plain values than this are reduced to a hash.

@@ -39,7 +39,9 @@ from flopwatch.flops.tracing.passes import (
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.flops.tracing.tally import Tally
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method
-from flopwatch.torch_internals import check_schemas, current_graph_task_id, what_is_missing
+from flopwatch.torch_internals.autograd import current_graph_task_id
+from flopwatch.torch_internals.ops import check_schemas
+from flopwatch.torch_internals.probes import what_is_missing
 
 
 def count_by_step(

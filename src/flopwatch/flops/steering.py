@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.flops.batch_contents import tensors_of
 from flopwatch.flops.formulas import find_formula
 from flopwatch.records.flops import FlopCount
-from flopwatch.torch_internals import FakeTensor, OpOverload, op_name, op_packet
+from flopwatch.torch_internals.ops import FakeTensor, OpOverload, op_name, op_packet
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

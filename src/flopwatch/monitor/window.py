@@ -16,7 +16,7 @@ from flopwatch.monitor.pricing.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.timing.step_clock import OptimizerPlace, Segments
 from flopwatch.monitor.timing.timers import StepTimer
 from flopwatch.records.run import Number
-from flopwatch.torch_internals import tensor_version
+from flopwatch.torch_internals.ops import tensor_version
 
 _UNREADABLE = -1
 

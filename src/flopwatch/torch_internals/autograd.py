@@ -1,7 +1,5 @@
 """Private names of torch's autograd engine and compiler, with their checks."""
 
-from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -12,9 +10,6 @@ from typing import Any, cast
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from flopwatch.torch_internals.probes import apart, checked, declare, resets, results, works
 

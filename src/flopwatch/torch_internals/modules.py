@@ -1,18 +1,12 @@
 """Where `nn.Module` keeps its parts, and private names of sharded modules and of the ranks' store."""
 
-from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
-
 import functools
 import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from flopwatch.errors import MeasurementError
 from flopwatch.torch_internals.probes import PRIVATE_NAMES, apart, declare, unusable, works

@@ -1,7 +1,5 @@
 """Private names of torch's dispatcher and of tensors, with their checks."""
 
-from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
-
 import functools
 import inspect
 import itertools
@@ -12,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

@@ -1,17 +1,11 @@
 """Checks private names of torch by what they do, once each, and collects what is missing."""
 
-from __future__ import annotations  # earlier torch releases raise an error for `OpOverload[...]`
-
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from flopwatch.errors import MeasurementError
 

@@ -8,7 +8,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwatch.flops.tracing.live import LiveStep
-from flopwatch.torch_internals import dispatch_mode_stack
+from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 MODEL, DATA = nn.Linear(8, 4), torch.ones(5, 8)
 STEP_FLOPS = 2 * 2 * 5 * 8 * 4

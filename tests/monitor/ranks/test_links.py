@@ -14,13 +14,13 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
-from flopwatch import torch_internals
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks import job_store, meeting, wire
 from flopwatch.monitor.ranks import link as links
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.meeting import RunKey
 from flopwatch.monitor.ranks.reports import report_of
+from flopwatch.torch_internals import probes
 from testbeds.wait_until import wait_until
 
 SECONDS = 60.0
@@ -111,12 +111,12 @@ def test_without_torchs_private_function_the_store_is_found_where_the_launcher_s
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
-    torch_internals.forget_probes()
+    probes.forget_probes()
     opened = open_links(store, 2, range(2))
     opened[0].announce(RunPlan(5))
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
-    torch_internals.forget_probes()
+    probes.forget_probes()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

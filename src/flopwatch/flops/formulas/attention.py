@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula
 from flopwatch.flops.tree import leaves_of
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import (
+from flopwatch.torch_internals.ops import (
     FUSED_SDP_CHOICE,
     FakeTensor,
     is_flex_attention,

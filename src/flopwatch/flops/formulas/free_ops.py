@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flopwatch.torch_internals import OpOverload, op_name, op_schema
+from flopwatch.torch_internals.ops import OpOverload, op_name, op_schema
 
 _ELEMENTS = """
 __and__ __irshift__ __lshift__ __or__ __rshift__ __xor__ abs add bitwise_and bitwise_left_shift bitwise_or

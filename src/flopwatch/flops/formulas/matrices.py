@@ -8,7 +8,7 @@ import torch
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas.registry import FLOAT4, OpCall, OpFlops, formula
-from flopwatch.torch_internals import FakeTensor, coo_values, op_name
+from flopwatch.torch_internals.ops import FakeTensor, coo_values, op_name
 
 
 def matmul_flops(rows: int, contracted: int, columns: int) -> int:

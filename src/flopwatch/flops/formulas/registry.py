@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry as torch_registry
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema, packet_name
+from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema, packet_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from flopwatch.flops.tracing.hooks import WATCH_OR_MOVE, HookCopies
 from flopwatch.flops.tracing.outside import Outside
 from flopwatch.flops.tracing.replica import ModuleStack, unwrap
 from flopwatch.library_internals import SHARDED_FORWARDS
-from flopwatch.torch_internals import (
+from flopwatch.torch_internals.modules import (
     LocalBatchNorm,
     call_slot,
     class_before_sharding,

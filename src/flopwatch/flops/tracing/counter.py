@@ -23,7 +23,15 @@ from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase, Tally, float_tensors
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import (
+from flopwatch.torch_internals.autograd import (
+    current_autograd_node,
+    current_graph_task_id,
+    is_checkpoint_recomputing,
+    knows_nodes,
+    recorded_operations,
+    sequence_nr,
+)
+from flopwatch.torch_internals.ops import (
     PIN_MEMORY,
     TO_COPY,
     FakeTensor,
@@ -31,16 +39,10 @@ from flopwatch.torch_internals import (
     TorchDispatchMode,
     can_decompose,
     check_schemas,
-    current_autograd_node,
-    current_graph_task_id,
-    is_checkpoint_recomputing,
-    knows_nodes,
     op_name,
     op_packet,
     python_body,
     receive_higher_order_ops,
-    recorded_operations,
-    sequence_nr,
     short_op_name,
 )
 

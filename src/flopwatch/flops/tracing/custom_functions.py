@@ -24,20 +24,16 @@ from torch.autograd.function import BackwardCFunction
 
 from flopwatch.flops.formulas import bind
 from flopwatch.flops.tree import leaves_of
-from flopwatch.torch_internals import (
-    TO_COPY,
-    OpOverload,
+from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
     engine_code,
-    op_name,
-    op_packet,
-    op_schema,
     recorded_operations,
     runs_forward_code,
     saves_through_hooks,
     sequence_nr,
 )
+from flopwatch.torch_internals.ops import TO_COPY, OpOverload, op_name, op_packet, op_schema
 
 _aten = torch.ops.aten
 _COPIES = {_aten.clone, TO_COPY}

@@ -23,7 +23,7 @@ import torch
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas import bind
 from flopwatch.flops.tree import leaves_of, map_tensors_in
-from flopwatch.torch_internals import (
+from flopwatch.torch_internals.ops import (
     CTC_LOSS,
     CTC_LOSS_BACKWARD,
     FAKE_TENSOR_LOGGER,

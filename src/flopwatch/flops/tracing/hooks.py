@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flopwatch.flops.tracing.outside import names_in
-from flopwatch.torch_internals import module_tables
+from flopwatch.torch_internals.modules import module_tables
 
 Value = Callable[[Any], Any]
 Extra = Callable[[str], AbstractContextManager[None]]

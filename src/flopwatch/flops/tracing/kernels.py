@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from flopwatch.flops.formulas import find_kernel_formula
-from flopwatch.torch_internals import graph_kernel
+from flopwatch.torch_internals.autograd import graph_kernel
 
 PREFIX = "triton::"
 OnLaunch = Callable[[Any, Mapping[str, Any]], None]

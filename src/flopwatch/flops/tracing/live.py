@@ -37,25 +37,27 @@ from flopwatch.flops.tracing.tally import Phase
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
-from flopwatch.torch_internals import (
+from flopwatch.torch_internals.autograd import (
+    current_autograd_node,
+    current_graph_task_id,
+    recorded_operations,
+    requested_compilations,
+    runs_compiled_backward,
+    runs_forward_again,
+    sees_graph_tasks,
+    sequence_nr,
+)
+from flopwatch.torch_internals.ops import (
     TO_COPY,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
     can_decompose,
-    current_autograd_node,
-    current_graph_task_id,
     dispatch_mode_stack,
     has_kernel,
     op_name,
     op_packet,
-    recorded_operations,
-    requested_compilations,
-    runs_compiled_backward,
-    runs_forward_again,
     sees_dispatch_modes,
-    sees_graph_tasks,
-    sequence_nr,
     short_op_name,
 )
 

@@ -26,7 +26,8 @@ from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
-from flopwatch.torch_internals import apart, check_schemas
+from flopwatch.torch_internals.ops import check_schemas
+from flopwatch.torch_internals.probes import apart
 
 _IN_USE = "the training uses torch's profiler, of which a process can run only one"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"

@@ -23,7 +23,7 @@ from flopwatch.errors import FlopwatchError, InputError, MeasurementError, Untra
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.text import first_line
-from flopwatch.torch_internals import TorchDispatchMode, needs_values
+from flopwatch.torch_internals.ops import TorchDispatchMode, needs_values
 
 LossFn = Callable[[Any], torch.Tensor]
 

@@ -21,7 +21,7 @@ from flopwatch.flops.formulas.registry import type_of_product
 from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
 from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals import OpOverload, OpOverloadPacket, can_decompose, op_schema, python_body
+from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, can_decompose, op_schema, python_body
 
 PASS_WITH_GRAPH = (
     "a checkpointed part ran again in a backward pass with create_graph=True, where the profiler cannot distinguish "

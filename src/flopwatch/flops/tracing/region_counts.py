@@ -21,7 +21,8 @@ from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import leaves_of, tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
-from flopwatch.torch_internals import FakeTensorMode, OpOverload, apart
+from flopwatch.torch_internals.ops import FakeTensorMode, OpOverload
+from flopwatch.torch_internals.probes import apart
 
 _MOST_SIZES = 4096
 

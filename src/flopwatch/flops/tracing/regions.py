@@ -15,13 +15,8 @@ import torch
 from torch import fx, nn
 
 from flopwatch.flops.tracing.passes import AutocastState, current_autocast
-from flopwatch.torch_internals import (
-    FakeTensor,
-    OpOverload,
-    compiled_graphs,
-    sees_compiled_backward,
-    wrap_backend_calls,
-)
+from flopwatch.torch_internals.autograd import compiled_graphs, sees_compiled_backward, wrap_backend_calls
+from flopwatch.torch_internals.ops import FakeTensor, OpOverload
 
 Leave = Callable[[Any], None]
 """Is called with the result of a compiled function when that has returned, or with None when it has raised."""

@@ -15,7 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.hooks import left_hooks_note
 from flopwatch.random_state import same_random_states
-from flopwatch.torch_internals import compiled_original, current_graph_task_id, global_hook_tables, modes_off
+from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
+from flopwatch.torch_internals.modules import global_hook_tables
+from flopwatch.torch_internals.ops import modes_off
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flopwatch.flops.formulas import OpCall
-from flopwatch.torch_internals import GROUPED_MM, op_packet, short_op_name
+from flopwatch.torch_internals.ops import GROUPED_MM, op_packet, short_op_name
 
 _MATRICES = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "_addmm_activation": ("mat1", "mat2")}
 _GROUPED = "grouped"

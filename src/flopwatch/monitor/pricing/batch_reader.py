@@ -19,7 +19,7 @@ from flopwatch.flops.batch_contents import IGNORED_LABEL, describe, named, read_
 from flopwatch.flops.count import target_lengths
 from flopwatch.flops.law import Documents
 from flopwatch.flops.tracing.scaling import Axes
-from flopwatch.torch_internals import tensor_version
+from flopwatch.torch_internals.ops import tensor_version
 
 try:
     import numpy as np

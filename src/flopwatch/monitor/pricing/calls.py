@@ -28,15 +28,9 @@ from flopwatch.flops.tracing.live import may_compile
 from flopwatch.flops.tracing.passes import current_autocast
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.torch_internals import (
-    arguments_by_name,
-    compiled_graphs,
-    current_graph_task_id,
-    is_in_transform,
-    recorded_operations,
-    stored_count,
-    whole_shape,
-)
+from flopwatch.torch_internals.autograd import compiled_graphs, current_graph_task_id, recorded_operations
+from flopwatch.torch_internals.modules import arguments_by_name, is_in_transform, whole_shape
+from flopwatch.torch_internals.ops import stored_count
 
 _MOST_KINDS, _MOST_CALLS, _MOST_ITEMS, _MOST_PARAMETERS = 4096, 4096, 512, 4096
 _DEEPEST = 4

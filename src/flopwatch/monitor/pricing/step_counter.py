@@ -44,7 +44,8 @@ from flopwatch.monitor.pricing.evaluations import Evaluations
 from flopwatch.monitor.pricing.evidence import ENOUGH, UNKNOWN, Doubt, Evidence, StepKind
 from flopwatch.monitor.pricing.schedule import Schedule
 from flopwatch.records.flops import PhaseFlops
-from flopwatch.torch_internals import compiled_graphs, dispatch_mode_stack, recorded_operations
+from flopwatch.torch_internals.autograd import compiled_graphs, recorded_operations
+from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 NOTHING_RAN = "no operation of the training was seen in this thread, so the FLOPs are estimated from the batch"
 FIRST = "the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch"

@@ -23,7 +23,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # typ
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import wire
 from flopwatch.monitor.ranks.wire import Sockets
-from flopwatch.torch_internals import default_store
+from flopwatch.torch_internals.modules import default_store
 from flopwatch.version import __version__
 
 _CONNECT_SECONDS = 30.0

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flopwatch.records.flops import Peak
-from flopwatch.torch_internals import fsdp_groups
+from flopwatch.torch_internals.modules import fsdp_groups
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Environment variables with the number of ranks on this host: set by torchrun and accelerate, Open MPI, or MPICH."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flopwatch.monitor.pricing.calls import plain_iterator
 from flopwatch.monitor.timing.step_clock import Segments, StepClock
-from flopwatch.torch_internals import at_end_of_backward, is_in_transform
+from flopwatch.torch_internals.autograd import at_end_of_backward
+from flopwatch.torch_internals.modules import is_in_transform
 
 _MOST_TENSORS, _DEEPEST = 16, 4
 

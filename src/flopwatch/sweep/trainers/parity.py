@@ -12,7 +12,7 @@ from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.builtin import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.opacus_internals import finish_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
-from flopwatch.torch_internals import ANY_DROPOUT
+from flopwatch.torch_internals.modules import ANY_DROPOUT
 
 _ROUNDING = 1e-4
 """Differences are relative to the norm of a parameter's gradient, but at least to this share of the norm of all

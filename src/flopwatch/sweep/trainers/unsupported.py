@@ -12,7 +12,7 @@ from flopwatch.errors import UnsupportedError
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
 from flopwatch.text import first_line
-from flopwatch.torch_internals import ANY_BATCH_NORM
+from flopwatch.torch_internals.modules import ANY_BATCH_NORM
 
 _MOST_NAMED = 3
 

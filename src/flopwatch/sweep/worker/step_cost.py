@@ -18,7 +18,8 @@ from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, ow
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
 from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.text import cut, first_line
-from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
+from flopwatch.torch_internals.autograd import compiled_original, is_compiled_function
+from flopwatch.torch_internals.modules import compiled_call
 
 
 def count_step(
