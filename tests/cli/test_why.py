@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-import types
 from itertools import pairwise
 
 import pytest
@@ -11,11 +9,14 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.cli.run_logs.watch_screen import draw_frame
-from flopwatch.cli.run_logs.waterfall_bars import floating_bars
 from flopwatch.errors import InputError
+from flopwatch.present.document import Document
+from flopwatch.present.terminal import rendered
 from flopwatch.records.run import Notice, Summary
 from flopwatch.records.trace_split import TraceSplit
+from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.state import WatchedRun
+from flopwatch.runs.traces import splits
 from flopwatch.runs.waterfall.losses import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run
@@ -68,12 +69,12 @@ def test_the_bars_go_from_the_peak_down_to_mfu(why, tmp_path):
     bars = bars_in(why(write_ledger(tmp_path / "a", SECONDS)))
     assert list(bars) == [
         *("peak", "start-up", "restarts", "evaluation", "checkpoints", "input wait", "optimizer"),
-        *("after the optimizer", "forward and backward below the peak", "2 smaller losses", "MFU of the run"),
+        *("after the optimizer", "forward and backward below the peak", "2 smaller losses", "MFU of the whole run"),
     ]
     assert bars["peak"][0] == 100
     assert bars["input wait"][0] == pytest.approx(-37.3)
-    left = 100 + sum(points for name, (points, _, _) in bars.items() if name not in ("peak", "MFU of the run"))
-    assert bars["MFU of the run"][0] == pytest.approx(left, abs=0.3), "as printed, with one decimal each"
+    left = 100 + sum(points for name, (points, _, _) in bars.items() if name not in ("peak", "MFU of the whole run"))
+    assert bars["MFU of the whole run"][0] == pytest.approx(left, abs=0.3), "as printed, with one decimal each"
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -150,13 +151,13 @@ def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_
     assert "The peak is too low to judge this run" in text
     bars = bars_in(text)
     assert bars["forward and backward below the peak"][0] > 0
-    assert bars["MFU of the run"][0] > 100
-    assert bars["MFU of the run"][2] > bars["peak"][2]
+    assert bars["MFU of the whole run"][0] > 100
+    assert bars["MFU of the whole run"][2] > bars["peak"][2]
 
 
 def test_a_terminal_without_unicode_gets_ascii():
-    rows = floating_bars(waterfall_of(log_of(SECONDS)), 80, ascii_only=True)
-    text = "\n".join(row.plain for row in rows)
+    document = Document("", [waterfall_bars(waterfall_of(log_of(SECONDS)))])
+    text = "\n".join(str(row) for row in rendered(document, 80, ascii_only=True))
     assert text.isascii()
     assert next(iter(bars_in(text))) == "peak"
 
@@ -212,11 +213,9 @@ TRACE = TraceSplit(
 @pytest.fixture
 def traces(monkeypatch):
     """Stands in for the reading of traces: what `newest_traces` and `read_trace` return or raise."""
-    module = types.ModuleType("flopwatch.runs.traces.splits")
-    module.newest_traces = lambda run_dir: (TRACE,)
-    module.read_trace = lambda file: TRACE
-    monkeypatch.setitem(sys.modules, "flopwatch.runs.traces.splits", module)
-    return module
+    monkeypatch.setattr(splits, "newest_traces", lambda run_dir: (TRACE,))
+    monkeypatch.setattr(splits, "read_trace", lambda file: TRACE)
+    return monkeypatch
 
 
 def test_a_trace_divides_what_is_one_bar_without_it(why, tmp_path, traces):
@@ -232,7 +231,8 @@ def test_a_damaged_trace_of_the_run_is_a_note_and_one_that_is_named_is_an_error(
     def damaged(path):
         raise InputError("the trace 'x' is incomplete")
 
-    traces.newest_traces = traces.read_trace = damaged
+    traces.setattr(splits, "newest_traces", damaged)
+    traces.setattr(splits, "read_trace", damaged)
     run = write_ledger(tmp_path / "a", SECONDS)
     assert "Note: The trace of this run is not used: the trace 'x' is incomplete." in why(run)
     status, _, err = flopwatch("why", run, "--trace", "x")
@@ -391,7 +391,7 @@ def test_equal_runs_have_no_loss_that_changed(flopwatch, tmp_path):
 
 
 def test_a_trace_of_one_run_only_does_not_look_like_a_loss_that_shrank(flopwatch, tmp_path, traces):
-    traces.newest_traces = lambda run_dir: (TRACE,) if run_dir.endswith("b") else ()
+    traces.setattr(splits, "newest_traces", lambda run_dir: (TRACE,) if run_dir.endswith("b") else ())
     a, b = (write_ledger(tmp_path / name, SECONDS) for name in "ab")
     _, out, _ = flopwatch("compare", a, b, "--json")
     assert all(loss["change"] == 0 for loss in json.loads(out)["waterfall"]["losses"])

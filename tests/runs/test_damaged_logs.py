@@ -6,10 +6,12 @@ import random
 import pytest
 
 from flopwatch.errors import FlopwatchError
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import document_text
 from flopwatch.records.run import Row
 from flopwatch.report.run_page.collecting import read_report
-from flopwatch.report.run_page.exports import run_json, run_markdown
-from flopwatch.report.run_page.page import run_page
+from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.runs import read_around, read_log
 from flopwatch.runs.comparison import compare
 from flopwatch.runs.waterfall.losses import exactness_of, seconds_of, waterfall_of
@@ -50,8 +52,9 @@ def use(path):
     whole._repr_html_()
     compare(whole, whole)
     report = read_report(path)
-    for write in (run_json, run_markdown, run_page):
-        assert write(report)
+    assert run_json(report)
+    for write in (to_markdown, to_page, document_text):
+        assert write(run_document(report))
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ import random
 
 import pytest
 
+from flopwatch.present.markdown import to_markdown
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.comparison.rendering import comparison_json, comparison_markdown
-from flopwatch.report.exports import table_csv, table_parquet, trial_runs
+from flopwatch.report.comparison.document import comparison_document
+from flopwatch.report.exports import json_document, record_fields, table_csv, table_parquet, trial_runs
 from flopwatch.report.table import make_table
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
@@ -66,8 +67,8 @@ def test_nothing_in_a_results_file_ends_in_a_traceback(tmp_path, seed):
         assert len(table.to_pandas()) == len(capture.results)
         json.dumps([run.config for run in trial_runs(capture)], allow_nan=False)
     for found in (compare_sweeps(a, b), compare_sweeps(b, a), compare_sweeps(b, b)):
-        json.loads(comparison_json(found))
-        comparison_markdown(found).encode("utf-8")
+        json.loads(json_document(record_fields(found)))
+        to_markdown(comparison_document(found)).encode("utf-8")
 
 
 def test_a_name_of_half_a_character_damages_its_own_line_only(tmp_path):

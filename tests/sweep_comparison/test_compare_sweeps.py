@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.present.markdown import to_markdown
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.comparison.rendering import comparison_json, comparison_markdown
+from flopwatch.report.comparison.document import comparison_document
+from flopwatch.report.exports import json_document, record_fields
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 
@@ -71,7 +73,7 @@ def test_an_unstable_time_is_marked_whatever_it_decides():
     (pair,) = found.pairs
     assert (pair.ratios["time"].verdict, pair.is_unstable) == ("worse", True)
     assert any("idle machine" in note for note in found.notes)
-    assert "**slower** ~" in comparison_markdown(found)
+    assert r"**slower** \~" in to_markdown(comparison_document(found))
     assert not only_pair(ran("standard", 4, 64, 1.0), ran("standard", 4, 64, 2.0)).is_unstable
 
 
@@ -217,8 +219,8 @@ def test_an_empty_sweep_is_told(empty):
     found = compared([] if empty in ("a", "both") else some, [] if empty in ("b", "both") else some)
     assert not found.pairs
     assert any("has no trials" in note for note in found.notes)
-    comparison_markdown(found)
-    json.loads(comparison_json(found))
+    to_markdown(comparison_document(found))
+    json.loads(json_document(record_fields(found)))
 
 
 def test_numbers_that_are_none_never_reach_a_ratio():
@@ -230,15 +232,15 @@ def test_numbers_that_are_none_never_reach_a_ratio():
         measured = replace(a.measured, steps=steps, cost=cost, memory=memory, samples_per_s=value)
         found = compared([a], [replace(a, measured=measured)])
         assert found.pairs[0].ratios == {}, value
-        json.loads(comparison_json(found))
+        json.loads(json_document(record_fields(found)))
     tiny, huge = ran("standard", 1, 64, 1e-300), ran("standard", 1, 64, 1e300)
     assert "time" not in only_pair(tiny, huge).ratios
 
 
 def test_hostile_text_stays_text_in_markdown_and_json():
     found = compared(hostile_results(), [*hostile_results()[::-1], ran("<b>|", 1, 64, name="a|b `c` <i>")])
-    text = comparison_markdown(found)
+    text = to_markdown(comparison_document(found))
     assert "<script" not in text.replace("\\<script", "")
     assert "@somebody" not in text
     text.encode("utf-8")
-    json.loads(comparison_json(found))
+    json.loads(json_document(record_fields(found)))

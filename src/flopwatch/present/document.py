@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
-Tone: TypeAlias = Literal["", "strong", "best", "soft", "note", "warn", "chip", "ok", "oom", "failed", "not-run"]
-"""How a text is shown. `note` is small and soft; the last four are the classes of outcomes, which have colours."""
+Tone: TypeAlias = Literal[
+    "", "strong", "best", "soft", "note", "warn", "chip", "verdict", "ok", "oom", "failed", "not-run", "better", "worse"
+]
+"""How a text is shown. `note` is small and soft; `ok` to `not-run` are the classes of outcomes, which have colours."""
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -126,7 +128,7 @@ class Table:
         columns: A column that is a str holds texts.
         most: How many rows each medium shows; a note says how many are left out.
         pick: Chooses the places of the rows that are shown, given the number of rows and how many are shown at most;
-            None chooses the first ones.
+            None chooses the first ones. `picked` says which these are.
         fixed: Number of columns at the left that name the row. A terminal that is too narrow shows the other columns
             in several tables, and repeats these.
         merges: Whether rows below each other do not repeat the text of the first column.
@@ -139,6 +141,7 @@ class Table:
     note: str = ""
     most: Most = SOME_ROWS
     pick: Callable[[int, int], Sequence[int]] | None = None
+    picked: str = "evenly spaced"
     fixed: int = 1
     merges: bool = False
     fits: bool = False
@@ -160,7 +163,7 @@ class Table:
     def left_out(self, medium: Medium) -> str:
         """How many rows the medium shows if these are not all."""
         shown = len(self._places(medium))
-        how = "" if self.pick is None else ", evenly spaced"
+        how = "" if self.pick is None else f", {self.picked}"
         return "" if shown == len(self.rows) else f"{shown:,} of {len(self.rows):,} rows are shown{how}"
 
 
@@ -179,9 +182,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of sentences; `most` limits it, and `more` says what the others are."""
+    """A list of sentences; `most` limits it, and `more` says what the others are.
 
-    texts: Sequence[str]
+    A `Cell` is a heading with its `detail`, which a terminal shows in lines of its own.
+    """
+
+    texts: Sequence[str | Cell]
     is_numbered: bool = False
     most: Most = SOME_ITEMS
     more: str = "more"
@@ -268,9 +274,9 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class Legend:
-    """Names and the numbers of their markers in the charts below."""
+    """Names and their markers in the charts below: the number of a colour, or the class of a mark."""
 
-    names: Sequence[tuple[str, int]]
+    names: Sequence[tuple[str, int | str]]
 
 
 class Field(NamedTuple):
@@ -306,7 +312,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts below a title.
+    """Parts below a title. A section without a title only stands apart from what is before it.
 
     Attributes:
         key: The link to it on a page; without it, there is none.
@@ -375,6 +381,7 @@ class Document:
         lead: Sentences below the title.
         parts: Sections, and what stands before the first one.
         source: The folder or file from which it was made.
+        style: CSS that only the page of this kind of report needs.
         have_all: For each medium, what to use if the medium shows too little.
     """
 
@@ -384,6 +391,7 @@ class Document:
     about: str = ""
     lead: Sequence[str] = ()
     source: str = ""
+    style: str = ""
     have_all: Mapping[Medium, str] = field(
         default_factory=lambda: {
             "terminal": "--html and --json have all",
@@ -394,7 +402,12 @@ class Document:
 
     def sections(self) -> Iterator[Section]:
         """The sections that a page shows."""
-        for part in self.parts:
-            for inner in part.parts if isinstance(part, Only) and "html" in part.media else (part,):
-                if isinstance(inner, Section):
-                    yield inner
+        return _sections(self.parts)
+
+
+def _sections(parts: Sequence[Part]) -> Iterator[Section]:
+    for part in parts:
+        if isinstance(part, Section):
+            yield part
+        elif isinstance(part, Beside) or (isinstance(part, Only) and "html" in part.media):
+            yield from _sections(part.parts)

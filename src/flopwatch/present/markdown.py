@@ -74,7 +74,8 @@ def _(part: Text, document: Document, level: int) -> Iterator[str]:
 def _(part: Items, document: Document, level: int) -> Iterator[str]:
     shown = part.texts[: part.most.markdown]
     for place, text in enumerate(shown, start=1):
-        yield f"{f'{place}.' if part.is_numbered else '-'} {escaped(text)}"
+        said = escaped(text) if isinstance(text, str) else f"**{escaped(text.text)}** {escaped(text.detail)}"
+        yield f"{f'{place}.' if part.is_numbered else '-'} {said}"
     yield ""
     if hidden := len(part.texts) - len(shown):
         yield f"{hidden:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
@@ -108,7 +109,8 @@ def _(part: Bars, document: Document, level: int) -> Iterator[str]:
 @_render.register
 def _(part: Section, document: Document, level: int) -> Iterator[str]:
     lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
-    yield f"{'#' * level} {lead}{escaped(part.title + part.remark)}\n"
+    if part.title:
+        yield f"{'#' * level} {lead}{escaped(part.title + part.remark)}\n"
     yield from _lines(part.parts, document, level + 1)
 
 
@@ -155,5 +157,8 @@ def _(part: Table, document: Document, level: int) -> Iterator[str]:
 
 
 def _cell(cell: Cell | str) -> str:
-    text = escaped(str(cell))
-    return f"**{text}**" if isinstance(cell, Cell) and cell.tone == "best" and text else text
+    if isinstance(cell, str):
+        return escaped(cell)
+    text, detail = escaped(cell.text), escaped(cell.detail)
+    bold = f"**{text}**" if cell.tone in ("best", "better", "worse") and text else text
+    return f"{bold} {detail}" if detail else bold

@@ -44,8 +44,10 @@ _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-fai
 
 def to_page(document: Document) -> str:
     """The whole page. Its policy forbids to load anything, and to run any script but its own."""
-    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
-    script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("tips.js", "page.js"))
+    body = "\n".join(_html(document.parts, document, 2))
+    style = (_FOLDER / "page.css").read_text(encoding="utf-8") + document.style
+    needed = ("tips.js", "page.js") if "<button" in body else ("tips.js",)
+    script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in needed)
     title = f"{document.kind} {document.title}".strip()
     return "\n".join(
         [
@@ -56,7 +58,7 @@ def to_page(document: Document) -> str:
             f"<title>{esc(title)}</title><style>{style}</style></head><body>",
             *_header(document),
             "<main>",
-            *_html(document.parts, document, 2),
+            body,
             "</main>",
             f"<footer>flopwatch {esc(__version__)}, from {esc(document.source)}. The page loads no files.</footer>",
             f"<script>{script}</script></body></html>\n",
@@ -119,9 +121,13 @@ def _(part: Text, document: Document, level: int) -> Iterator[str]:
 def _(part: Items, document: Document, level: int) -> Iterator[str]:
     tag = "ol" if part.is_numbered else "ul"
     shown = part.texts[: part.most.html]
-    yield f"<{tag}>{''.join(f'<li>{in_words(text)}</li>' for text in shown)}</{tag}>"
+    yield f"<{tag}>{''.join(f'<li>{_item(text)}</li>' for text in shown)}</{tag}>"
     if hidden := len(part.texts) - len(shown):
         yield _paragraph(f"{hidden:,} {part.more}; {document.have_all['html']}.")
+
+
+def _item(text: str | Cell) -> str:
+    return in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
 
 
 @_render.register
@@ -166,7 +172,8 @@ def _(part: Section, document: Document, level: int) -> Iterator[str]:
     title = f"{lead}{esc(part.title)}{remark}"
     inside = _html(part.parts, document, level + 1)
     if part.is_open is None:
-        yield f"<section{key}><h{level}>{title}</h{level}>"
+        head = f"<h{level}>{title}</h{level}>" if part.title else ""
+        yield f"<section{key}{_class(part.tone)}>{head}"
         yield from inside
         yield "</section>"
     else:
@@ -303,8 +310,9 @@ def _(part: Panels, document: Document, level: int) -> Iterator[str]:
 
 @_render.register
 def _(part: Legend, document: Document, level: int) -> Iterator[str]:
-    names = (f"<span>{legend_marker(kind)}{esc(name)}</span>" for name, kind in part.names)
-    yield f'<div class="legend">{"".join(names)}</div>'
+    marks = [f'<i class="{esc(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind) for _, kind in part.names]
+    names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
+    yield f'<div class="legend">{"".join(names)}</div>' if marks else ""
 
 
 @_render.register

@@ -42,10 +42,13 @@ STYLES = {
     "note": "dim",
     "warn": "yellow",
     "chip": "",
+    "verdict": "",
     "ok": "green",
     "oom": "yellow",
     "failed": "red",
     "not-run": "dim",
+    "better": "green",
+    "worse": "red",
     "whole": "bright_black",
     "loss": "yellow",
     "large loss": "red",
@@ -113,7 +116,7 @@ class _Form:
         return (RichText(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
 
     def indented(self, content: RenderableType) -> RenderableType:
-        return Padding(content, (0, 0, 0, self.indent))
+        return Padding(content, (0, 0, 0, self.indent), expand=False)
 
     def note(self, text: str) -> Iterator[RichText]:
         return self.paragraph(text, "dim")
@@ -134,7 +137,15 @@ def _(part: Text, form: _Form) -> Iterator[RenderableType]:
 def _(part: Items, form: _Form) -> Iterator[RenderableType]:
     shown = part.texts[: part.most.terminal]
     for place, text in enumerate(shown, start=1):
-        yield from form.paragraph(text, hang=f"{place}. " if part.is_numbered else "- ")
+        hang = f"{place}. " if part.is_numbered else "- "
+        if isinstance(text, str):
+            yield from form.paragraph(text, hang=hang)
+            continue
+        yield from form.paragraph(text.text, "bold", hang)
+        for line in text.detail.splitlines():
+            yield from form.paragraph(line, hang=" " * len(hang))
+        if place < len(shown):
+            yield RichText()
     if hidden := len(part.texts) - len(shown):
         yield from form.note(f"{hidden:,} {part.more}; {form.document.have_all['terminal']}")
 
@@ -177,8 +188,9 @@ def _(part: Section, form: _Form) -> Iterator[RenderableType]:
         title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
     title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if form.depth else "bold cyan")
     yield RichText()
-    yield form.indented(title)
-    yield from form.deeper().parts(part.parts)
+    if part.title:
+        yield form.indented(title)
+    yield from (form.deeper() if part.title else form).parts(part.parts)
 
 
 @_render.register
@@ -299,14 +311,14 @@ def _(part: Bars, form: _Form) -> Iterator[RenderableType]:
     bars = [bar._replace(name=one_line(bar.name), text=one_line(bar.text)) for bar in part.bars]
     names = max((cell_len(bar.name) for bar in bars), default=0)
     texts = max((cell_len(bar.text) for bar in bars), default=0)
-    room = max(min(form.width - form.indent - names - 2 - texts, _WIDEST_BAR), 10)
+    room = max(min(form.width - form.indent - names - 3 - texts, _WIDEST_BAR), 10)
     for bar in bars:
         weight = "" if bar.tone == "loss" else "bold"
         drawn = bar_cells(bar.low, bar.high, room, ascii_only=form.ascii_only)
         yield RichText.assemble(
             (" " * form.indent + f"{bar.name:<{names}}  ", weight),
             (f"{drawn:<{room}}", STYLES[bar.tone]),
-            (f"{bar.text:>{texts}}", weight),
+            (f" {bar.text:>{texts}}", weight),
             no_wrap=True,
             overflow="ignore",
         )

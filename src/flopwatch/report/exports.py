@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Any
@@ -184,12 +184,3 @@ def _clean(value: Any) -> Any:
         return whole_text(value)
     is_number = isinstance(value, int | float)
     return None if is_number and not abs(value) <= MOST_FINITE else value
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], sides: str = "") -> Iterator[str]:
-    """Yield the lines of a Markdown table. A column is aligned right unless its letter in `sides` is `l`."""
-    yield f"| {' | '.join(head)} |"
-    marks = [":--" if place < len(sides) and sides[place] == "l" else "--:" for place in range(len(head))]
-    yield f"| {' | '.join(marks)} |"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""

@@ -9,12 +9,12 @@ import subprocess
 import threading
 
 import pytest
-from rich.console import Console
 
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import document_text
 from flopwatch.report.run_page.collecting import read_report
-from flopwatch.report.run_page.exports import run_json, run_markdown
-from flopwatch.report.run_page.page import run_page
-from flopwatch.report.run_page.terminal import draw_run
+from flopwatch.report.run_page.document import run_document, run_json
 from support.hand_made_run import provenance, row, start
 from support.hostile_sweep import HOSTILE, OWNED
 
@@ -51,7 +51,7 @@ def report(tmp_path_factory):
 
 
 def test_the_page_has_no_element_or_control_character_of_the_text(report):
-    page = run_page(report)
+    page = to_page(run_document(report))
     assert "<script>document" not in page
     assert "<img" not in page
     assert not CONTROL.search(page)
@@ -60,14 +60,11 @@ def test_the_page_has_no_element_or_control_character_of_the_text(report):
 
 
 def test_markdown_json_and_terminal_are_harmless_too(report):
-    markdown = run_markdown(report)
+    markdown = to_markdown(run_document(report))
     assert "<script>" not in markdown.replace("\\<script\\>", "")
     assert not CONTROL.search(markdown)
     assert json.loads(run_json(report))["starts"][0]["output_dir"] == HOSTILE
-    console = Console(width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    console.print(draw_run(report))
-    console.file.close()
-    assert not CONTROL.search(console.export_text())
+    assert not CONTROL.search(document_text(run_document(report)))
 
 
 def dumped_dom(page, folder):
@@ -110,7 +107,7 @@ def listener():
 @pytest.mark.slow
 def test_a_browser_runs_none_of_it_asks_for_nothing_and_shows_all_of_it(tmp_path, listener):
     asked, asking = listener
-    dom = dumped_dom(run_page(hostile_report(tmp_path / "run", HOSTILE + asking)), tmp_path)
+    dom = dumped_dom(to_page(run_document(hostile_report(tmp_path / "run", HOSTILE + asking))), tmp_path)
     assert re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1].startswith("Run ")
     assert asked == []
     assert not re.search(r"<(img|link|iframe)\b", dom)

@@ -4,9 +4,10 @@ import tracemalloc
 
 import pytest
 
+from flopwatch.present.page import to_page
 from flopwatch.report.run_page.collecting import MOST_MOMENTS, read_report
 from flopwatch.report.run_page.curves import MOST_POINTS
-from flopwatch.report.run_page.page import run_page
+from flopwatch.report.run_page.document import run_document
 from testbeds.long_run_log import CHECKPOINT_EVERY_STEPS, EVAL_EVERY_STEPS, write_long_run
 
 MOST_BYTES = 2_000_000
@@ -21,7 +22,7 @@ def check(report, steps):
     assert all(len(curve.points) <= MOST_POINTS for curve in report.curves.values())
     assert report.curves["perf/step_time"].points[-1].last_step == steps
     assert report.waterfall is not None
-    page = run_page(report)
+    page = to_page(run_document(report))
     assert len(page.encode()) < MOST_BYTES
     return page
 

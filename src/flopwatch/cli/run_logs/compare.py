@@ -14,7 +14,6 @@ import click
 from flopwatch.cli import argument, flag, print_json, text_width
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
-from flopwatch.cli.run_logs.why import traces_of_run
 from flopwatch.errors import InputError
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.text import plural
@@ -41,6 +40,7 @@ def compare(
     from flopwatch.runs import find_log, read_log
     from flopwatch.runs.comparison import compare as compare_logs
     from flopwatch.runs.given_peak import with_peak
+    from flopwatch.runs.traces.splits import usable_traces
 
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
@@ -51,7 +51,7 @@ def compare(
         return
     if md is not None:
         raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
-    traces = (traces_of_run(run)[0] for run in (run_a, run_b))
+    traces = (usable_traces(run)[0] for run in (run_a, run_b))
     log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
     comparison = compare_logs(log_a, log_b, *traces)
     if as_json:
@@ -111,18 +111,22 @@ def refuse_mixed(a: str, b: str) -> None:
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
     """Print or write the comparison of two sweeps; exit with status 1 if B is too slow."""
+    from flopwatch.present.markdown import to_markdown
+    from flopwatch.present.terminal import print_document
     from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.comparison import compare_sweeps, rendering
+    from flopwatch.report.comparison import compare_sweeps
+    from flopwatch.report.comparison.document import comparison_document
+    from flopwatch.report.exports import json_document, record_fields
 
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        write_bytes(md, rendering.comparison_markdown(comparison).encode("utf-8"))
+        write_bytes(md, to_markdown(comparison_document(comparison)).encode("utf-8"))
     if as_json:
-        click.echo(rendering.comparison_json(comparison))
+        click.echo(json_document(record_fields(comparison)))
     elif md is None:
-        rendering.print_sweep_comparison(comparison)
+        print_document(comparison_document(comparison))
     if md not in (None, "-"):
         click.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:

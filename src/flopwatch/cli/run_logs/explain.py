@@ -11,7 +11,6 @@ import click
 from flopwatch.cli import flag, print_json, print_section
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
-from flopwatch.cli.run_logs.why_times import show_times
 from flopwatch.errors import InputError
 from flopwatch.numbers import flop_rate, percent
 from flopwatch.records.time_uses import USES
@@ -37,7 +36,10 @@ def explain(
     if step is None and not log.rows:
         if as_json:
             raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
-        show_times(log, (), (), as_json=False)
+        from flopwatch.present.terminal import print_document
+        from flopwatch.report.run_page.why import where_the_time_went
+
+        print_document(where_the_time_went(log, (), ())[1])
         return
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:

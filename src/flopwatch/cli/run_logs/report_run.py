@@ -9,7 +9,6 @@ import click
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
-    from flopwatch.report.run_page.contents import RunReport
     from flopwatch.runs.given_peak import ChoosePeak
 
 STANDARD_OUTPUT = "-"
@@ -39,44 +38,32 @@ def report_run(
     is_printed = STANDARD_OUTPUT in (html, md, output, csv)
     written = []
     if csv is not None:
-        written.append(write_bytes(csv, rows_as_csv(log, choose_peak).encode()))
+        written.append(write_bytes(csv, rows_as_csv(log, choose_peak).encode(errors="backslashreplace")))
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
-    from flopwatch.cli.run_logs.why import traces_of_run
+    from flopwatch.present.markdown import to_markdown
+    from flopwatch.present.page import to_page
+    from flopwatch.present.terminal import print_document
     from flopwatch.report.run_page.collecting import read_report
+    from flopwatch.report.run_page.document import run_document, run_json
+    from flopwatch.runs.traces.splits import usable_traces
 
-    traces, problems = traces_of_run(str(log.parent))
+    traces, problems = usable_traces(log.parent)
     for problem in problems:
         click.echo(problem, err=True)
     report = read_report(log, traces, choose_peak)
-    written += _write_files(report, html=html, md=md, output=output)
-    if as_json:
-        from flopwatch.report.run_page.exports import run_json
-
-        click.echo(run_json(report))
-    elif not written:
-        _print_short_form(report)
-    say_written(written, err=as_json or is_printed)
-
-
-def _print_short_form(report: "RunReport") -> None:
-    from rich.console import Console
-
-    from flopwatch.report.run_page.terminal import draw_run
-
-    Console(highlight=False).print(draw_run(report))
-
-
-def _write_files(report: "RunReport", *, html: str | None, md: str | None, output: str | None) -> list[str]:
-    from flopwatch.report.run_page.exports import run_json, run_markdown
-    from flopwatch.report.run_page.page import run_page
-
-    return write_asked(
-        (html, lambda: run_page(report)),
-        (md, lambda: run_markdown(report)),
+    document = run_document(report)
+    written += write_asked(
+        (html, lambda: to_page(document)),
+        (md, lambda: to_markdown(document)),
         (output, lambda: f"{run_json(report)}\n"),
     )
+    if as_json:
+        click.echo(run_json(report))
+    elif not written:
+        print_document(document)
+    say_written(written, err=as_json or is_printed)
 
 
 def rows_as_csv(log: Path, choose_peak: "ChoosePeak | None" = None) -> str:

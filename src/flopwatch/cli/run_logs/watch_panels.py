@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import floor, isfinite
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.text import Text
@@ -11,7 +12,9 @@ from rich.text import Text
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
 from flopwatch.records.time_uses import USES
+from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
+from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
 
 _TIME_LOOKS = {
     "productive": ("green", "█"),
@@ -183,6 +186,53 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
     return [text]
+
+
+_LOSS_LOOKS = (("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
+_IN_ONE_BAR = 3
+
+
+def peak_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
+    """A bar of what became of the peak since the run's first start: MFU and the largest losses; empty if unknown."""
+    waterfall = _waterfall(run)
+    if waterfall is None:
+        return []
+    largest = waterfall.largest(_IN_ONE_BAR)
+    parts = {"MFU": waterfall.mfu_percent} | {loss.name: loss.points for loss in largest}
+    parts["other losses"] = max(100 - sum(parts.values()), 0.0)
+    looks = {"MFU": ("green", "█"), **dict(zip((loss.name for loss in largest), _LOSS_LOOKS, strict=False))}
+    return bar("peak", parts, {**looks, "other losses": ("bright_black", "-")}, "whole run", width, in_colour)
+
+
+def peak_line(run: WatchedRun, width: int) -> list[Text]:
+    """The same in one line without a bar, with as many losses as fit."""
+    waterfall = _waterfall(run)
+    if waterfall is None:
+        return []
+    text = line(("peak   ", "dim"), (percent(waterfall.mfu_percent / 100), "bold"), " MFU of the whole run")
+    for index, loss in enumerate(waterfall.largest(_IN_ONE_BAR)):
+        said = f"{', lost to' if index == 0 else ','} {loss.name} {percent(loss.points / 100)}"
+        if text.cell_len + len(said) > width:  # a smaller loss after a gap would look like the next one
+            break
+        text.append(said, "dim")
+    return [text]
+
+
+def _waterfall(run: WatchedRun) -> Waterfall | None:
+    """The waterfall so far; None if it is unknown, or if the peak is too low to draw it as parts of a whole."""
+    waterfall = None if run.row is None else waterfall_of(_end_of(run))
+    return None if waterfall is None or waterfall.points("below_peak") < 0 else waterfall
+
+
+def _end_of(run: WatchedRun) -> RunLog:
+    """The part of the log from which a waterfall is computed."""
+    return RunLog(
+        Path(),
+        () if run.start is None else (run.start,),
+        () if run.provenance is None else (run.provenance,),
+        () if run.row is None else (run.row,),
+        summary=run.summary,
+    )
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:

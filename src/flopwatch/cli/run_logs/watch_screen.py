@@ -4,8 +4,17 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from flopwatch.cli.run_logs.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
-from flopwatch.cli.run_logs.waterfall_bars import peak_bar, peak_line
+from flopwatch.cli.run_logs.watch_panels import (
+    cards,
+    curves,
+    flops_bar,
+    line,
+    paragraph,
+    peak_bar,
+    peak_line,
+    spread,
+    time_bar,
+)
 from flopwatch.numbers import duration, flop_rate, percent
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice

@@ -1,17 +1,16 @@
-"""Draw the charts of a run as SVG: curves over the steps, bars, the waterfall, and what happened when."""
+"""Draw the charts of a run: curves over the steps, and what happened when."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
 
-from flopwatch.numbers import count, duration, percent
+from flopwatch.numbers import count
 from flopwatch.present import svg
+from flopwatch.present.document import Drawing, Table
 from flopwatch.report.run_page.contents import Kind, Moment
 from flopwatch.report.run_page.curves import Curve, Point, in_groups
-from flopwatch.report.run_page.words import WHOLE_MFU, metric_name, utc
-from flopwatch.runs.waterfall.losses import Waterfall
-from flopwatch.text import one_line, plural
+from flopwatch.report.run_page.words import metric_name, moment_words, utc
+from flopwatch.text import plural
 
 WIDTH = 460.0
 _HEIGHT = 206.0
@@ -19,7 +18,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 450.0, 10.0, 168.0
 MOST_TIPS = 150
 _SPIKE_FACTOR = 3.0
 """The axis of the step time ends at this many times the ordinary values, so that one stall does not flatten them."""
-_LONGEST_NAME = 50
 KINDS: tuple[Kind, ...] = ("evaluation", "checkpoint", "restart", "notice")
 
 
@@ -39,8 +37,13 @@ class ChartStyle:
 
 
 def line_chart(
-    title: str, curves: Sequence[Curve], steps: tuple[int, int], moments: Sequence[Moment], style: ChartStyle
-) -> str:
+    title: str,
+    curves: Sequence[Curve],
+    steps: tuple[int, int],
+    moments: Sequence[Moment],
+    style: ChartStyle,
+    behind: Sequence[Table],
+) -> Drawing:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
     x = svg.LinearScale(steps[0], steps[1], _LEFT, _RIGHT)
     points = [point for curve in curves for point in curve.points]
@@ -55,8 +58,8 @@ def line_chart(
         parts += [_area(curve.points, x, y, kind), _line(curve.points, x, y, kind)]
     parts += _tips(curves, x, style)
     remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
-    legend = _legend(curves) if len(curves) > 1 else ""
-    return svg.figure(title, remark, "".join(parts), WIDTH, _HEIGHT, legend)
+    legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
+    return Drawing(title, remark, "".join(parts), WIDTH, _HEIGHT, legend, behind)
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:
@@ -158,27 +161,7 @@ def range_text(point: Point, write: Callable[[float], str]) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def moment_words(moment: Moment) -> str:
-    """What happened, where, and how long it took."""
-    where = "" if moment.last_step is None else f" at step {moment.last_step:,}"
-    if moment.first_step is None:
-        where = where.replace("at", "before")
-    elif moment.last_step is not None and moment.first_step < moment.last_step:
-        where = f" between steps {moment.first_step:,} and {moment.last_step:,}"
-    took = f", {duration(moment.seconds)}" if moment.seconds is not None else ""
-    words = f": {moment.words}" if moment.words else ""
-    return f"{moment.kind}{where}{took}{words}"
-
-
-def _legend(curves: Sequence[Curve]) -> str:
-    items = (
-        f'<span class="key k{kind}{" dashed" if kind > 1 else ""}">{svg.esc(metric_name(curve.key))}</span>'
-        for kind, curve in enumerate(curves, start=1)
-    )
-    return f'<span class="keys">{"".join(items)}</span>'
-
-
-def moment_chart(moments: Sequence[Moment], steps: tuple[int, int]) -> str:
+def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Table) -> Drawing:
     """Draw one lane for each kind of moment, over the steps of the run."""
     x = svg.LinearScale(steps[0], steps[1], 84.0, _RIGHT)
     kinds = [kind for kind in KINDS if any(moment.kind == kind and moment.step is not None for moment in moments)]
@@ -196,7 +179,7 @@ def moment_chart(moments: Sequence[Moment], steps: tuple[int, int]) -> str:
     ticks = [tick for tick in svg.linear_ticks(x.low, x.high) if tick == round(tick)]
     parts += [svg.text(x(tick), bottom, count(tick), anchor=_anchor(x(tick))) for tick in ticks]
     parts.append(svg.text(76, bottom, "step", anchor="end", style="title"))
-    return svg.figure("What happened when", "", "".join(parts), WIDTH, bottom + 10)
+    return Drawing("What happened when", "", "".join(parts), WIDTH, bottom + 10, behind=(behind,))
 
 
 def _lane_mark(moment: Moment, x: float, middle: float) -> str:
@@ -204,62 +187,3 @@ def _lane_mark(moment: Moment, x: float, middle: float) -> str:
         return _triangle(x, middle - 1, moment)
     shape = f"M{x:.1f} {middle - 7:.1f}v14"
     return f'<path class="tick lane {moment.kind}" d="{shape}"{svg.tipped(moment_words(moment))}/>'
-
-
-class Bar(NamedTuple):
-    """A row of a bar chart: from `start` to `end` percent of the width, with words above it at both ends."""
-
-    name: str
-    start: float
-    end: float
-    words: str
-    style: str
-    tip: str = ""
-
-
-def waterfall_svg(waterfall: Waterfall) -> str:
-    """Draw the way from 100 % of the peak down to the MFU: one bar for each loss, at its place."""
-    bars = [Bar("peak of the devices", 0.0, 100.0, "100 %", "whole")]
-    left = 100.0
-    for loss in waterfall.losses:
-        tip = "\n".join(text for text in (loss.evidence, loss.advice) if text)
-        words = lost_text(loss.points)
-        bars.append(Bar(loss.name, left - loss.points, left, words, "loss", tip))
-        left -= loss.points
-    bars.append(Bar(WHOLE_MFU, 0.0, waterfall.mfu_percent, percent(waterfall.mfu_percent / 100), "rest"))
-    remark = f"of {duration(waterfall.wall_seconds)} wall time"
-    return bar_chart("From 100 % of the peak down to the MFU", remark, bars)
-
-
-def points_text(points: float) -> str:
-    """A loss in points of MFU.
-
-    >>> points_text(12.34), points_text(0.034)
-    ('12.3 points', '0.034 points')
-    """
-    return percent(points / 100).replace("%", "points")
-
-
-def lost_text(points: float) -> str:
-    """What a loss takes away; a loss below 0, which a peak that is too low causes, adds something.
-
-    >>> lost_text(12.34), lost_text(-3.2)
-    ('−12.3 points', '+3.2 points')
-    """
-    return f"{'−' if points >= 0 else '+'}{points_text(abs(points))}"
-
-
-def bar_chart(title: str, remark: str, bars: Sequence[Bar]) -> str:
-    parts = []
-    row = 33.0
-    for place, bar in enumerate(bars):
-        top = 2 + row * place
-        left = 4 + 4.52 * min(max(bar.start, 0.0), 100.0)
-        width = max(4.52 * (min(bar.end, 100.0) - max(bar.start, 0.0)), 1.5)
-        box = f'y="{top + 17:.1f}" height="10"'
-        parts.append(f'<rect class="track" x="4" width="452" {box} rx="2"/>')
-        parts.append(f'<rect class="fill {bar.style}" x="{left:.1f}" width="{width:.1f}" {box} rx="2"/>')
-        parts.append(svg.text(4, top + 11, one_line(bar.name, _LONGEST_NAME), style="val"))
-        parts.append(svg.text(456, top + 11, bar.words, anchor="end", style="val"))
-        parts.append(f'<rect class="tip" x="0" y="{top:.1f}" width="460" height="{row - 2:.0f}"{svg.tipped(bar.tip)}/>')
-    return svg.figure(title, remark, "".join(parts), WIDTH, 4 + row * len(bars))

@@ -9,7 +9,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.records.time_uses import USES
-from flopwatch.report.run_page.contents import MAIN_KEYS, RunReport
+from flopwatch.report.run_page.contents import MAIN_KEYS, Moment, RunReport
 from flopwatch.runs.waterfall.times import TimeUse
 from flopwatch.runs.what_ran import what_ran
 from flopwatch.text import one_line, plural
@@ -166,11 +166,6 @@ def _with_time_per_step(use: TimeUse) -> str:
     return use.name if use.seconds_per_step is None else f"{use.name}, {step_time(use.seconds_per_step)} per step"
 
 
-def goodput_notes(report: RunReport) -> list[str]:
-    """What a reader must know beside the goodput."""
-    return [report.goodput.caveat] if report.goodput is not None and report.goodput.caveat is not None else []
-
-
 def places(report: RunReport) -> list[tuple[str, str]]:
     """What ran where, by the record of the newest session."""
     start = report.start
@@ -239,3 +234,33 @@ def peak_text(record: Provenance | None) -> str:
     named = ", ".join(str(peak[name]) for name in ("device", "dtype") if peak.get(name))
     source = f"; source: {peak.get('source')} ({peak.get('kind')}, confidence {peak.get('confidence')})"
     return one_line(f"{value}{devices}, {named}{source}", 2 * _LONGEST)
+
+
+def moment_words(moment: Moment) -> str:
+    """What happened, where, and how long it took."""
+    where = "" if moment.last_step is None else f" at step {moment.last_step:,}"
+    if moment.first_step is None:
+        where = where.replace("at", "before")
+    elif moment.last_step is not None and moment.first_step < moment.last_step:
+        where = f" between steps {moment.first_step:,} and {moment.last_step:,}"
+    took = f", {duration(moment.seconds)}" if moment.seconds is not None else ""
+    said = f": {moment.words}" if moment.words else ""
+    return f"{moment.kind}{where}{took}{said}"
+
+
+def points_text(points: float) -> str:
+    """A loss in points of MFU.
+
+    >>> points_text(12.34), points_text(0.034)
+    ('12.3 points', '0.034 points')
+    """
+    return percent(points / 100).replace("%", "points")
+
+
+def lost_text(points: float) -> str:
+    """What a loss takes away; a loss below 0, which a peak that is too low causes, adds something.
+
+    >>> lost_text(12.34), lost_text(-3.2)
+    ('−12.3 points', '+3.2 points')
+    """
+    return f"{'−' if points >= 0 else '+'}{points_text(abs(points))}"

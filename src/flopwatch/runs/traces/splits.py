@@ -99,6 +99,20 @@ def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
     return tuple(_kept_split(path) or _read_and_keep(path) for path in paths)
 
 
+def usable_traces(run_dir: str | Path, files: Sequence[str] = ()) -> tuple[tuple[TraceSplit, ...], list[str]]:
+    """The traces in the files, or else the newest of the run, and what is wrong with those of the run.
+
+    Raises:
+        InputError: One of the files is not a trace that can be read.
+    """
+    if files:
+        return tuple(read_trace(file) for file in files), []
+    try:
+        return newest_traces(run_dir), []
+    except InputError as error:  # the waterfall is worth showing without the trace
+        return (), [f"The trace of this run is not used: {error}."]
+
+
 def traces_of_log(log: RunLog, traces: Sequence[TraceSplit]) -> tuple[Sequence[TraceSplit], list[str]]:
     """The traces that were not written before the run began, by an earlier run in its folder, and a note on others."""
     began = log.starts[0].unix_time if log.starts else 0.0

@@ -1,1 +1,0 @@
-"""Write the report as one HTML page with SVG charts."""

@@ -1,0 +1,334 @@
+"""The report of a run as a document: its page, its Markdown, and its short form for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from math import ceil
+from pathlib import Path
+
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.present.document import (
+    Bar,
+    Bars,
+    Beside,
+    Cell,
+    Column,
+    Document,
+    Drawing,
+    Facts,
+    Items,
+    Legend,
+    Most,
+    Only,
+    Panels,
+    Part,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    numbers,
+)
+from flopwatch.records.metrics import find_metric
+from flopwatch.report.exports import json_document, record_fields
+from flopwatch.report.run_page import words
+from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
+from flopwatch.report.run_page.contents import Moment, RunReport
+from flopwatch.report.run_page.curves import Curve, in_groups
+from flopwatch.report.run_page.why import waterfall_bars
+from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.text import one_line, plural
+
+TABLE_ROWS = 100
+MOST_SESSIONS = 50
+MOST_PROVENANCES = 10
+MOST_WARNINGS = 8
+_LONGEST = 600
+_ALL_ROWS = Most(24, 60, 10_000)
+_SHARE = ChartStyle(lambda value: percent(value / 100))
+_DATA_RANGE = ChartStyle(number, from_zero=False)
+
+
+def run_document(report: RunReport) -> Document:
+    """The page of a run, its Markdown, and its short form for a terminal.
+
+    Example:
+        >>> from flopwatch.present.page import to_page
+        >>> from flopwatch.report.run_page.collecting import read_report
+        >>> Path("run.html").write_text(to_page(run_document(read_report("outputs"))))  # doctest: +SKIP
+    """
+    return Document(
+        words.title_of(report),
+        [*_first(report), *_sections(report), *_end(report)],
+        kind="Run",
+        about=f", {words.utc(report.starts[0].unix_time)} UTC" if report.starts else "",
+        lead=[words.state_sentence(report)],
+        source=report.log,
+        style=(Path(__file__).parent / "run.css").read_text(encoding="utf-8"),
+    )
+
+
+def run_json(report: RunReport) -> str:
+    """Everything that the page shows, as JSON."""
+    content = record_fields(report)
+    content["waterfall"] = asdict(report.waterfall) if report.waterfall is not None else None
+    content["times"] = None if report.times is None else report.times.to_json()
+    content["conclusion"] = asdict(report.conclusion)
+    content["curves"] = tuple(report.curves.values())
+    content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
+    content["starts"] = tuple(start.to_json() for start in report.starts)
+    content["provenances"] = tuple(record.to_json() for record in report.provenances)
+    content["means"] = {key: curve.mean for key, curve in report.curves.items()}
+    return json_document(content)
+
+
+def _first(report: RunReport) -> Iterator[Part]:
+    """The verdict, what to try next, the largest losses, and the main numbers."""
+    places = [(name, text) for name, text in words.places(report) if name in ("host", "device", "torch")]
+    where = [f"torch {text}" if name == "torch" else text for name, text in places]
+    yield Only(("terminal",), [Text(", ".join(where), "soft")])
+    sentence, *others = words.verdict_lines(report)
+    said = report.conclusion.next_step
+    losses = Items([_loss(loss, said) for loss in report.conclusion.losses], is_numbered=True)
+    yield Section(
+        "",
+        [Text(sentence, "strong"), *map(Text, others), *([Only(("html",), [losses])] if losses.texts else [])],
+        tone="verdict",
+    )
+    yield Section("", [Tiles(list(words.tiles(report)))])
+    yield Only(("html",), [Text(text, "warn") for text in words.warnings(report)[:MOST_WARNINGS]])
+
+
+def _loss(loss: Loss, said: str) -> Cell:
+    """A loss with what the verdict has not said yet."""
+    advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice != said else ""
+    return Cell(f"{loss.name}: {words.points_text(loss.points)}.", detail=f"{loss.evidence}{advice}")
+
+
+def _sections(report: RunReport) -> Iterator[Part]:
+    sections = [_time_section(report)]
+    if report.waterfall is not None:
+        sections.insert(0, _waterfall_section(report.waterfall, report.conclusion.notes))
+    yield Beside(sections)
+    more = [_curve_section(report), _event_section(report)]
+    if any(start.world_size != 1 for start in report.starts) or any(map(_is_of_ranks, report.values)):
+        more.append(_rank_section(report))
+    yield Only(("markdown", "html"), [*more, _memory_section(report), _place_section(report)])
+    yield Only(("markdown", "html"), [_provenance_section(report)])
+
+
+def _end(report: RunReport) -> Iterator[Part]:
+    """What a terminal says instead of the sections that it leaves out."""
+    counts = ", ".join(plural(number, kind) for kind, number in report.moment_counts.items())
+    sure = f"{words.exact_sentence(report)} Peak: {words.peak_text(report.provenance)}."
+    notices = [moment for moment in report.moments if moment.kind == "notice" and moment.level != "info"]
+    said = [Text(one_line(moment.words, 300), "warn") for moment in notices[-3:]]
+    hint = Text("The whole report: flopwatch report RUN_DIR --html page.html", "soft")
+    yield Only(("terminal",), [Section("", [Text(counts), Text(sure), *said, hint])])
+
+
+def _waterfall_section(waterfall: Waterfall, notes: Sequence[str]) -> Section:
+    traced = [f"{split.file}: {plural(split.steps, 'step')} of rank {split.rank}" for split in waterfall.traced]
+    said = [*notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])]
+    remark = f"in points, of {duration(waterfall.wall_seconds)} wall time"
+    bars = waterfall_bars(waterfall)
+    return Section(
+        "Where the rest of the peak went",
+        [
+            Bars(bars.bars, "From 100 % of the peak down to the MFU", remark, bars.behind),
+            Only(("markdown", "html"), [Text(note, "note") for note in said]),
+        ],
+        "waterfall",
+        "Waterfall",
+    )
+
+
+def _time_section(report: RunReport) -> Section:
+    title, link, goodput = "Where the wall time went", "Wall time", report.goodput
+    if goodput is None:
+        return Section(title, [Text("The log does not have the wall time of the run.")], "time", link)
+    wall, uses = goodput.wall_seconds, words.time_uses(report)
+    rows = [(name, duration(seconds), percent(seconds / wall)) for name, seconds in uses]
+    bars = [
+        Bar(name, 0.0, seconds / wall, f"{time} · {share}", "loss" if place else "rest")
+        for place, ((name, seconds), (_, time, share)) in enumerate(zip(uses, rows, strict=True))
+    ]
+    rows.append(("wall time", duration(wall), "100 %"))
+    behind = Table(("use", *numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
+    drawn = Bars(bars, f"Goodput {percent(goodput.share)}", f"of {duration(goodput.known_seconds)}", behind)
+    notes = [Text(note, "note") for note in ([goodput.caveat] if goodput.caveat else [])]
+    return Section(title, [drawn, *notes], "time", link)
+
+
+def _curve_section(report: RunReport) -> Section:
+    if not report.curves:
+        return Section("Over time", [Text("The log has no logging window yet.")], "curves")
+    drawings = [
+        *_chart(report, "MFU and HFU", ("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
+        *_chart(report, "Loss", ("training/loss",), _DATA_RANGE),
+        *_chart(report, *_rate(report), ChartStyle(count)),
+        *_chart(report, "Step time", ("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
+        *_chart(report, "Input wait, share of the step time", ("perf/input_wait_percent",), _SHARE),
+    ]
+    for key in words.user_keys(report):
+        drawings += _chart(report, words.metric_name(key), (key,), _DATA_RANGE)
+    levels = {moment.level for moment in report.moments}
+    worst = next((level for level in ("error", "warning") if level in levels), "")
+    kinds = [kind for kind in KINDS if report.moment_counts.get(kind)]
+    marks = Legend([(plural(report.moment_counts[kind], kind), f"{kind} {worst}".strip()) for kind in kinds])
+    parts: list[Part] = [Text("By step; point at a chart to see the time of day.", "soft"), marks, Panels(drawings)]
+    if report.left_out:
+        names = one_line(", ".join(report.left_out), _LONGEST)
+        more = plural(len(report.left_out), "more metric")
+        parts.append(Text(f"{more} of the user without a chart: {names}.", "note"))
+    return Section("Over time", [Only(("html",), parts), Only(("markdown",), [_ranges(report)])], "curves")
+
+
+def _rate(report: RunReport) -> tuple[str, tuple[str]]:
+    key = "perf/tokens_per_second" if "perf/tokens_per_second" in report.curves else "perf/samples_per_second"
+    return words.NAMES[key].capitalize(), (key,)
+
+
+def _ranges(report: RunReport) -> Table:
+    rows = [
+        (
+            words.metric_name(key),
+            words.metric_text(key, min((point.low for point in curve.points), default=None)),
+            words.metric_text(key, curve.mean),
+            words.metric_text(key, max((point.high for point in curve.points), default=None)),
+            words.metric_text(key, curve.last),
+        )
+        for key, curve in report.curves.items()
+    ]
+    return Table(("metric", *numbers("least", "mean", "most", "newest")), rows, most=_ALL_ROWS)
+
+
+def _chart(report: RunReport, title: str, keys: Sequence[str], style: ChartStyle) -> list[Drawing]:
+    """A chart with the table behind it; nothing if none of the metrics was logged."""
+    curves = [report.curves[key] for key in keys if key in report.curves and report.curves[key].points]
+    if not curves or report.first_step is None or report.last_step is None:
+        return []
+    tables = [_curve_table(curve, style) for curve in curves]
+    return [line_chart(title, curves, (report.first_step, report.last_step), report.moments, style, tables)]
+
+
+def _curve_table(curve: Curve, style: ChartStyle) -> Table:
+    rows = [
+        (
+            f"{point.first_step:,}–{point.last_step:,}",
+            words.utc(point.unix_time),
+            *(style.write(value) for value in (point.low, point.mean, point.high)),
+        )
+        for point in in_groups(list(curve.points), ceil(len(curve.points) / TABLE_ROWS))
+    ]
+    return Table(numbers("steps", "end (UTC)", "least", "mean", "most"), rows, words.metric_name(curve.key))
+
+
+def _event_section(report: RunReport) -> Section:
+    title = "Evaluations, checkpoints, restarts and notices"
+    if not report.moments:
+        return Section(title, [Text("The log has none.")], "events", "Events")
+    columns = (Column("what"), *numbers("step", "logged at (UTC)", "time"), Column("words"))
+    behind = Table(columns, [_event_cells(moment) for moment in report.moments], most=_ALL_ROWS)
+    drawn = moment_chart(report.moments, (report.first_step or 0, report.last_step or 0), behind)
+    counts = ", ".join(plural(number, kind) for kind, number in report.moment_counts.items())
+    notable = [moment for moment in report.moments if moment.kind in ("restart", "notice")]
+    said = [one_line(words.moment_words(moment), _LONGEST) for moment in notable[-40:]]
+    parts: list[Part] = [drawn, Only(("markdown",), [Text(f"{counts}."), Items(said)])]
+    left_out = sum(report.moment_counts.values()) - len(report.moments)
+    if left_out:
+        more = f"{left_out:,} more are not shown: the evaluations and checkpoints between these, old notices."
+        parts.append(Text(more, "note"))
+    notices = [one_line(moment.words, _LONGEST) for moment in reversed(report.moments) if moment.kind == "notice"]
+    if notices:
+        newest = Section("Newest notices", [Items(list(dict.fromkeys(notices))[:10])])
+        parts.append(Only(("html",), [newest]))
+    return Section(title, parts, "events", "Events")
+
+
+def _event_cells(moment: Moment) -> tuple[str, ...]:
+    first, last = moment.first_step, moment.last_step
+    span = f"{first:,}–" if first is not None and first != last else ""
+    where = UNKNOWN if last is None else f"{span}{last:,}"
+    times = (words.utc(moment.unix_time), duration(moment.seconds))
+    return (moment.kind, where, *times, one_line(moment.words, _LONGEST))
+
+
+def _is_of_ranks(key: str) -> bool:
+    return key.startswith("ranks/")
+
+
+def _rank_section(report: RunReport) -> Section:
+    world_size = report.start.world_size if report.start else 1
+    reporting = report.last("ranks/reporting")
+    reported = f"; {reporting:,.0f} reported in the newest window" if reporting is not None else ""
+    parts: list[Part] = [Text(f"{plural(world_size, 'rank')}{reported}.")]
+    if report.stragglers:
+        counts = report.stragglers.items()
+        rows = [(f"{rank:,}", f"{windows:,}", percent(windows / report.windows)) for rank, windows in counts]
+        parts.append(Table(numbers("straggler: rank", "logging windows", "share"), rows))
+    else:
+        parts.append(Text("No rank was found to be a straggler."))
+    waiting = "Waiting for other ranks, share of the step time, mean over ranks"
+    parts.append(Panels(_chart(report, waiting, ("ranks/waiting_percent",), _SHARE)))
+    return Section(
+        "Ranks", [*parts, *_value_table(report, [key for key in report.values if _is_of_ranks(key)])], "ranks"
+    )
+
+
+def _memory_section(report: RunReport) -> Part:
+    keys = ("perf/memory_allocated_gib", "perf/memory_reserved_gib")
+    charts = _chart(report, "Most memory so far", keys, ChartStyle(lambda gib: byte_size(gib * 2**30)))
+    nothing = Text("The log has no memory of a device; on a CPU it is not measured.")
+    section = Section("Memory of the device", [Panels(charts) if charts else nothing], "memory", "Memory")
+    return Only(("html",), [section])
+
+
+def _value_table(report: RunReport, keys: Sequence[str]) -> list[Part]:
+    rows = [
+        (one_line(key, 120), words.metric_text(key, value), f"{step:,}", find_metric(key).description)
+        for key, (value, step) in sorted(report.values.items())
+        if key in keys
+    ]
+    columns = (Column("metric"), *numbers("newest value", "at step"), Column("what it is"))
+    return [Table(columns, rows, most=_ALL_ROWS)] if rows else []
+
+
+def _place_section(report: RunReport) -> Section:
+    parts: list[Part] = [Facts(words.places(report))]
+    if settings := words.settings(report.start):
+        listed = Section("Configuration of the monitor", [Table(("setting", "value"), settings)], is_open=False)
+        parts.append(Only(("html",), [listed]))
+    if len(report.starts) > 1:
+        columns: list[Column | str] = [*numbers("session", "start (UTC)", "resumed after step")]
+        columns += ["host", "device", "torch", *numbers("world size")]
+        sessions = Table(columns, list(_sessions(report)))
+        parts.append(Section(f"{len(report.starts):,} sessions", [sessions]))
+    return Section("What ran where", parts, "where")
+
+
+def _sessions(report: RunReport) -> Iterator[tuple[str, ...]]:
+    numbered = list(enumerate(report.starts, start=1))
+    for place, start in numbered[-MOST_SESSIONS:]:
+        named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
+        resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
+        yield (str(place), words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}")
+
+
+def _provenance_section(report: RunReport) -> Section:
+    parts: list[Part] = [
+        Text(
+            "MFU is the number of model FLOPs of the timed steps, divided by their seconds, by the peak of a device "
+            "and by the number of devices. HFU also counts recomputation and padding. Warm-up steps are left out. "
+            f"{words.exact_sentence(report)} `flopwatch explain` shows the division for any step."
+        )
+    ]
+    if report.exactness.notes:
+        rows = [(note, f"{windows:,}") for note, windows in report.exactness.notes.items()]
+        why = Section("Why FLOPs are not exact", [Table(("reason", *numbers("logging windows")), rows)])
+        parts.append(why)
+    parts += [Facts(words.provenance_facts(record)) for record in report.provenances[-MOST_PROVENANCES:]]
+    if not report.provenances:
+        parts.append(Text("The log does not say how FLOPs and peak were found."))
+    if values := _value_table(report, list(report.values)):
+        listed = Section("Every metric with its newest value and its definition", values, is_open=False)
+        parts.append(Only(("html",), [listed]))
+    return Section("Provenance of the numbers", parts, "provenance", "Provenance")
