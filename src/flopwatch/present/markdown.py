@@ -5,29 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import singledispatch
 from typing import Any
 
-from flopwatch.present.document import (
-    Bars,
-    Beside,
-    Block,
-    Cell,
-    Document,
-    Facts,
-    Items,
-    Only,
-    Part,
-    Section,
-    Several,
-    Table,
-    Tabs,
-    Text,
-    Tiles,
-)
+from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 
 
-def to_markdown(document: Document) -> str:
+def to_markdown(document: doc.Document) -> str:
     lines = [f"## {escaped(f'{document.kind} {document.title}'.strip())}\n"]
     lines += [f"{escaped(sentence)}\n" for sentence in document.lead]
     lines += _lines(document.parts, document, 3)
@@ -52,26 +36,26 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _lines(parts: Sequence[Part], document: Document, level: int) -> Iterator[str]:
+def _lines(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
     for part in parts:
         yield from _render(part, document, level)
 
 
 @singledispatch
-def _render(part: Any, document: Document, level: int) -> Iterator[str]:
+def _render(part: Any, document: doc.Document, level: int) -> Iterator[str]:
     """Charts, strips and raw records need a page."""
     yield from ()
 
 
 @_render.register
-def _(part: Text, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
     text = escaped(part.text)
     looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
     yield f"{looks.get(part.tone, text)}\n"
 
 
 @_render.register
-def _(part: Items, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
     shown = part.texts[: part.most.markdown]
     for place, text in enumerate(shown, start=1):
         said = escaped(text) if isinstance(text, str) else f"**{escaped(text.text)}** {escaped(text.detail)}"
@@ -82,13 +66,13 @@ def _(part: Items, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Facts, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Facts, document: doc.Document, level: int) -> Iterator[str]:
     yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
     yield ""
 
 
 @_render.register
-def _(part: Block, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Block, document: doc.Document, level: int) -> Iterator[str]:
     block = fenced(part.text)
     yield (
         f"<details><summary>{escaped(part.title)}</summary>\n\n{block}\n\n</details>\n" if part.title else f"{block}\n"
@@ -96,18 +80,19 @@ def _(part: Block, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Tiles, document: Document, level: int) -> Iterator[str]:
-    yield from _render(Table(("", ""), [(words, Cell(value, "best")) for value, words in part.pairs]), document, level)
+def _(part: doc.Tiles, document: doc.Document, level: int) -> Iterator[str]:
+    rows = [(words, doc.Cell(value, "best")) for value, words in part.pairs]
+    yield from _render(doc.Table(("", ""), rows), document, level)
 
 
 @_render.register
-def _(part: Bars, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Bars, document: doc.Document, level: int) -> Iterator[str]:
     rows = [(bar.name, bar.text) for bar in part.bars]
-    yield from _render(part.behind or Table(("", ""), rows, part.title), document, level)
+    yield from _render(part.behind or doc.Table(("", ""), rows, part.title), document, level)
 
 
 @_render.register
-def _(part: Section, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
     lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
     if part.title:
         yield f"{'#' * level} {lead}{escaped(part.title + part.remark)}\n"
@@ -115,7 +100,7 @@ def _(part: Section, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Several, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
     most = part.most.markdown
     yield from _lines(part.parts[:most], document, level)
     if len(part.parts) > most:
@@ -123,24 +108,24 @@ def _(part: Several, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Tabs, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
     yield from _lines(part.tables, document, level)
     if part.note:
         yield f"<sub>{escaped(part.note)}</sub>\n"
 
 
 @_render.register
-def _(part: Beside, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Beside, document: doc.Document, level: int) -> Iterator[str]:
     return _lines(part.parts, document, level)
 
 
 @_render.register
-def _(part: Only, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Only, document: doc.Document, level: int) -> Iterator[str]:
     return _lines(part.parts, document, level) if "markdown" in part.media else iter(())
 
 
 @_render.register
-def _(part: Table, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
     columns, rows = part.shown("markdown")
     left_out = part.left_out("markdown")
     if part.title:
@@ -156,7 +141,7 @@ def _(part: Table, document: Document, level: int) -> Iterator[str]:
         yield f"<sub>{escaped(part.note)}</sub>\n"
 
 
-def _cell(cell: Cell | str) -> str:
+def _cell(cell: doc.Cell | str) -> str:
     if isinstance(cell, str):
         return escaped(cell)
     text, detail = escaped(cell.text), escaped(cell.detail)

@@ -10,30 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flopwatch.present.document import (
-    Bars,
-    Beside,
-    Block,
-    Cell,
-    Column,
-    Document,
-    Drawing,
-    Facts,
-    Items,
-    Legend,
-    Only,
-    Panels,
-    Part,
-    Records,
-    Section,
-    Several,
-    Share,
-    Strip,
-    Table,
-    Tabs,
-    Text,
-    Tiles,
-)
+from flopwatch.present import document as doc
 from flopwatch.present.svg import COLOURS, bars_svg, esc, figure, legend_marker, tipped
 from flopwatch.text import plain
 from flopwatch.version import __version__
@@ -42,7 +19,7 @@ _FOLDER = Path(__file__).parent
 _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-failed", "not-run": "f-not-run"}
 
 
-def to_page(document: Document) -> str:
+def to_page(document: doc.Document) -> str:
     """The whole page. Its policy forbids to load anything, and to run any script but its own."""
     body = "\n".join(_html(document.parts, document, 2))
     style = (_FOLDER / "page.css").read_text(encoding="utf-8") + document.style
@@ -73,7 +50,7 @@ def _policy(script: str) -> str:
     )
 
 
-def _header(document: Document) -> Iterator[str]:
+def _header(document: doc.Document) -> Iterator[str]:
     kind = esc(f"flopwatch {document.kind.lower()}{document.about}")
     yield f"<header><h1><small>{kind}</small>{esc(document.title)}</h1>"
     yield "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead) + "</header>"
@@ -92,7 +69,7 @@ def in_words(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", esc(text))
 
 
-def _html(parts: Sequence[Part], document: Document, level: int) -> Iterator[str]:
+def _html(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
     for part in parts:
         yield from _render(part, document, level)
 
@@ -107,18 +84,18 @@ def _paragraph(text: str) -> str:
 
 
 @singledispatch
-def _render(part: Any, document: Document, level: int) -> Iterator[str]:
+def _render(part: Any, document: doc.Document, level: int) -> Iterator[str]:
     raise TypeError(f"a document has no part {type(part).__name__}")
 
 
 @_render.register
-def _(part: Text, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
     tag = "div" if part.tone == "warn" else "p"
     yield f"<{tag}{_class(_CLASSES.get(part.tone, part.tone))}>{in_words(part.text)}</{tag}>"
 
 
 @_render.register
-def _(part: Items, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
     tag = "ol" if part.is_numbered else "ul"
     shown = part.texts[: part.most.html]
     yield f"<{tag}>{''.join(f'<li>{_item(text)}</li>' for text in shown)}</{tag}>"
@@ -126,37 +103,38 @@ def _(part: Items, document: Document, level: int) -> Iterator[str]:
         yield _paragraph(f"{hidden:,} {part.more}; {document.have_all['html']}.")
 
 
-def _item(text: str | Cell) -> str:
+def _item(text: str | doc.Cell) -> str:
     return in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
 
 
 @_render.register
-def _(part: Facts, document: Document, level: int) -> Iterator[str]:
-    pairs = ((name, value if isinstance(value, Cell) else Cell(value)) for name, value in part.pairs if str(value))
+def _(part: doc.Facts, document: doc.Document, level: int) -> Iterator[str]:
+    known = ((name, value) for name, value in part.pairs if str(value))
+    pairs = ((name, value if isinstance(value, doc.Cell) else doc.Cell(value)) for name, value in known)
     listed = "".join(f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(str(cell))}</dd>" for name, cell in pairs)
     yield f"<dl>{listed}</dl>" if listed else ""
 
 
 @_render.register
-def _(part: Block, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Block, document: doc.Document, level: int) -> Iterator[str]:
     title = f'<span class="soft small">{esc(part.title)}</span>' if part.title else ""
     yield f"{title}<pre>{esc(part.text)}</pre>"
 
 
 @_render.register
-def _(part: Tiles, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Tiles, document: doc.Document, level: int) -> Iterator[str]:
     tiles = (f'<div class="tile"><b>{esc(value)}</b><span>{esc(words)}</span></div>' for value, words in part.pairs)
     yield f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 @_render.register
-def _(part: Strip, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Strip, document: doc.Document, level: int) -> Iterator[str]:
     if part.shares:
         legend = "".join(f'<span><i class="{tone}"></i>{esc(name)} {n:,}</span>' for name, n, tone in part.shares)
         yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
 
 
-def _strip(shares: Sequence[Share]) -> str:
+def _strip(shares: Sequence[doc.Share]) -> str:
     total = sum(share.amount for share in shares)
     bars = "".join(
         f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{esc(name)}: {n:,}"></i>' for name, n, tone in shares
@@ -165,7 +143,7 @@ def _strip(shares: Sequence[Share]) -> str:
 
 
 @_render.register
-def _(part: Section, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
     key = f' id="{esc(part.key)}"' if part.key else ""
     remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
     lead = "".join(f"<b>{esc(str(c))}</b> " if c.tone != "chip" else f"{_content(c)} " for c in part.lead)
@@ -185,14 +163,14 @@ def _(part: Section, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Several, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
     yield from _html(part.parts[: part.most.html], document, level)
     if len(part.parts) > part.most.html:
         yield _paragraph(f"{len(part.parts) - part.most.html:,} {part.more}; {document.have_all['html']}.")
 
 
 @_render.register
-def _(part: Tabs, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
     buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
     yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
     yield from (f'<div class="tab">{"".join(_render(table, document, level))}</div>' for table in part.tables)
@@ -200,7 +178,7 @@ def _(part: Tabs, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Beside, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Beside, document: doc.Document, level: int) -> Iterator[str]:
     drawn = ["".join(_render(inner, document, level)) for inner in part.parts]
     blocks = (
         text if text.startswith('<div class="block"') else f'<div class="fitting">{text}</div>'
@@ -211,12 +189,12 @@ def _(part: Beside, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Only, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Only, document: doc.Document, level: int) -> Iterator[str]:
     return _html(part.parts, document, level) if "html" in part.media else iter(())
 
 
 @_render.register
-def _(part: Table, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
     columns, rows = part.shown("html")
     left_out = part.left_out("html")
     title = f"<h3>{esc(part.title)}</h3>" if part.title else ""
@@ -226,7 +204,7 @@ def _(part: Table, document: Document, level: int) -> Iterator[str]:
     yield _paragraph(f"{left_out}; {document.have_all['html']}." if left_out else "") + _paragraph(part.note)
 
 
-def _head(columns: Sequence[Column]) -> str:
+def _head(columns: Sequence[doc.Column]) -> str:
     if not any(column.head for column in columns):
         return ""
     groups = [(name, len(list(own))) for name, own in groupby(columns, key=lambda column: column.group)]
@@ -238,7 +216,7 @@ def _head(columns: Sequence[Column]) -> str:
     return f"<thead>{f'<tr>{above}</tr>' if any(name for name, _ in groups) else ''}<tr>{heads}</tr></thead>"
 
 
-def _sides(columns: Sequence[Column]) -> list[str]:
+def _sides(columns: Sequence[doc.Column]) -> list[str]:
     """The classes of the cells of each column: `n` for numbers, `g` where a group of columns begins."""
     befores = ["", *(column.group for column in columns)]
     return [
@@ -247,23 +225,23 @@ def _sides(columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, merges: bool) -> Iterator[str]:
+def _rows(columns: Sequence[doc.Column], rows: Sequence[Sequence[doc.Cell]], *, merges: bool) -> Iterator[str]:
     before, sides = None, _sides(columns)
     for row in rows:
         is_same = merges and row[0].text == before
         before = row[0].text
-        shown = [Cell("") if is_same else row[0], *row[1:]]
+        shown = [doc.Cell("") if is_same else row[0], *row[1:]]
         cells = "".join(_cell(cell, side) for cell, side in zip(shown, sides, strict=True))
         yield f"<tr{_class('new' if merges and not is_same else '')}>{cells}</tr>"
 
 
-def _cell(cell: Cell, side: str) -> str:
+def _cell(cell: doc.Cell, side: str) -> str:
     tone = "" if cell.tone == "chip" else _CLASSES.get(cell.tone, cell.tone)
     look = "name" if cell.colour is not None else "small" if cell.detail else ""
     return f"<td{_class(side, tone, look)}{tipped(cell.tip)}>{_content(cell)}</td>"
 
 
-def _content(cell: Cell) -> str:
+def _content(cell: doc.Cell) -> str:
     text = esc(cell.text)
     if cell.shares:
         return _strip(cell.shares)
@@ -277,14 +255,14 @@ def _content(cell: Cell) -> str:
 
 
 @_render.register
-def _(part: Bars, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Bars, document: doc.Document, level: int) -> Iterator[str]:
     drawn, width, height = bars_svg(part.bars)
     behind = (part.behind,) if part.behind else ()
-    yield from _render(Drawing(part.title, part.remark, drawn, width, height, behind=behind), document, level)
+    yield from _render(doc.Drawing(part.title, part.remark, drawn, width, height, behind=behind), document, level)
 
 
 @_render.register
-def _(part: Drawing, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Drawing, document: doc.Document, level: int) -> Iterator[str]:
     keys = (
         f'<span class="key k{kind % COLOURS}{" dashed" if kind > 1 else ""}">{esc(name)}</span>'
         for name, kind in part.legend
@@ -300,7 +278,7 @@ def _(part: Drawing, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Panels, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Panels, document: doc.Document, level: int) -> Iterator[str]:
     if not part.drawings:
         return
     head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
@@ -309,14 +287,14 @@ def _(part: Panels, document: Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: Legend, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Legend, document: doc.Document, level: int) -> Iterator[str]:
     marks = [f'<i class="{esc(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind) for _, kind in part.names]
     names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
     yield f'<div class="legend">{"".join(names)}</div>' if marks else ""
 
 
 @_render.register
-def _(part: Records, document: Document, level: int) -> Iterator[str]:
+def _(part: doc.Records, document: doc.Document, level: int) -> Iterator[str]:
     """A table that the script of the page fills from JSON, 200 rows at a time."""
     heads = "".join(
         f'<th data-column="{place}"{"" if kind in ("text", "words") else " class=n"}>{esc(heading)}</th>'
@@ -340,7 +318,7 @@ def embedded(content: Any) -> str:
     return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(part: Records) -> dict[str, Any]:
+def _data(part: doc.Records) -> dict[str, Any]:
     """The content of the table for the script. Texts that many rows share are stored only once."""
     names = [field.name for field in part.fields]
     words: list[dict[str, int]] = [{} for _ in part.fields]

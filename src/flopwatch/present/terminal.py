@@ -11,27 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.table import Table as RichTable
-from rich.text import Text as RichText
+from rich.table import Table
+from rich.text import Text
 
-from flopwatch.present.document import (
-    Bars,
-    Beside,
-    Block,
-    Cell,
-    Column,
-    Document,
-    Facts,
-    Items,
-    Only,
-    Part,
-    Section,
-    Several,
-    Table,
-    Tabs,
-    Text,
-    Tiles,
-)
+from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
 STYLES = {
@@ -60,26 +43,26 @@ _WIDEST_BAR = 90
 _LONGEST_LABEL = 16
 
 
-def print_document(document: Document, console: Console | None = None) -> None:
+def print_document(document: doc.Document, console: Console | None = None) -> None:
     """Print a document to standard output, or to another console."""
     console = console or Console(highlight=False)
     for line in rendered(document, console.width, ascii_only=console.options.ascii_only):
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
-        console.print(line, crop=False, soft_wrap=isinstance(line, RichText))
+        console.print(line, crop=False, soft_wrap=isinstance(line, Text))
 
 
-def document_text(document: Document, width: int = 80) -> str:
+def document_text(document: doc.Document, width: int = 80) -> str:
     """The document without colours."""
     stream = StringIO()
     print_document(document, Console(file=stream, width=width, highlight=False, color_system=None))
     return stream.getvalue()
 
 
-def rendered(document: Document, width: int = 80, *, ascii_only: bool = False) -> Iterator[RenderableType]:
+def rendered(document: doc.Document, width: int = 80, *, ascii_only: bool = False) -> Iterator[RenderableType]:
     """The lines and tables of a document, for a console of this width."""
     form = _Form(document, width, ascii_only)
-    title = RichText(f"{document.kind} " if document.kind else "", style="bold")
-    yield form.indented(title + RichText(one_line(document.title), style="" if document.kind else "bold"))
+    title = Text(f"{document.kind} " if document.kind else "", style="bold")
+    yield form.indented(title + Text(one_line(document.title), style="" if document.kind else "bold"))
     if document.source and document.source != document.title:
         yield from form.note(document.source)
     for sentence in document.lead:
@@ -90,18 +73,18 @@ def rendered(document: Document, width: int = 80, *, ascii_only: bool = False) -
 class _Form:
     """Where a part stands: how deep, and how much room it has."""
 
-    def __init__(self, document: Document, width: int, ascii_only: bool, depth: int = 0) -> None:
+    def __init__(self, document: doc.Document, width: int, ascii_only: bool, depth: int = 0) -> None:
         self.document, self.width, self.ascii_only, self.depth = document, width, ascii_only, depth
         self.indent = 2 if depth else 0  # not more, so that tables of subsections have room
 
     def deeper(self) -> "_Form":
         return _Form(self.document, self.width, self.ascii_only, self.depth + 1)
 
-    def parts(self, parts: Sequence[Part]) -> Iterator[RenderableType]:
+    def parts(self, parts: Sequence[doc.Part]) -> Iterator[RenderableType]:
         for part in parts:
             yield from _render(part, self)
 
-    def paragraph(self, text: str, style: str = "", hang: str = "") -> Iterator[RichText]:
+    def paragraph(self, text: str, style: str = "", hang: str = "") -> Iterator[Text]:
         """Wrap a text; `hang` stands before its first line, and its other lines are as far to the right."""
         room = max(min(self.width, _WIDEST_TEXT), 20)
         first, others = " " * self.indent + hang, " " * (self.indent + len(hang))
@@ -113,12 +96,12 @@ class _Form:
             break_on_hyphens=False,
             break_long_words=False,
         )
-        return (RichText(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
+        return (Text(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
 
     def indented(self, content: RenderableType) -> RenderableType:
         return Padding(content, (0, 0, 0, self.indent), expand=False)
 
-    def note(self, text: str) -> Iterator[RichText]:
+    def note(self, text: str) -> Iterator[Text]:
         return self.paragraph(text, "dim")
 
 
@@ -129,12 +112,12 @@ def _render(part: Any, form: _Form) -> Iterator[RenderableType]:
 
 
 @_render.register
-def _(part: Text, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Text, form: _Form) -> Iterator[RenderableType]:
     return form.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
 
 
 @_render.register
-def _(part: Items, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Items, form: _Form) -> Iterator[RenderableType]:
     shown = part.texts[: part.most.terminal]
     for place, text in enumerate(shown, start=1):
         hang = f"{place}. " if part.is_numbered else "- "
@@ -145,56 +128,56 @@ def _(part: Items, form: _Form) -> Iterator[RenderableType]:
         for line in text.detail.splitlines():
             yield from form.paragraph(line, hang=" " * len(hang))
         if place < len(shown):
-            yield RichText()
+            yield Text()
     if hidden := len(part.texts) - len(shown):
         yield from form.note(f"{hidden:,} {part.more}; {form.document.have_all['terminal']}")
 
 
 @_render.register
-def _(part: Facts, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Facts, form: _Form) -> Iterator[RenderableType]:
     pairs = [(one_line(name), str(value)) for name, value in part.pairs if str(value)]
     label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
-    grid = RichTable.grid(padding=(0, 2, 0, 0))
+    grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=label, style="dim")
     grid.add_column(overflow="fold")
     for name, value in pairs:
-        grid.add_row(RichText(name), RichText(one_line(value)))
+        grid.add_row(Text(name), Text(one_line(value)))
     if pairs:
         yield Padding(grid, (0, 0, 0, 2 * form.depth))
 
 
 @_render.register
-def _(part: Block, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Block, form: _Form) -> Iterator[RenderableType]:
     lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
     if part.title:
-        yield Padding(RichText(one_line(part.title), style="dim"), (0, 0, 0, 2 * form.depth))
-    yield Padding(RichText("\n".join(lines), style="dim"), (0, 0, 0, 2 * form.depth + 2))
+        yield Padding(Text(one_line(part.title), style="dim"), (0, 0, 0, 2 * form.depth))
+    yield Padding(Text("\n".join(lines), style="dim"), (0, 0, 0, 2 * form.depth + 2))
 
 
 @_render.register
-def _(part: Tiles, form: _Form) -> Iterator[RenderableType]:
-    grid = RichTable.grid(padding=(0, 2, 0, 0))
+def _(part: doc.Tiles, form: _Form) -> Iterator[RenderableType]:
+    grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(justify="right", no_wrap=True, style="bold")
     grid.add_column()
     for value, words in part.pairs:
-        grid.add_row(RichText(one_line(value)), RichText(one_line(words)))
+        grid.add_row(Text(one_line(value)), Text(one_line(words)))
     yield form.indented(grid)
 
 
 @_render.register
-def _(part: Section, form: _Form) -> Iterator[RenderableType]:
-    title = RichText()
+def _(part: doc.Section, form: _Form) -> Iterator[RenderableType]:
+    title = Text()
     for cell in part.lead:
         title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
     title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if form.depth else "bold cyan")
-    yield RichText()
+    yield Text()
     if part.title:
         yield form.indented(title)
     yield from (form.deeper() if part.title else form).parts(part.parts)
 
 
 @_render.register
-def _(part: Several, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Several, form: _Form) -> Iterator[RenderableType]:
     most = part.most.terminal
     yield from form.parts(part.parts[:most])
     if hidden := len(part.parts) - most if len(part.parts) > most else 0:
@@ -204,25 +187,25 @@ def _(part: Several, form: _Form) -> Iterator[RenderableType]:
 
 
 @_render.register
-def _(part: Tabs, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Tabs, form: _Form) -> Iterator[RenderableType]:
     yield from form.parts(part.tables)
     if part.note:
         yield from form.note(part.note)
-        yield RichText()
+        yield Text()
 
 
 @_render.register
-def _(part: Beside, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Beside, form: _Form) -> Iterator[RenderableType]:
     return form.parts(part.parts)
 
 
 @_render.register
-def _(part: Only, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Only, form: _Form) -> Iterator[RenderableType]:
     return form.parts(part.parts) if "terminal" in part.media else iter(())
 
 
 @_render.register
-def _(part: Table, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Table, form: _Form) -> Iterator[RenderableType]:
     columns, rows = _joined(*part.shown("terminal"))
     left_out = part.left_out("terminal")
     notes = [f"{left_out}; {form.document.have_all['terminal']}"] if left_out else []
@@ -233,39 +216,39 @@ def _(part: Table, form: _Form) -> Iterator[RenderableType]:
         yield form.indented(_table(columns, rows, places, merges=part.merges))
     for note in notes:
         yield from form.note(note)
-    yield RichText()
+    yield Text()
 
 
-def _joined(columns: list[Column], rows: list[list[Cell]]) -> tuple[list[Column], list[list[RichText]]]:
+def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list[doc.Column], list[list[Text]]]:
     """Join the columns of one group to one column, because a terminal is narrow."""
     groups: list[list[int]] = []
     for place, column in enumerate(columns):
         is_same = groups and column.group and columns[groups[-1][-1]].group == column.group
         groups = [*groups[:-1], [*groups[-1], place]] if is_same else [*groups, [place]]
-    texts = [[RichText(_cell_text(cell), style=STYLES[cell.tone]) for cell in row] for row in rows]
+    texts = [[Text(_cell_text(cell), style=STYLES[cell.tone]) for cell in row] for row in rows]
     widths = [max((row[place].cell_len for row in texts), default=0) for place in range(len(columns))]
     joined = [[_side_by_side(row, places, widths) for places in groups] for row in texts]
     return [_heading(columns, places) for places in groups], joined
 
 
-def _side_by_side(row: list[RichText], places: list[int], widths: list[int]) -> RichText:
+def _side_by_side(row: list[Text], places: list[int], widths: list[int]) -> Text:
     if len(places) == 1:
         return row[places[0]]
-    parts = [RichText(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
-    return RichText("  ").join(parts)
+    parts = [Text(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
+    return Text("  ").join(parts)
 
 
-def _heading(columns: list[Column], places: list[int]) -> Column:
+def _heading(columns: list[doc.Column], places: list[int]) -> doc.Column:
     first = columns[places[0]]
     name = one_line(first.group if len(places) > 1 else first.head if first.short is None else first.short)
-    return Column(name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…", first.is_number)
+    return doc.Column(name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…", first.is_number)
 
 
-def _cell_text(cell: Cell) -> str:
+def _cell_text(cell: doc.Cell) -> str:
     return one_line(str(cell) if cell.short is None else cell.short)
 
 
-def _pieces(columns: list[Column], rows: list[list[RichText]], fixed: int, room: int) -> list[list[int]]:
+def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room: int) -> list[list[int]]:
     """The places of the columns of each table; several tables if all columns do not fit and are numbers."""
     widths = [
         max([cell_len(column.head), *(row[place].cell_len for row in rows)]) + 2 for place, column in enumerate(columns)
@@ -283,8 +266,8 @@ def _pieces(columns: list[Column], rows: list[list[RichText]], fixed: int, room:
     return pieces
 
 
-def _table(columns: list[Column], rows: list[list[RichText]], places: list[int], *, merges: bool) -> RichTable:
-    table = RichTable(
+def _table(columns: list[doc.Column], rows: list[list[Text]], places: list[int], *, merges: bool) -> Table:
+    table = Table(
         box=SIMPLE_HEAD,
         header_style="dim",
         padding=(0, 1, 0, 0),
@@ -294,18 +277,18 @@ def _table(columns: list[Column], rows: list[list[RichText]], places: list[int],
     )
     for column in (columns[place] for place in places):
         side = "right" if column.is_number else "left"
-        table.add_column(RichText(column.head), justify=side, no_wrap=column.is_number, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(Text(column.head), justify=side, no_wrap=column.is_number, overflow="fold")  # type: ignore[arg-type]
     before = None
     for row in rows:
         cells = [row[place] for place in places]
         is_same = merges and before is not None and cells[0].plain == before
         before = cells[0].plain
-        table.add_row(*([RichText()] if is_same else cells[:1]), *cells[1:])
+        table.add_row(*([Text()] if is_same else cells[:1]), *cells[1:])
     return table
 
 
 @_render.register
-def _(part: Bars, form: _Form) -> Iterator[RenderableType]:
+def _(part: doc.Bars, form: _Form) -> Iterator[RenderableType]:
     if part.title:
         yield from form.paragraph(f"{part.title} {part.remark}", "bold")
     bars = [bar._replace(name=one_line(bar.name), text=one_line(bar.text)) for bar in part.bars]
@@ -315,7 +298,7 @@ def _(part: Bars, form: _Form) -> Iterator[RenderableType]:
     for bar in bars:
         weight = "" if bar.tone == "loss" else "bold"
         drawn = bar_cells(bar.low, bar.high, room, ascii_only=form.ascii_only)
-        yield RichText.assemble(
+        yield Text.assemble(
             (" " * form.indent + f"{bar.name:<{names}}  ", weight),
             (f"{drawn:<{room}}", STYLES[bar.tone]),
             (f" {bar.text:>{texts}}", weight),
