@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from flopwatch.automatic.imports import when_imported
 from flopwatch.clock import note_cells
+from flopwatch.present.notebook import html_table
 from flopwatch.random_state import same_random_states
-from flopwatch.records.html_table import html_table
 
 if TYPE_CHECKING:
     from flopwatch.automatic.watcher import Watcher

@@ -17,8 +17,8 @@ from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
+from flopwatch.present.notebook import html_table
 from flopwatch.random_state import same_random_states
-from flopwatch.records.html_table import html_table
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
@@ -576,14 +576,15 @@ class TrainingMonitor:
         return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
 
     def _waterfall(self) -> list[tuple[str, str]]:
-        from flopwatch.runs.notebook import waterfall_lines
         from flopwatch.runs.reading import read_log
+        from flopwatch.runs.waterfall.losses import waterfall_of
 
         self._do("flush", lambda run: run.outlets.flush_log())
         try:
-            return list(waterfall_lines(read_log(self.log_path)))
+            waterfall = waterfall_of(read_log(self.log_path))
         except Exception:  # the log may be absent or damaged; the table is shown without it
             return []
+        return [] if waterfall is None else waterfall.pairs()
 
     def _words(self) -> str:
         values = self.latest

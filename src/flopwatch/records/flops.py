@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flopwatch.numbers import percent
-from flopwatch.records.html_table import html_table
+from flopwatch.present.notebook import html_table
 
 Method = Literal["trace", "step", "estimate", "flops_fn"]
 AttentionConvention = Literal["full", "causal"]

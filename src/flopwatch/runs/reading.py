@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -44,9 +45,9 @@ class RunLog:
 
     def _repr_html_(self) -> str:
         """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
-        from flopwatch.runs.notebook import log_table  # it needs the waterfall, which is made from this class
-
-        return log_table(self)
+        # What is shown is made from this class, in a package above this one.
+        table: str = import_module("flopwatch.report.run_page.notebook").log_table(self)
+        return table
 
 
 class _RowLine(NamedTuple):

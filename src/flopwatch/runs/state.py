@@ -67,7 +67,24 @@ class WatchFeed:
         self._has_looked = True
 
 
-State = Literal["no log", "starting", "running", "silent", "died", "ended", "stopped", "failed"]
+Standing = Literal["running", "running or killed", "killed", "ended", "stopped", "failed"]
+State = Standing | Literal["no log", "starting", "silent"]
+OVER: tuple[State, ...] = ("killed", "ended", "stopped", "failed")
+"""States in which nothing more will be logged."""
+
+
+def standing(start: RunStart | None, summary: Summary | None) -> Standing:
+    """How a run stands, by the records at the start and at the end of its last session.
+
+    `killed`: the process no longer exists and did not log its end. Only a check on the same machine shows this.
+    """
+    if summary is not None:
+        if summary.ended_by is None:
+            return "ended"
+        return "stopped" if summary.ended_by.startswith("KeyboardInterrupt") else "failed"
+    alive = None if start is None else is_alive(start.environment.get("process", {}))
+    return "running or killed" if alive is None else "running" if alive else "killed"
+
 
 CURVES = ("training/loss", "perf/mfu_percent", "perf/step_time")
 _MOST_POINTS = 1024
@@ -272,21 +289,14 @@ class WatchedRun:
         """Return the state of the run.
 
         `silent`: nothing was logged for much longer than a logging window; the run may be evaluating, hung or dead.
-        `died`: the process no longer exists and did not log its end. Only a check on the same machine shows this.
         """
         if self.start is None and self.row is None:
             return "no log"
-        if self.summary is not None:
-            return self._state_at_the_end(self.summary)
-        if self.start is not None and is_alive(self.start.environment.get("process", {})) is False:
-            return "died"
+        known = standing(self.start, self.summary)
+        if known in OVER:
+            return known
         window_seconds = (self.wall_seconds_per_step or 0.0) * self._steps_per_row
         limit_seconds = max(_SHORTEST_SILENCE_SECONDS, _WINDOWS_OF_SILENCE * window_seconds)
         if self.silent_seconds(unix_time) > limit_seconds:
             return "silent"
         return "starting" if self._first_row is None else "running"
-
-    def _state_at_the_end(self, summary: Summary) -> State:
-        if summary.ended_by is None:
-            return "ended"
-        return "stopped" if summary.ended_by.startswith("KeyboardInterrupt") else "failed"

@@ -16,6 +16,7 @@ from flopwatch.cli import argument, flag, print_json
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.records.time_uses import OF_TRACES
+from flopwatch.runs.state import OVER
 from flopwatch.text import plural
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.3
 _OTHER_RANKS_SECONDS = 5.0
 """How long to wait for the traces of other ranks; ranks on machines without a shared folder never write one here."""
-_OVER = ("died", "ended", "stopped", "failed")
 _REFUSED = "trace_not_taken"
 
 
@@ -82,7 +82,7 @@ def _followed(place: str) -> "WatchFeed":
 
 
 def _is_over(feed: "WatchFeed") -> bool:
-    return feed.run.state(feed.unix_time()) in _OVER
+    return feed.run.state(feed.unix_time()) in OVER
 
 
 def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
@@ -143,7 +143,7 @@ def _check(feed: "WatchFeed", folder: Path, before: dict[Path, int], refused: li
     if len(newer) > len(refused):
         raise InputError(newer[-1])
     state = feed.run.state(feed.unix_time())
-    if state in _OVER and not dict(_new_files(folder, before)):
+    if state in OVER and not dict(_new_files(folder, before)):
         raise InputError(
             f"the run in {feed.place!r} ended before it took the trace; ask earlier, or call monitor.capture_trace()"
         )

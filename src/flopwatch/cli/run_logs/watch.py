@@ -114,9 +114,9 @@ def _ignore_signals() -> None:
 
 
 def _is_over(feed: "WatchFeed") -> bool:
-    from flopwatch.cli.run_logs.watch_screen import LAST_STATES
+    from flopwatch.runs.state import OVER
 
-    return feed.run.state(feed.unix_time()) in LAST_STATES
+    return feed.run.state(feed.unix_time()) in OVER
 
 
 def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":

@@ -25,13 +25,12 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "starting": ("○", "cyan"),
     "running": ("●", "green"),
     "silent": ("●", "yellow"),
-    "died": ("x", "red"),
+    "running or killed": ("●", "yellow"),
+    "killed": ("x", "red"),
     "ended": ("■", "blue"),
     "stopped": ("■", "yellow"),
     "failed": ("x", "red"),
 }
-LAST_STATES: tuple[State, ...] = ("died", "ended", "stopped", "failed")
-"""States in which nothing more will be logged."""
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
 _TALL, _WIDE = 30, 110
 _WIDEST = 160
@@ -91,7 +90,7 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
 def _words(run: WatchedRun, state: State, unix_time: float) -> str:
     if state == "silent":
         return f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
-    if state == "died":
+    if state == "killed":
         return "died: the process was killed or crashed"
     if state == "stopped":
         return "stopped by Ctrl-C"

@@ -7,7 +7,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flopwatch.process import is_alive
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
 from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
 from flopwatch.records.trace_split import TraceSplit
@@ -16,6 +15,7 @@ from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Poi
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
+from flopwatch.runs.state import standing
 from flopwatch.runs.waterfall.conclusion import conclusion_of
 from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
 from flopwatch.runs.waterfall.times import times_of
@@ -60,7 +60,7 @@ def report_of(log: RunLog, collector: "_Collector", traces: Sequence[TraceSplit]
     ends = [record.unix_time for record in (log.summary, *log.starts[-1:]) if record is not None]
     return RunReport(
         log=str(log.path),
-        state=_state(log),
+        state=standing(log.starts[-1] if log.starts else None, log.summary),
         ended_by=log.summary.ended_by if log.summary else None,
         starts=log.starts,
         first_step=collector.first_step,
@@ -83,15 +83,6 @@ def report_of(log: RunLog, collector: "_Collector", traces: Sequence[TraceSplit]
         torn_lines=log.torn_lines,
         left_out=tuple(collector.left_out),
     )
-
-
-def _state(log: RunLog) -> str:
-    if log.summary is not None:
-        if log.summary.ended_by is None:
-            return "ended"
-        return "stopped" if log.summary.ended_by.startswith("KeyboardInterrupt") else "failed"
-    process = log.starts[-1].environment.get("process", {}) if log.starts else {}
-    return {True: "running", False: "killed", None: "running or killed"}[is_alive(process)]
 
 
 def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:

@@ -70,6 +70,13 @@ class Waterfall:
         """Percent of the peak that the loss with this key costs; 0 if the run does not have it."""
         return sum(loss.points for loss in self.losses if loss.key == key)
 
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each loss between the peak and the MFU of the run, with its share of the peak as a text."""
+        lost = [
+            (loss.name, f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100)}") for loss in self.losses
+        ]
+        return [("peak of the devices", "100 %"), *lost, ("MFU of the whole run", percent(self.mfu_percent / 100))]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "wall_seconds": self.wall_seconds,
