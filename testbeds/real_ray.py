@@ -3,10 +3,11 @@
 import os
 from contextlib import contextmanager
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import pytest
 
-from flopwatch.sweep.engines.ray_internals import import_ray, in_environment, local_environment, start_local
+from flopwatch.sweep.engines.ray_internals import import_ray, local_environment, start_local
 
 
 def need_ray():
@@ -22,7 +23,7 @@ def need_ray():
 def real_ray(cpus=4, gpus=2):
     """One node with GPUs that do not exist; a RayEngine made meanwhile uses it and leaves it running."""
     need_ray()
-    with in_environment(local_environment()):
+    with patch.dict(os.environ, local_environment()):
         ray = import_ray()
         start_local(ray, cpus, gpus)
         try:
@@ -38,7 +39,7 @@ def ray_cluster():
     # Nodes are found dead within seconds instead of a minute.
     quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
     quick |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "500"}
-    with in_environment({**local_environment(), **quick}):
+    with patch.dict(os.environ, {**local_environment(), **quick}):
         import_ray()
         from ray.cluster_utils import Cluster
 
@@ -56,7 +57,7 @@ def ray_cluster():
 def ray_head(cpus, port=None):
     """A head with Ray's own timeouts, on the port of an earlier head if given; `kill_gcs` ends its control service."""
     need_ray()
-    with in_environment(local_environment()):
+    with patch.dict(os.environ, local_environment()):
         import_ray()
         from ray.cluster_utils import Cluster
 

@@ -95,7 +95,7 @@ def start(week: Week, folder: Path) -> RunnerState:
     batches = ",".join(str(size) for size in range(1, -(-week.trials // _SEQ_LENS) + 1))
     lengths = ",".join(str(length) for length in range(1, _SEQ_LENS + 1))
     words = ["sweep", "--command", "true", f"batch_size={batches}", f"seq_len={lengths}", "-o", str(folder)]
-    engine = ["--engine", "flopwatch.testing:FlakyEngine", "--engine-option", f"share_lost={week.share_lost}"]
+    engine = ["--engine", "testbeds.flaky_engine:FlakyEngine", "--engine-option", f"share_lost={week.share_lost}"]
     engine += ["--engine-option", f"seconds={week.seconds}"]
     limit = ["--limit", str(week.trials), "--detach"]
     subprocess.run([*_FLOPWATCH, *words, *engine, *limit], check=True, stdout=subprocess.DEVNULL)

@@ -1,30 +1,21 @@
-"""Fakes for tests of code that uses flopwatch: devices, clocks, sinks, and engines that start no processes.
+"""Fakes for tests of code that uses flopwatch: devices, a clock, a sink, and an engine that starts no processes.
 
 No other module of flopwatch imports this one.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from threading import Event
-from time import sleep
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
-from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.files import write_json
 from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULT, STARTED, trial_folder
+from flopwatch.records.trial_files import RESULT, trial_folder
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
-
-if TYPE_CHECKING:
-    from flopwatch.hardware.measure import Shape
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -52,44 +43,6 @@ def fake_device(product: str) -> DeviceFacts:
     return FAKE_DEVICES[product]
 
 
-def fake_torch(facts: DeviceFacts) -> Any:
-    """A fake `torch` module of a machine that has this one device, for `read_device(torch_module=...)`.
-
-    >>> from flopwatch.hardware import read_device
-    >>> read_device("cuda:0", fake_torch(fake_device("h100"))) == fake_device("h100")
-    True
-    """
-    import torch  # inside the function, because most fakes do not need it
-
-    def properties(device: object) -> SimpleNamespace:
-        major, minor = facts.compute_capability or (9, 4)
-        return SimpleNamespace(
-            name=facts.name,
-            multi_processor_count=facts.unit_count,
-            gpu_eu_count=(facts.unit_count or 0) * 8,
-            total_memory=(facts.memory_gib or 0) * 2**30,
-            gcnArchName=facts.gcn_arch or facts.name,
-            major=major,
-            minor=minor,
-            clock_rate=(facts.clock_mhz or 0) * 1e3,
-        )
-
-    namespace = SimpleNamespace(
-        accelerator=SimpleNamespace(is_available=lambda: True, current_accelerator=lambda: torch.device(facts.kind)),
-        version=SimpleNamespace(hip="6.4" if facts.gcn_arch else None),
-        backends=SimpleNamespace(
-            mps=SimpleNamespace(
-                is_available=lambda: facts.kind == "mps",
-                get_name=lambda: facts.name,
-                get_core_count=lambda: facts.unit_count,
-            )
-        ),
-    )
-    own_module = SimpleNamespace(get_device_properties=properties, get_device_name=lambda device: facts.name)
-    setattr(namespace, facts.kind, own_module)
-    return namespace
-
-
 class FakeClock:
     """A clock that stands still until `advance` is called.
 
@@ -107,68 +60,6 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self._seconds += seconds
-
-
-class FakeEvents:
-    """Replaces `torch.Event`: each fake event completes `lag_seconds` after it was recorded.
-
-    >>> clock = FakeClock()
-    >>> events = FakeEvents(clock, lag_seconds=3.0)
-    >>> start, end = events("cuda:0"), events("cuda:0")
-    >>> start.record(); clock.advance(2.0); end.record()
-    >>> start.elapsed_time(end), end.query()
-    (2000.0, False)
-    >>> clock.advance(3.0); end.query()
-    True
-
-    Attributes:
-        waits: How often `synchronize` was called.
-    """
-
-    def __init__(self, clock: FakeClock, lag_seconds: float = 0.0) -> None:
-        self.waits = 0
-        self._clock = clock
-        self._lag_seconds = lag_seconds
-
-    def __call__(self, device: object = None, *, enable_timing: bool = False) -> Any:
-        recorded: list[float] = []
-
-        def wait() -> None:
-            self.waits += 1
-
-        return SimpleNamespace(
-            record=lambda: recorded.append(self._clock()),
-            query=lambda: self._clock() >= recorded[-1] + self._lag_seconds,
-            synchronize=wait,
-            elapsed_time=lambda end: 1e3 * (end.recorded[-1] - recorded[-1]),
-            recorded=recorded,
-        )
-
-
-class FakeMatmul:
-    """Replaces the timer of `measure_peak`: computes times from `flops_per_s(shape)`, and advances `clock` by them.
-
-    >>> clock = FakeClock()
-    >>> time_matmul = FakeMatmul(clock, lambda shape: 1e9)
-    >>> time_matmul((1000, 1000, 1000), 3), clock()
-    (6.0, 6.0)
-
-    Attributes:
-        timed: The calls so far: shape and number of products.
-    """
-
-    def __init__(self, clock: FakeClock, flops_per_s: "Callable[[Shape], float]") -> None:
-        self.timed: list[tuple[Shape, int]] = []
-        self._clock = clock
-        self._flops_per_s = flops_per_s
-
-    def __call__(self, shape: "Shape", calls: int) -> float:
-        self.timed.append((shape, calls))
-        from flopwatch.hardware.measure import matmul_flops  # loads torch
-
-        seconds = calls * matmul_flops(shape) / self._flops_per_s(shape)
-        self._clock.advance(seconds)
-        return seconds
 
 
 class RecordingSink:
@@ -286,47 +177,3 @@ class InProcessEngine:
 
     def state(self) -> str:
         return "in this process"
-
-
-class FlakyEngine(InProcessEngine):
-    """An engine that runs no processes: trials succeed without doing anything, or are lost as if their node had failed.
-
-    Which attempts are lost depends only on the trial's name, the number of the attempt and the seed.
-
-    >>> FlakyEngine(share_lost=0.5).name
-    'in-process'
-
-    Args:
-        share_lost: Probability that an attempt is lost.
-        seed: Determines which attempts are lost.
-        room: Number of trials that the engine accepts at once.
-        seconds: Time that passes before trials end.
-    """
-
-    def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8, seconds: float = 0.0) -> None:
-        super().__init__(self._answer, room)
-        self._share_lost, self._seed, self._seconds = share_lost, seed, seconds
-
-    def _answer(self, trial: Trial) -> TrialResult | None:
-        chance = Random(f"{trial.name} {len(trial.earlier_attempts)} {self._seed}").random()
-        if chance < self._share_lost:
-            write_json(trial_folder(trial.sweep, trial.name) / STARTED, {"pid": 0, "host": "n1"})
-            return None
-        facts: dict[str, float] = {"runner_pid": os.getpid(), "runner_rss_bytes": _own_rss_bytes()}
-        facts["end_monotonic_seconds"] = monotonic_seconds()
-        return TrialResult(trial.name, trial.key, trial.spec, "ok", "ran to its end", facts, seconds=0.0)
-
-    def submit(self, trials: Sequence[Trial]) -> None:
-        super().submit(trials)
-        self.submitted.clear()  # otherwise the list would grow with every trial of a long sweep
-
-    def wait(self, seconds: float) -> Sequence[Ended]:
-        sleep(self._seconds)
-        return [Ended(ended.name, {"state": "NODE_FAIL", "host": "n1"}) for ended in super().wait(seconds)]
-
-
-def _own_rss_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

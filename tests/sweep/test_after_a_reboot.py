@@ -11,13 +11,14 @@ import sys
 import pytest
 
 from flopwatch.files import write_json
+from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, own_identity
 from flopwatch.sweep.folder import StillRunsError
-from flopwatch.sweep.host.processes import descendants, is_running
+from flopwatch.sweep.host.processes import descendants
 from flopwatch.sweep.runner import run
 from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
@@ -101,7 +102,7 @@ def test_a_sweep_whose_container_was_killed_is_resumed(tmp_path, environment):
         children = descendants(box.pid)
         os.kill(children[0], signal.SIGKILL)  # the first process of the namespace; the kernel kills the others
         box.wait()
-    wait_until(lambda: not any(map(is_running, children)), "the namespace is gone")
+    wait_until(lambda: not any(start_ticks(child) is not None for child in children), "the namespace is gone")
     claimed = json.loads(next((tmp_path / "s/trials").glob("*/started.json")).read_text())
     assert claimed["host"] == "box"
     assert re.fullmatch(r"pid:\[\d+\]", claimed["pid_namespace"])

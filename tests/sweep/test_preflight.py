@@ -10,8 +10,8 @@ import transformers
 
 from flopwatch import count_flops
 from flopwatch.models.load import load_model
+from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialSpec
-from flopwatch.sweep.host.processes import is_running
 from flopwatch.sweep.preflight import Pair, PreflightResult, refusals
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
@@ -216,7 +216,7 @@ def test_a_hang_is_ended_with_all_it_started_and_what_was_found_is_kept(users_fo
     assert "it took too long" in found["mine:Hanging"].reason
     assert not found["ghost"].tried
     assert all(result.supported for result in found.values())
-    assert not is_running(child)
+    assert start_ticks(child) is None
 
 
 @pytest.mark.slow

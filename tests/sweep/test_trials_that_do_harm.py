@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
@@ -18,7 +19,6 @@ from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.host.processes import is_running
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, left_behind, run_sweep
 from testbeds.wait_until import wait_until
@@ -253,7 +253,7 @@ def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp
         runner.wait()
         runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
     assert runner.wait(120) == 0
-    assert not is_running(stray)
+    assert start_ticks(stray) is None
     assert left_behind(tmp_path / "s") == []
 
 

@@ -22,7 +22,7 @@ def read_device(device: torch.device | str | None = None, torch_module: Any = to
 
     Args:
         device: A device or its name, such as `cuda:1`; None is the current accelerator, or the CPU if there is none.
-        torch_module: The `torch` module to use; tests pass `flopwatch.testing.fake_torch(...)`.
+        torch_module: The `torch` module to use; tests pass a fake one.
 
     Raises:
         InputError: This machine has no such device.

@@ -249,7 +249,7 @@ def measure_peak(
         dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None is the type in which a matmul would run now.
         seconds: Roughly how long to measure.
         refresh: Measure again even if a result is cached.
-        time_matmul: Function that times matmuls; tests pass `flopwatch.testing.FakeMatmul`.
+        time_matmul: Function that times matmuls; tests pass a fake one.
         clock: Clock that limits the search; tests pass `flopwatch.testing.FakeClock`.
 
     Raises:

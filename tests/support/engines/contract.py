@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from flopwatch.process import start_ticks
 from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import read_result, read_results
 from flopwatch.records.trial import Limits, TrialSpec
@@ -113,13 +114,13 @@ def cancel_ends_everything(engine, sweep):
             engine.submit([trials[len(placed)]])
             placed.append(trials[len(placed)])
         pid = int(wait_for_file(folder_of(placed[0]) / "pid", engine))
-        assert process_tree.is_running(pid)
+        assert start_ticks(pid) is not None
         engine.cancel()
         ends = run_all_placed(engine, placed)
         assert sorted(ends) == [trial.name for trial in placed]
         assert {outcome(trial) for trial in placed} <= {"cancelled", None}
         assert outcome(placed[0]) == "cancelled"
-        assert not process_tree.is_running(pid)
+        assert start_ticks(pid) is None
         assert left_behind(trials) == []
     finally:
         engine.close()

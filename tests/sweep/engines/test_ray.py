@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import ray_task
@@ -273,7 +274,7 @@ def test_a_ray_of_its_own_is_on_loopback_and_ends_with_a_killed_runner(tmp_path)
         runner.send_signal(signal.SIGKILL)
         runner.wait()
     assert psutil.wait_procs(quick, timeout=60)[1] == []
-    assert not process_tree.is_running(pid)
+    assert start_ticks(pid) is None
     assert process_tree.marked_processes(trial) == []
 
 

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from flopwatch.sweep.engines.ray_internals import in_environment
 from testbeds.real_ray import need_ray
 
 
@@ -28,11 +27,3 @@ def test_ray_is_imported_beside_an_amdsmi_without_rocm_here_and_in_child_process
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == ""
-
-
-def test_the_environment_is_as_before_afterwards(monkeypatch):
-    monkeypatch.setenv("KEPT", "before")
-    with in_environment({"KEPT": "within", "ADDED": "within"}):
-        assert (os.environ["KEPT"], os.environ["ADDED"]) == ("within", "within")
-    assert os.environ["KEPT"] == "before"
-    assert "ADDED" not in os.environ

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.process import start_ticks
 from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines import slurm_submission as slurm_outbox
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import Trial, prepare
-from flopwatch.sweep.host import processes as process_tree
 from support.engines import contract
 from testbeds.wait_until import wait_until
 
@@ -128,7 +128,7 @@ def test_another_sweep_of_the_same_user_is_left_alone(tmp_path):
     other = SlurmEngine()
     assert list(other.open(tmp_path / "b", [trial])) == []
     other.cancel()
-    assert process_tree.is_running(pid)
+    assert start_ticks(pid) is not None
     engine.cancel()
     contract.run_all_placed(engine, [trial])
 

@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from flopwatch.process import start_ticks
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.host import processes as process_tree
 from support.engines import contract
@@ -67,7 +68,7 @@ def test_the_spare_waits_idle_without_a_device_and_ends_with_the_engine(engine, 
     assert not [file for file in spare.open_files() if str(tmp_path) in file.path]
     assert not [line.path for line in spare.memory_maps() if "torch" in line.path]
     engine.close()
-    assert not process_tree.is_running(spare.pid)
+    assert start_ticks(spare.pid) is None
 
 
 RUNNER = """

@@ -21,7 +21,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,21 +90,6 @@ def local_environment() -> dict[str, str]:
 def _own_token() -> str:
     """Return the same token during the whole process, because Ray's core reads it only once."""
     return secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def in_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables inside the context."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:

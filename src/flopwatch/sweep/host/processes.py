@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
-from flopwatch.process import read_stat, start_ticks
+from flopwatch.process import read_stat
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, trial_folder
 
@@ -92,16 +92,6 @@ def descendants(pid: int) -> list[int]:
         found += below
         queue += below
     return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    if not _IS_LINUX:
-        with contextlib.suppress(OSError):
-            os.kill(pid, 0)
-            return True
-        return False
-    return start_ticks(pid) is not None
 
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
