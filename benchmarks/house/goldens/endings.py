@@ -5,6 +5,7 @@ left out.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 from house.goldens.tree import Tree
 
 ENGINES = ("local", "ray", "slurm")
+ABSENT = ["this machine does not have it"]
 
 
 def record(tree: Tree, match: str = "") -> dict[str, list[str]]:
@@ -21,7 +23,7 @@ def record(tree: Tree, match: str = "") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for engine in ENGINES:
         if match.partition("/")[0] in engine or engine in match:
-            found |= {name: lines for name, lines in _endings(tree, engine).items() if match in name}
+            found |= {name: lines for name, lines in _endings(tree, engine).items() if match in name or name in match}
     return found
 
 
@@ -35,6 +37,8 @@ def _endings(tree: Tree, engine: str) -> dict[str, list[str]]:
             cwd=tree.root, env=tree.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         print(f"{engine}: {done.stdout.strip().splitlines()[-1]}", file=sys.stderr)
+        if re.search(r"^1 skipped", done.stdout, re.MULTILINE):
+            return {engine: ABSENT}
         results = [json.loads(line) for path in folder.rglob("results.jsonl") for line in path.read_text().splitlines()]
         return {f"{engine}/{result['name'].partition('_')[0]}": _lines(result) for result in results}
 
