@@ -11,9 +11,24 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
 Tone: TypeAlias = Literal[
-    "", "strong", "best", "soft", "note", "warn", "chip", "verdict", "ok", "oom", "failed", "not-run", "better", "worse"
+    "",
+    "strong",
+    "best",
+    "soft",
+    "note",
+    "warn",
+    "command",
+    "chip",
+    "verdict",
+    "ok",
+    "oom",
+    "failed",
+    "not-run",
+    "better",
+    "worse",
 ]
-"""How a text is shown. `note` is small and soft; `ok` to `not-run` are the classes of outcomes, which have colours."""
+"""How a text is shown. `note` is small and soft; a terminal never breaks a `command`; `ok` to `not-run` are the classes
+of outcomes, which have colours."""
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -372,6 +387,13 @@ Part: TypeAlias = (
 )  # fmt: skip
 
 
+_HAVE_ALL: Mapping[Medium, str] = {
+    "terminal": "--html and --json have all",
+    "markdown": "the HTML and JSON reports have all",
+    "html": "the JSON report has all",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A report.
@@ -382,7 +404,7 @@ class Document:
         parts: Sections, and what stands before the first one.
         source: The folder or file from which it was made.
         style: CSS that only the page of this kind of report needs.
-        have_all: For each medium, what to use if the medium shows too little.
+        have_all: For each medium, what to use if the medium shows too little, such as `--json has all`.
     """
 
     title: str
@@ -392,13 +414,11 @@ class Document:
     lead: Sequence[str] = ()
     source: str = ""
     style: str = ""
-    have_all: Mapping[Medium, str] = field(
-        default_factory=lambda: {
-            "terminal": "--html and --json have all",
-            "markdown": "the HTML and JSON reports have all",
-            "html": "the JSON report has all",
-        }
-    )
+    have_all: Mapping[Medium, str] = field(default_factory=lambda: _HAVE_ALL)
+
+    def with_rest(self, said: str, medium: Medium) -> str:
+        """A remark about what is left out, and what has it."""
+        return f"{said}; {self.have_all[medium]}" if said and medium in self.have_all else said
 
     def sections(self) -> Iterator[Section]:
         """The sections that a page shows."""

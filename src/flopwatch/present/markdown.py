@@ -62,7 +62,7 @@ def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
         yield f"{f'{place}.' if part.is_numbered else '-'} {said}"
     yield ""
     if hidden := len(part.texts) - len(shown):
-        yield f"{hidden:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
+        yield f"{escaped(document.with_rest(f'{hidden:,} {part.more}', 'markdown'))}.\n"
 
 
 @_render.register
@@ -104,7 +104,8 @@ def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
     most = part.most.markdown
     yield from _lines(part.parts[:most], document, level)
     if len(part.parts) > most:
-        yield f"{len(part.parts) - most:,} {escaped(part.more)}; {document.have_all['markdown']}.\n"
+        hidden = f"{len(part.parts) - most:,} {part.more}"
+        yield f"{escaped(document.with_rest(hidden, 'markdown'))}.\n"
 
 
 @_render.register
@@ -136,7 +137,7 @@ def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
     yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
     yield ""
     if left_out:
-        yield f"{left_out}; {document.have_all['markdown']}.\n"
+        yield f"{document.with_rest(left_out, 'markdown')}.\n"
     if part.note:
         yield f"<sub>{escaped(part.note)}</sub>\n"
 

@@ -100,7 +100,7 @@ def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
     shown = part.texts[: part.most.html]
     yield f"<{tag}>{''.join(f'<li>{_item(text)}</li>' for text in shown)}</{tag}>"
     if hidden := len(part.texts) - len(shown):
-        yield _paragraph(f"{hidden:,} {part.more}; {document.have_all['html']}.")
+        yield _paragraph(document.with_rest(f"{hidden:,} {part.more}", "html") + ".")
 
 
 def _item(text: str | doc.Cell) -> str:
@@ -166,7 +166,8 @@ def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
 def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
     yield from _html(part.parts[: part.most.html], document, level)
     if len(part.parts) > part.most.html:
-        yield _paragraph(f"{len(part.parts) - part.most.html:,} {part.more}; {document.have_all['html']}.")
+        hidden = len(part.parts) - part.most.html
+        yield _paragraph(document.with_rest(f"{hidden:,} {part.more}", "html") + ".")
 
 
 @_render.register
@@ -201,7 +202,7 @@ def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
     body = "".join(_rows(columns, rows, merges=part.merges))
     frame = _class("scroll", "fit" if part.fits else "")
     yield f"{title}<div{frame}><table>{_head(columns)}<tbody>{body}</tbody></table></div>"
-    yield _paragraph(f"{left_out}; {document.have_all['html']}." if left_out else "") + _paragraph(part.note)
+    yield _paragraph(document.with_rest(left_out, "html") + "." if left_out else "") + _paragraph(part.note)
 
 
 def _head(columns: Sequence[doc.Column]) -> str:

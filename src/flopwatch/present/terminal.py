@@ -61,8 +61,9 @@ def document_text(document: doc.Document, width: int = 80) -> str:
 def rendered(document: doc.Document, width: int = 80, *, ascii_only: bool = False) -> Iterator[RenderableType]:
     """The lines and tables of a document, for a console of this width."""
     form = _Form(document, width, ascii_only)
-    title = Text(f"{document.kind} " if document.kind else "", style="bold")
-    yield form.indented(title + Text(one_line(document.title), style="" if document.kind else "bold"))
+    if document.title:
+        title = Text(f"{document.kind} " if document.kind else "", style="bold")
+        yield form.indented(title + Text(one_line(document.title), style="" if document.kind else "bold"))
     if document.source and document.source != document.title:
         yield from form.note(document.source)
     for sentence in document.lead:
@@ -113,6 +114,8 @@ def _render(part: Any, form: _Form) -> Iterator[RenderableType]:
 
 @_render.register
 def _(part: doc.Text, form: _Form) -> Iterator[RenderableType]:
+    if part.tone == "command":
+        return iter([Text(" " * form.indent + one_line(part.text))])
     return form.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
 
 
@@ -130,7 +133,7 @@ def _(part: doc.Items, form: _Form) -> Iterator[RenderableType]:
         if place < len(shown):
             yield Text()
     if hidden := len(part.texts) - len(shown):
-        yield from form.note(f"{hidden:,} {part.more}; {form.document.have_all['terminal']}")
+        yield from form.note(form.document.with_rest(f"{hidden:,} {part.more}", "terminal"))
 
 
 @_render.register
@@ -183,7 +186,7 @@ def _(part: doc.Several, form: _Form) -> Iterator[RenderableType]:
     if hidden := len(part.parts) - most if len(part.parts) > most else 0:
         names = [*part.names[most : most + 4], *(["..."] if hidden > 4 else [])]
         said = f" ({'; '.join(names)})" if part.names else ""
-        yield from form.note(f"{hidden:,} {part.more}{said}; {form.document.have_all['terminal']}")
+        yield from form.note(form.document.with_rest(f"{hidden:,} {part.more}{said}", "terminal"))
 
 
 @_render.register
@@ -208,7 +211,7 @@ def _(part: doc.Only, form: _Form) -> Iterator[RenderableType]:
 def _(part: doc.Table, form: _Form) -> Iterator[RenderableType]:
     columns, rows = _joined(*part.shown("terminal"))
     left_out = part.left_out("terminal")
-    notes = [f"{left_out}; {form.document.have_all['terminal']}"] if left_out else []
+    notes = [form.document.with_rest(left_out, "terminal")] if left_out else []
     notes += [part.note] if part.note else []
     for places in _pieces(columns, rows, part.fixed, form.width - form.indent):
         if part.title:

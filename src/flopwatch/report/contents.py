@@ -39,8 +39,6 @@ UNCLEAR_LIMIT = "! A batch ran although a smaller one ran out of memory: the lim
 WHOLE_PROCESS = "Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
 
 OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
-OUTCOME_STYLES: Mapping[OutcomeClass, str] = {"ok": "green", "oom": "yellow", "failed": "red", "not-run": "dim"}
-"""Colours of outcomes in the terminal. The stylesheet of the HTML page has classes with the same names."""
 _OUTCOME_WORDS = {
     "oom_device": "OOM",
     "oom_host": "OOM host",
@@ -69,10 +67,6 @@ def outcome_class(outcome: str) -> OutcomeClass:
     if outcome in OUT_OF_MEMORY:
         return "oom"
     return "failed" if outcome in FAILED else "ok" if outcome == "ok" else "not-run"
-
-
-def outcome_style(outcome: str) -> str:
-    return OUTCOME_STYLES[outcome_class(outcome)]
 
 
 def trials_with(summary: SweepSummary, *outcomes: str) -> int:

@@ -19,9 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.cli import PatientLines
-from flopwatch.cli.trials.trial_screens import outcome_text
+from flopwatch.cli.trials.trial_screens import outcome_cell, outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
+from flopwatch.present import document as doc
+from flopwatch.present.terminal import print_document
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep import Screen
 from flopwatch.sweep.claims import read_progress
@@ -263,29 +265,22 @@ def _one_line(result: TrialResult) -> str:
     return f"ok  {', '.join(part for part in parts if part)}"
 
 
-_MOST_ROWS = 60
-
-
 def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> None:
-    console = console or Console()
     todo = {trial.name for trial in plan.todo}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("trial", "model", "state"):
-        table.add_column(column, no_wrap=column == "trial")
-    for trial in plan.trials[:_MOST_ROWS]:
+
+    def cells(trial: Trial) -> tuple[doc.Cell | str, ...]:
         kept = plan.kept.get(trial.name)
         left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
-        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else left
-        table.add_row(Text(one_line(trial.name)), Text(one_line(trial.spec.model, 200)), state)
-    console.print(table)
-    if len(plan.trials) > _MOST_ROWS:
-        console.print(f"and {len(plan.trials) - _MOST_ROWS} more", style="dim")
-    folder = one_line(str(output))
-    console.print(
-        Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
-    )
-    for trouble in plan.troubles:
-        console.print(Text(one_line(f"warning: {trouble}", 1000)), soft_wrap=True)
+        state = "will run" if trial.name in todo else outcome_cell(kept.outcome) if kept else left
+        return trial.name, one_line(trial.spec.model, 200), state
+
+    trials = plural(len(plan.trials), "trial")
+    parts: list[doc.Part] = [
+        doc.Table(("trial", "model", "state"), doc.Lazy(plan.trials, cells), most=doc.Most(60, 60, 60)),
+        doc.Text(f"{trials}, {len(plan.todo)} to run in {output}. {_prediction(plan)}"),
+        *(doc.Text(one_line(f"warning: {trouble}", 1000)) for trouble in plan.troubles),
+    ]
+    print_document(doc.Document("", parts, have_all={}), console)
 
 
 def _prediction(plan: Plan) -> str:

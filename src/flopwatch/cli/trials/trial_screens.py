@@ -9,25 +9,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.present import document as doc
+from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import TrialResult
-from flopwatch.report.contents import epsilon_text, outcome_style
+from flopwatch.report.contents import epsilon_text, outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.text import one_line, plain
+from flopwatch.text import one_line
 
 
 def outcome_text(outcome: str) -> Text:
-    return Text(one_line(outcome, 40), style=outcome_style(outcome))
+    return Text(one_line(outcome, 40), style=STYLES[outcome_class(outcome)])
+
+
+def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
+    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
 
 
 @contextlib.contextmanager
@@ -60,19 +64,13 @@ def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callabl
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:
     """Print the measurements of a trial; if it failed, also the reason, its threads' stacks and the end of its log."""
-    console = console or Console()
-    console.print(Text(one_line(result.name)), style="bold", end="  ")
-    reason = f"({one_line(result.reason, 1000)})" if result.outcome != "ok" else ""
-    console.print(outcome_text(result.outcome), Text(reason), highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in _rows(result):
-        table.add_row(name, Text(one_line(value)))
-    console.print(table, highlight=False)
-    if result.outcome != "ok":
-        for text in (result.stacks, result.log_tail):
-            if text:
-                click.echo(plain(text).rstrip())
-        click.echo(f"run again: {one_line(result.command)}")
+    has_failed = result.outcome != "ok"
+    blocks = [doc.Block(text, most_lines=1000) for text in (result.stacks, result.log_tail) if text and has_failed]
+    again = [doc.Text(f"run again: {result.command}", "command")] if has_failed else []
+    reason = f"({one_line(result.reason, 1000)})" if has_failed else ""
+    lead = [doc.Cell(result.name), outcome_cell(result.outcome)]
+    section = doc.Section(reason, [doc.Facts(_rows(result)), *blocks, *again], lead=lead)
+    print_document(doc.Document("", [section]), console)
 
 
 def _rows(result: TrialResult) -> list[tuple[str, str]]:
@@ -174,17 +172,13 @@ def _outcome(probe: Probe) -> str:
 
 
 def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
-    console = console or Console()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("batch", "memory", "step time", "samples/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("outcome")
-    for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
-        outcome = outcome_text(probe.outcome)
-        table.add_row(*_figures(probe), outcome.append(" (barely fits)") if probe.is_bare else outcome)
-    console.print(table)
-    for sentence in sentences(found, max_batch):
-        console.print(Text(one_line(sentence, 1000)), soft_wrap=True)
+    columns: tuple[doc.Column | str, ...] = (*doc.numbers("batch", "memory", "step time", "samples/s"), "outcome")
+    rows = [
+        (*_figures(probe), outcome_cell(probe.outcome, "(barely fits)" if probe.is_bare else ""))
+        for probe in sorted(found.probes, key=lambda probe: probe.batch_size)
+    ]
+    said = [doc.Text(one_line(sentence, 1000)) for sentence in sentences(found, max_batch)]
+    print_document(doc.Document("", [doc.Table(columns, rows), *said]), console)
 
 
 def _figures(probe: Probe) -> tuple[str, str, str, str]:

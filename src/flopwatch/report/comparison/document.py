@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from flopwatch.numbers import UNKNOWN, factor
 from flopwatch.present.document import (
+    EVERYWHERE,
     Cell,
     Column,
     Document,
@@ -53,11 +54,10 @@ HOW_DECIDED = (
 
 
 def comparison_document(comparison: SweepComparison) -> Document:
-    all_of_it = "--json has all"
     return Document(
         "Two sweeps compared",
         list(_parts(comparison)),
-        have_all={"terminal": all_of_it, "markdown": all_of_it, "html": all_of_it},
+        have_all=dict.fromkeys(EVERYWHERE, "--json has all"),
     )
 
 
