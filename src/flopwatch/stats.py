@@ -23,6 +23,9 @@ FEWEST_BLOCKS = 5
 FEWEST_STEPS_PER_BLOCK = 5
 FEWEST_STEPS = FEWEST_BLOCKS * FEWEST_STEPS_PER_BLOCK
 
+NO_DIFFERENCE = "no measurable difference"
+TOO_FEW = "too few steps"
+
 T = TypeVar("T")
 
 
@@ -57,6 +60,24 @@ def interval(values: Iterable[float], confidence: float) -> tuple[float, float]:
     """
     ordered, outside = sorted(values), (1 - confidence) / 2
     return percentile(ordered, outside), percentile(ordered, 1 - outside)
+
+
+def differ(change: tuple[float, float] | None, noise: tuple[float, float], less: str, more: str) -> str:
+    """Whether B is less or more than A: one of these two words, `NO_DIFFERENCE`, or `TOO_FEW` without an interval.
+
+    Args:
+        change: The interval of the change from A to B, as a ratio or as a difference.
+        noise: Changes that mean nothing, because they are seen between equal runs. The whole interval must lie
+            beyond them, so that no difference is named that is not there.
+        less: The word for an interval below the noise.
+        more: The word for an interval above it.
+
+    >>> differ((1.05, 1.3), (0.96, 1.04), "faster", "slower"), differ((1.01, 1.3), (0.96, 1.04), "faster", "slower")
+    ('slower', 'no measurable difference')
+    """
+    if change is None:
+        return TOO_FEW
+    return more if change[0] > noise[1] else less if change[1] < noise[0] else NO_DIFFERENCE
 
 
 def cut(steps: Sequence[T]) -> list[Sequence[T]]:

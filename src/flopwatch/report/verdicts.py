@@ -18,12 +18,13 @@ from typing import NamedTuple
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
+from flopwatch.stats import differ
 from flopwatch.text import listed
 
-PROCESS_NOISE = 0.02
-"""The step times of two processes that run the same trial differ by up to this share."""
-MEMORY_RESOLUTION = 0.01
-"""Two memory peaks whose relative difference is smaller than this are treated as equal."""
+TIME_NOISE = (0.98 / 1.02, 1.02 / 0.98)
+"""Ratios of two step times that mean nothing: each differs by up to 2 % between processes that run the same trial."""
+MEMORY_NOISE = (1 / 1.01, 1.01)
+"""Ratios of two memory peaks that are treated as equal."""
 
 
 class _Point(NamedTuple):
@@ -49,14 +50,19 @@ def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Cro
 def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
     """Whether the 95 % intervals do not overlap after widening by 2 %; for memory, whether peaks differ by over 1 %."""
     if quantity == "memory":
-        peaks = first.peak_bytes or 0, second.peak_bytes or 0
-        return max(peaks) > (1 + MEMORY_RESOLUTION) * min(peaks)
-    return ends_before(first.high_seconds, second.low_seconds) or ends_before(second.high_seconds, first.low_seconds)
+        ratio = (second.peak_bytes or 0) / (first.peak_bytes or 1)
+        return differ((ratio, ratio), MEMORY_NOISE, "less", "more") in ("less", "more")
+    times = ((cell.low_seconds, cell.high_seconds) for cell in (first, second))
+    return differ(ratio_interval(*times), TIME_NOISE, "less", "more") in ("less", "more")
 
 
-def ends_before(high: float | None, low: float | None) -> bool:
-    """Whether an interval that ends at `high` is below one that begins at `low`, after widening both by 2 %."""
-    return high is not None and low is not None and high * (1 + PROCESS_NOISE) < low * (1 - PROCESS_NOISE)
+def ratio_interval(
+    a: tuple[float | None, float | None], b: tuple[float | None, float | None]
+) -> tuple[float, float] | None:
+    """The lowest and the highest ratio b / a within two intervals; None if one of them is unknown."""
+    if not (a[0] and a[1] and b[0] and b[1]):
+        return None
+    return b[0] / a[1], b[1] / a[0]
 
 
 def interpolated(low: _Point, high: _Point) -> float:
@@ -209,7 +215,7 @@ def _overlap(fastest: Cell, other: Cell) -> bool:
     best, interval = throughput_interval(fastest), throughput_interval(other)
     if best is None or interval is None:  # Without intervals, trials within 10 % are treated as equally fast.
         return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
-    return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
+    return differ(ratio_interval(interval, best), TIME_NOISE, "slower", "faster") != "faster"
 
 
 def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell]]:

@@ -12,7 +12,7 @@ from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
 from flopwatch.runs.waterfall.losses import Waterfall, key_of_other_flops, time_by_part, waterfall_of
-from flopwatch.stats import cut, interval, resampled
+from flopwatch.stats import cut, differ, interval, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"
@@ -145,14 +145,11 @@ def recompute_percent(log: RunLog) -> float | None:
     return sum(share * flops for share, flops in shares) / executed if executed else None
 
 
-NO_DIFFERENCE = "no difference that can be told"
-TOO_FEW = "too few steps to tell"
-"""`NO_DIFFERENCE` and `TOO_FEW` must not change, because scripts read them in the JSON output."""
 CONFIDENCE = 0.99
 _DRAWS = 1000
 _MOST_STEPS_DRAWN = 50
 """If a measure sorts steps, longer blocks are thinned to this length, because 1,000 sorts of a long run are slow."""
-_LEAST = 0.05
+_NOISE = (-0.05, 0.05)
 """A change below 0.05 percent or percentage points is printed as 0.0, so it is not called a difference."""
 
 
@@ -168,8 +165,8 @@ class Line:
         change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
         low: Lower end of the 99 % interval of the change.
         high: Upper end of that interval.
-        verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `NO_DIFFERENCE` or
-            `TOO_FEW`; None for a measure without a verdict.
+        verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `no measurable
+            difference` or `too few steps`; None for a measure without a verdict.
     """
 
     key: str
@@ -332,10 +329,9 @@ def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[Stead
     if change is None or measure.words is None:
         return line
     changes = drawn.changes(measure)
-    if not changes:
-        return replace(line, verdict=TOO_FEW)
-    low, high = interval(changes, CONFIDENCE)
-    return replace(line, low=low, high=high, verdict=_verdict(measure.words, low, high))
+    bounds = interval(changes, CONFIDENCE) if changes else None
+    low, high = bounds or (None, None)
+    return replace(line, low=low, high=high, verdict=differ(bounds, _NOISE, *reversed(measure.words)))
 
 
 def _change(a: float | None, b: float | None, unit: str) -> float | None:
@@ -344,12 +340,6 @@ def _change(a: float | None, b: float | None, unit: str) -> float | None:
     if unit == "%":
         return b - a
     return 100 * (b - a) / a if a else None
-
-
-def _verdict(words: tuple[str, str], low: float, high: float) -> str:
-    if low > _LEAST:
-        return words[0]
-    return words[1] if high < -_LEAST else NO_DIFFERENCE
 
 
 def _totals(a: RunLog, b: RunLog) -> list[Line]:

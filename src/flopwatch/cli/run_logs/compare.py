@@ -16,7 +16,8 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.errors import InputError
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
-from flopwatch.text import plural
+from flopwatch.stats import FEWEST_STEPS, NO_DIFFERENCE, TOO_FEW
+from flopwatch.text import one_line, plural
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
@@ -65,7 +66,6 @@ def compare(
 def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
     """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, as `--json` uses stdout."""
     from flopwatch.runs.comparison import speed_line
-    from flopwatch.stats import FEWEST_STEPS
 
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
@@ -74,8 +74,7 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
             f"{comparison.a.compared} and B has {comparison.b.compared}; run both for more steps"
         )
     is_slower = line.verdict == "slower" and line.change < -percent
-    verdict = _SHORT.get(line.verdict or "", line.verdict)
-    said = f"{line.label} {line.change:+.1f} % ({verdict}), and {percent:g} % slower is allowed"
+    said = f"{line.label} {line.change:+.1f} % ({line.verdict}), and {percent:g} % slower is allowed"
     click.secho(f"{'failed' if is_slower else 'passed'}: {said}", fg="red" if is_slower else None, err=True)
     if is_slower:
         raise SystemExit(1)
@@ -135,10 +134,8 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 
 def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> None:
     """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok. Prints to stderr."""
-    from flopwatch.text import one_line
-
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
-    judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}
+    judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != TOO_FEW}
     if not judged:
         raise InputError(
             "--fail-if-slower needs a trial that both sweeps measured for 6 steps or more; run the same trials in both "
@@ -160,8 +157,7 @@ def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> N
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
-_SHORT = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
-"""Short forms of two verdicts, for a terminal of 80 columns; the JSON has the long forms."""
+_SHORT = {NO_DIFFERENCE: "no clear difference", TOO_FEW: TOO_FEW}  # for a terminal of 80 columns
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30

@@ -25,23 +25,19 @@ from flopwatch.report.comparison.ratios import (
     Ratio,
     Side,
     SweepComparison,
-    Verdict,
 )
+from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 from flopwatch.text import listed, plural
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
-_WORDS: dict[Quantity, dict[Verdict, str]] = {
+_WORDS: dict[Quantity, dict[str, str]] = {
     "time": {"better": "faster", "worse": "slower"},
     "samples_per_s": {"better": "faster", "worse": "slower"},
     "memory": {"better": "less", "worse": "more"},
     "mfu": {"better": "higher", "worse": "lower"},
 }
-_UNDECIDED: dict[Verdict, str] = {
-    "not told apart": "no measurable difference",
-    "too few steps": "too few steps",
-}
-_MARKS = {"not told apart": "≈", "too few steps": "?"}
-_TONES: dict[Verdict, Tone] = {"better": "better", "worse": "worse"}
+_MARKS = {NO_DIFFERENCE: "≈", TOO_FEW: "?"}
+_TONES: dict[str, Tone] = {"better": "better", "worse": "worse"}
 _MOST_PAIRS = Most(30, 100, 1000)
 _MOST_NAMES = 10
 HOW_DECIDED = (
@@ -162,7 +158,7 @@ def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[Cell | str]:
         # A terminal has room for one interval; those of samples/s and MFU follow from that of the time.
         yield Cell(f"{value}{interval}", short=f"{value} {between}" if quantity == shown[0] else value)
         unstable = "~" if pair.is_unstable and quantity != "memory" else ""
-        said = {**_UNDECIDED, **_WORDS[quantity]}[ratio.verdict]
+        said = _WORDS[quantity].get(ratio.verdict, ratio.verdict)
         mark = _MARKS.get(ratio.verdict, said)
         yield Cell(said, _TONES.get(ratio.verdict, ""), unstable, short=f"{mark} {unstable}")
 

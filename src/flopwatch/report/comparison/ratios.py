@@ -7,12 +7,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell
-from flopwatch.report.verdicts import MEMORY_RESOLUTION, ends_before, throughput_interval
+from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, ratio_interval, throughput_interval
+from flopwatch.stats import differ
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
-Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
-"""The JSON output contains these words, so they must not change. Other output writes "no measurable difference" instead
-of `not told apart`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,8 @@ class Ratio:
         low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
         high: Highest ratio within the 95 % intervals of both values; None in the same cases.
         verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, because two runs
-            of the same trial may differ that much. For memory: if the peaks differ by more than 1 %.
+            of the same trial may differ that much. For memory: if the peaks differ by more than 1 %. Otherwise
+            `no measurable difference` or `too few steps`.
     """
 
     a: float
@@ -34,7 +33,7 @@ class Ratio:
     ratio: float
     low: float | None
     high: float | None
-    verdict: Verdict
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +197,11 @@ def _ratio(a: _Figure, b: _Figure, quantity: Quantity) -> Ratio | None:
     ratio = b.value / a.value
     if not 0 < ratio <= MOST_FINITE:
         return None
-    low = b.low / a.high if b.low and a.high else None
-    high = b.high / a.low if b.high and a.low else None
-    return Ratio(a.value, b.value, ratio, low, high, _verdict(a, b, quantity))
-
-
-def _verdict(a: _Figure, b: _Figure, quantity: Quantity) -> Verdict:
+    bounds = ratio_interval((a.low, a.high), (b.low, b.high))
+    words = ("worse", "better") if _MORE_IS_BETTER[quantity] else ("better", "worse")
     if quantity == "memory":
-        is_decided = max(a.value, b.value) > (1 + MEMORY_RESOLUTION) * min(a.value, b.value)
-    elif None in (a.low, a.high, b.low, b.high):
-        return "too few steps"
+        verdict = differ((ratio, ratio), MEMORY_NOISE, *words)
     else:
-        is_decided = ends_before(a.high, b.low) or ends_before(b.high, a.low)
-    if not is_decided:
-        return "not told apart"
-    return "better" if (b.value > a.value) == _MORE_IS_BETTER[quantity] else "worse"
+        verdict = differ(bounds, TIME_NOISE, *words)
+    low, high = bounds or (None, None)
+    return Ratio(a.value, b.value, ratio, low, high, verdict)
