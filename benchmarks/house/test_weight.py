@@ -10,12 +10,12 @@ from house.weight import kinds_of_lines
 
 MOST = {
     "parsers of `/proc/PID/stat`": 1,
-    "validators of JSON, besides pydantic": 2,
+    "validators of JSON, besides pydantic": 1,
     "followers of JSON lines": 1,
-    "thinners of curves": 2,
+    "thinners of curves": 1,
     "drawings of a waterfall": 8,
     "vocabularies of time": 2,
-    "statistics of a difference": 2,
+    "statistics of a difference": 1,
 }
 """Whoever removes a copy lowers its number; the aim is 1, and for drawings 1 in each medium."""
 MOST_CYCLES = 2
@@ -24,7 +24,7 @@ COPIES = {
     "parsers of `/proc/PID/stat`": 'fields = Path(f"/proc/{pid}/stat").read_text().split()',
     "validators of JSON, besides pydantic": "def read(kind, content):\n    hints = get_type_hints(kind)",
     "followers of JSON lines": "def poll(self):\n    stream.seek(self._offset)",
-    "thinners of curves": "class ThinnedLine:\n    pass",
+    "thinners of curves": "points = [mean(points[start : start + 2]) for start in range(0, len(points), 2)]",
     "drawings of a waterfall": "def waterfall_rows(waterfall: Waterfall) -> list[str]:\n    return []",
     "vocabularies of time": 'NAMES = {"input_wait": "a", "eval": "b", "checkpoint": "c", "restart": "d"}',
     "statistics of a difference": "def is_slower(low: float, high: float) -> bool:\n    return low > 0.02",

@@ -30,6 +30,15 @@ def valid_if(check: Callable[[Any], bool]) -> Mapping[str, Callable[[Any], bool]
     return {"check": check}
 
 
+def is_amount(value: Any) -> bool:
+    """Whether a value is a finite number that can be added up."""
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
+
+
+def are_amounts(value: Any) -> bool:
+    return type(value) is dict and all(map(is_amount, value.values()))
+
+
 _DEEPEST = 60
 """Limit for levels of nesting. The json module reads about 1,000 levels, but fails when it writes that many."""
 

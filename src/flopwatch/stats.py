@@ -15,8 +15,8 @@ steps was at most 0.9, and in 23 % at a correlation of 0.98 in 400 steps.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 MOST_BLOCKS = 10
 FEWEST_BLOCKS = 5
@@ -27,6 +27,51 @@ NO_DIFFERENCE = "no measurable difference"
 TOO_FEW = "too few steps"
 
 T = TypeVar("T")
+
+
+class Thinned(Generic[T]):
+    """A list of bounded length: when it is full, each pair of neighbours is merged into one.
+
+    >>> pairs = Thinned(most=4, merge=lambda items: sum(items) / len(items))
+    >>> for number in range(6):
+    ...     pairs.add(number)
+    >>> pairs.items()
+    [0.5, 2.5, 4.5]
+    """
+
+    def __init__(self, most: int, merge: Callable[[list[T]], T]) -> None:
+        self._most, self._merge = most, merge
+        self._size = 1
+        self._items: list[T] = []
+        self._waiting: list[T] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._items or self._waiting)
+
+    def add(self, item: T) -> None:
+        self._waiting.append(item)
+        if len(self._waiting) == self._size:
+            self._items.append(self._merge(self._waiting))
+            self._waiting = []
+            if len(self._items) >= self._most:
+                self._items = in_groups(self._items, 2, self._merge)
+                self._size *= 2
+
+    def keep(self, is_kept: Callable[[T], bool]) -> None:
+        """Remove the items for which `is_kept` is false."""
+        self._items, self._waiting = list(filter(is_kept, self._items)), list(filter(is_kept, self._waiting))
+
+    def items(self, most: int | None = None) -> list[T]:
+        """The items, the last of which may be merged from fewer; if there are more than `most`, merged again."""
+        items = [*self._items, *([self._merge(self._waiting)] if self._waiting else [])]
+        while most is not None and len(items) > most:
+            items = in_groups(items, 2, self._merge)
+        return items
+
+
+def in_groups(items: Sequence[T], size: int, merge: Callable[[list[T]], T]) -> list[T]:
+    """Merge each `size` neighbours into one."""
+    return [merge(list(items[start : start + size])) for start in range(0, len(items), size)]
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

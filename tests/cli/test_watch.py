@@ -21,7 +21,7 @@ from flopwatch.cli.run_logs.watch_panels import draw_curve
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.records.run import Notice, Row, RunStart
 from flopwatch.runs import read_log
-from flopwatch.runs.state import ThinnedCurve, WatchedRun, WatchFeed
+from flopwatch.runs.state import WatchedCurve, WatchedRun, WatchFeed
 from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"
@@ -205,7 +205,7 @@ def test_the_last_of_the_steps_planned_is_all_of_them_also_when_they_are_counted
 
 
 def test_a_curve_of_any_length_keeps_its_ends_its_mean_and_a_bounded_size():
-    curve = ThinnedCurve()
+    curve = WatchedCurve()
     for step in range(1, 200_001):
         curve.add(step, float(step % 1000))
     points = curve.points()

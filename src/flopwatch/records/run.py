@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from flopwatch.decode import LARGEST, valid_if
+from flopwatch.decode import LARGEST, are_amounts, is_amount, valid_if
 
 Number: TypeAlias = int | float
 Level = Literal["info", "warning", "error"]
@@ -23,21 +23,12 @@ FORMAT = 1
 _TIMES = ("seconds", "input_wait_seconds")
 
 
-def _is_amount(value: Any) -> bool:
-    """Whether a value is a finite number that can be added up."""
-    return type(value) in (int, float) and -LARGEST < value < LARGEST
-
-
-def _are_amounts(value: Any) -> bool:
-    return type(value) is dict and all(map(_is_amount, value.values()))
-
-
 def _is_ledger(value: Any) -> bool:
     if type(value) is not dict:
         return False
     steps, start = value.get("steps", 0), value.get("first_start_unix_time")
-    are_sums = all(_are_amounts(value.get(part, {})) for part in ("totals", "seconds", "timed_flops"))
-    return are_sums and type(steps) is int and _is_amount(steps) and (start is None or _is_amount(start))
+    are_sums = all(are_amounts(value.get(part, {})) for part in ("totals", "seconds", "timed_flops"))
+    return are_sums and type(steps) is int and is_amount(steps) and (start is None or is_amount(start))
 
 
 def _are_columns(value: Any) -> bool:
@@ -58,17 +49,15 @@ def _is_column(name: str, column: Any, length: int) -> bool:
     if float not in kinds:  # `min` and `max` are ten times as quick as a loop, but not right if there is a NaN
         return not known or bool(min(known) > -LARGEST and max(known) < LARGEST)
     if name in _TIMES:
-        return all(map(_is_amount, known))
+        return all(map(is_amount, known))
     # The values of a metric may be NaN or infinite.
     return int not in kinds or all(type(cell) is float or -LARGEST < cell < LARGEST for cell in known)
 
 
-_TIME = valid_if(_is_amount)
+_TIME = valid_if(is_amount)
 _COUNT = valid_if(lambda value: type(value) is int and 0 < value < LARGEST)
 _LEDGER = valid_if(_is_ledger)
-_PEAK = valid_if(
-    lambda value: type(value) is dict and _is_amount(value.get("flops_per_s")) and value["flops_per_s"] > 0
-)
+_PEAK = valid_if(lambda value: type(value) is dict and is_amount(value.get("flops_per_s")) and value["flops_per_s"] > 0)
 _LEVEL = valid_if(lambda value: type(value) is str)  # a later version may have more levels
 _ENVIRONMENT = valid_if(lambda value: type(value) is dict and type(value.get("process", {})) is dict)
 

@@ -15,7 +15,7 @@ from flopwatch.records.time_uses import LOST
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
-from flopwatch.stats import percentile
+from flopwatch.stats import Thinned, percentile
 
 
 class WatchFeed:
@@ -99,47 +99,29 @@ _LEAST_SHARE_PERCENT = 1e-9
 """A smaller share of the FLOPs is treated as 0, because it is a rounding error."""
 
 
-class ThinnedCurve:
-    """A curve with at most 1,024 points. When it is full, each pair of neighbouring points is replaced by its mean.
-
-    >>> curve = ThinnedCurve(most_points=4)
-    >>> for step in range(6):
-    ...     curve.add(step, 10.0 * step)
-    >>> curve.points()
-    [(0.5, 5.0), (2.5, 25.0), (4.5, 45.0)]
+class WatchedCurve:
+    """A curve with at most 1,024 points, each of which is the mean of one or several windows.
 
     Attributes:
         ends: The first and the last step that were added.
     """
 
-    def __init__(self, most_points: int = _MOST_POINTS) -> None:
-        self._most_points = most_points
-        self._merged = 1
-        self._points: list[tuple[float, float]] = []
-        self._waiting: list[tuple[float, float]] = []
+    def __init__(self) -> None:
+        self._points: Thinned[tuple[float, float]] = Thinned(_MOST_POINTS, _mean)
         self.ends = (0, 0)
 
     def add(self, step: int, value: float) -> None:
         """Add a point. A value that is nan or infinite is ignored."""
-        if not isfinite(value):
-            return
-        self.ends = (self.ends[0] if self._points or self._waiting else step, step)
-        self._waiting.append((step, value))
-        if len(self._waiting) < self._merged:
-            return
-        self._points.append(_mean(self._waiting))
-        self._waiting = []
-        if len(self._points) >= self._most_points:
-            self._points = [_mean(self._points[index : index + 2]) for index in range(0, len(self._points), 2)]
-            self._merged *= 2
+        if isfinite(value):
+            self.ends = (self.ends[0] if self._points else step, step)
+            self._points.add((step, value))
 
     def drop_after(self, step: float) -> None:
         """Remove the points after a step, because a resumed run repeats those steps."""
-        self._points = [point for point in self._points if point[0] <= step]
-        self._waiting = [point for point in self._waiting if point[0] <= step]
+        self._points.keep(lambda point: point[0] <= step)
 
     def points(self) -> list[tuple[float, float]]:
-        return [*self._points, *([_mean(self._waiting)] if self._waiting else [])]
+        return self._points.items()
 
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -177,7 +159,7 @@ class WatchedRun:
         self.loss: tuple[int, float] | None = None
         self.notices: deque[Notice] = deque(maxlen=_MOST_NOTICES)
         self.summary: Summary | None = None
-        self.curves = {key: ThinnedCurve() for key in CURVES}
+        self.curves = {key: WatchedCurve() for key in CURVES}
         self.heard_unix_time = -inf
         self._first_row: Row | None = None
         self._steps_per_row = 1

@@ -8,8 +8,9 @@ from flopwatch.numbers import count
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Table
 from flopwatch.report.run_page.contents import Kind, Moment
-from flopwatch.report.run_page.curves import Curve, Point, in_groups
+from flopwatch.report.run_page.curves import Curve, Point, merged
 from flopwatch.report.run_page.words import metric_name, moment_words, utc
+from flopwatch.stats import in_groups
 from flopwatch.text import plural
 
 WIDTH = 460.0
@@ -134,7 +135,7 @@ def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Ite
     """Strips without colour that show the values of the steps below the pointer."""
     most = max((len(curve.points) for curve in curves), default=0)
     size = ceil(most / MOST_TIPS)
-    columns = [in_groups(list(curve.points), size) for curve in curves if curve.points]
+    columns = [in_groups(curve.points, size, merged) for curve in curves if curve.points]
     longest = max(columns, key=len, default=[])
     for place, point in enumerate(longest):
         left = x(point.first_step) if place else _LEFT

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import isfinite
 
+from flopwatch.stats import Thinned
+
 MOST_POINTS = 600
 
 
@@ -54,8 +56,6 @@ class Curve:
 class CurveMaker:
     """Collects the points of a curve, newest first, in bounded memory.
 
-    When there are too many points, each pair of neighbours is merged into one.
-
     >>> maker = CurveMaker("perf/step_time", most_points=2)
     >>> for step in (4, 3, 2, 1):
     ...     maker.add(Point(step, step, 100.0 + step, step, step, step))
@@ -66,9 +66,7 @@ class CurveMaker:
     def __init__(self, key: str, most_points: int = MOST_POINTS) -> None:
         self.key = key
         self._most_points = most_points
-        self._points: list[Point] = []
-        self._waiting: list[Point] = []
-        self._merged = 1
+        self._points = Thinned(2 * most_points, merged)
         self._windows = 0
         self._last: float | None = None
         self._broken_windows = 0
@@ -82,27 +80,13 @@ class CurveMaker:
             return
         self._windows += 1
         self._last = point.mean if self._last is None else self._last
-        self._waiting.append(point)
-        if len(self._waiting) < self._merged:
-            return
-        self._points.append(merged(self._waiting))
-        self._waiting = []
-        if len(self._points) >= 2 * self._most_points:
-            self._points = in_groups(self._points, 2)
-            self._merged *= 2
+        self._points.add(point)
 
     def curve(self) -> Curve:
-        points = [*self._points, *([merged(self._waiting)] if self._waiting else [])]
-        while len(points) > self._most_points:
-            points = in_groups(points, 2)
+        points = self._points.items(self._most_points)
         mean = merged(points).mean if points else None
         broken = (self._broken_windows, self._broken_at_step)
         return Curve(self.key, tuple(reversed(points)), self._windows, self._last, mean, *broken)
-
-
-def in_groups(points: list[Point], size: int) -> list[Point]:
-    """Merge each `size` neighbouring points into one."""
-    return [merged(points[start : start + size]) for start in range(0, len(points), size)]
 
 
 def merged(points: list[Point]) -> Point:

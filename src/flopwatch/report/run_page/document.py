@@ -32,9 +32,10 @@ from flopwatch.report.exports import json_document, record_fields
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
 from flopwatch.report.run_page.contents import Moment, RunReport
-from flopwatch.report.run_page.curves import Curve, in_groups
+from flopwatch.report.run_page.curves import Curve, merged
 from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural
 
 TABLE_ROWS = 100
@@ -217,7 +218,7 @@ def _curve_table(curve: Curve, style: ChartStyle) -> Table:
             words.utc(point.unix_time),
             *(style.write(value) for value in (point.low, point.mean, point.high)),
         )
-        for point in in_groups(list(curve.points), ceil(len(curve.points) / TABLE_ROWS))
+        for point in in_groups(curve.points, ceil(len(curve.points) / TABLE_ROWS), merged)
     ]
     return Table(numbers("steps", "end (UTC)", "least", "mean", "most"), rows, words.metric_name(curve.key))
 
