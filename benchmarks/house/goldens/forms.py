@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -138,12 +139,18 @@ def _text_sections(text: str) -> Sections:
             yield " ".join(lines[0].split())[:60], lines
 
 
+def numbers_in(lines: Iterable[str]) -> Iterator[str]:
+    """Without their signs, which have several spellings; digits in a name are no number."""
+    for line in lines:
+        yield from (found.rstrip(".,") for found in re.findall(r"(?<![\w.])\d[\d.,]*(?!\w)", line))
+
+
+def words_in(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield from re.findall(r"[\w.,%×+−-]*\w[\w%]*", line)
+
+
 def words_lost_and_new(before: Iterable[str], after: Iterable[str]) -> tuple[list[str], list[str]]:
     """Words that occur less or more often than before, whatever the lines are."""
-    counted: dict[str, int] = {}
-    for sign, lines in ((-1, before), (1, after)):
-        for line in lines:
-            for word in re.findall(r"[\w.,%×+−-]*\w[\w%]*", line):
-                counted[word] = counted.get(word, 0) + sign
-    lost = [word for word, count in counted.items() for _ in range(-count)]
-    return lost, [word for word, count in counted.items() for _ in range(count)]
+    was, now = Counter(words_in(before)), Counter(words_in(after))
+    return list((was - now).elements()), list((now - was).elements())
