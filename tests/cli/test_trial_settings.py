@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flopwatch.cli.trials.trial import asked_for
+from flopwatch.cli.trials.trial_run import asked_for
 from flopwatch.records.trial import FORMAT, TrialSpec
 
 SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()

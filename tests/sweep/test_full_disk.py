@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from flopwatch.cli import LastingStream
+from flopwatch.cli.streams import LastingStream
 from flopwatch.files import write_json
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec

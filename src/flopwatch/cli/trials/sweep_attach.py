@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from flopwatch.cli import lasting_output
+from flopwatch.cli.streams import lasting_output
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import is_sweep_folder

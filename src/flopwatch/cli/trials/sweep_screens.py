@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.cli import PatientLines
+from flopwatch.cli.streams import PatientLines
 from flopwatch.cli.trials.trial_screens import outcome_cell, outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time

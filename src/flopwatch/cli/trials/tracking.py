@@ -18,17 +18,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import click
 
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.records.sweep_results import read_trial_list
+from flopwatch.records.trial_files import RESULTS, SWEEP
+from flopwatch.report.capture import Capture, follow_results
+from flopwatch.report.exports import trial_run, trial_runs
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
-from flopwatch.text import plural
-
-if TYPE_CHECKING:
-    from flopwatch.report.capture import Capture
-
+from flopwatch.text import one_line, plural
 
 FOLLOWER = "flopwatch.cli.trials.tracking"
 _PATIENCE_SECONDS = 300.0
@@ -66,8 +66,6 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
 
 
 def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes]) -> "subprocess.Popen[bytes] | None":
-    from flopwatch.records.trial_files import RESULTS
-
     results = folder / RESULTS
     try:
         offset = results.stat().st_size if results.exists() else 0
@@ -119,14 +117,12 @@ def _waited(follower: "subprocess.Popen[bytes]") -> int:
 
 
 def _last_line(said: IO[bytes]) -> str:
-    from flopwatch.text import one_line
-
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
     return one_line(lines[-1]) if lines else "the process that logs trials printed nothing"
 
 
-def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[TrialLog]":
+def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> list[TrialLog]:
     """Connect to the requested services. Raises if a package, a login or a server is missing."""
     logs: list[TrialLog] = []
     if wandb is not None:
@@ -143,10 +139,8 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     return logs
 
 
-def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
+def log_capture(capture: Capture, wandb: str | None, mlflow: str | None) -> None:
     """Log every trial that has a result, or update its earlier run there. Exit with status 1 if that failed for one."""
-    from flopwatch.report.exports import trial_runs
-
     is_whole = True
     for log in open_logs(capture.folder, wandb, mlflow):
         logged = log_trials(trial_runs(capture), log)
@@ -156,14 +150,12 @@ def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> No
         raise SystemExit(1)
 
 
-def logged_text(service: str, logged: "Logged") -> str:
+def logged_text(service: str, logged: Logged) -> str:
     """How many trials were logged and how many failed, in one line.
 
     >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
-    from flopwatch.text import one_line
-
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:
         text += f", {len(logged.failures)} failed ({one_line(logged.failures[0])[:500]})"
@@ -193,17 +185,11 @@ def _wait_for_end(over: threading.Event) -> None:
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
     """Wait until the sweep has created `folder`, because a new sweep rejects a folder with files, such as W&B's."""
-    from flopwatch.records.trial_files import SWEEP
-
     while not (folder / SWEEP).exists() and not over.wait(0.1):
         pass
 
 
 def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun]:
-    from flopwatch.records.sweep_results import read_trial_list
-    from flopwatch.report.capture import follow_results
-    from flopwatch.report.exports import trial_run
-
     created = read_trial_list(folder).created
     for result in follow_results(folder, offset, over.is_set):
         yield trial_run(result, folder.resolve().name, created)

@@ -4,10 +4,8 @@ import contextlib
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -249,7 +247,3 @@ def _fastest(found: Found) -> str | None:
         return None
     same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
     return f"Fastest: {found.fastest}, {number(rate)} samples/s{same}."
-
-
-def as_content(found: Found, output: Path) -> dict[str, Any]:
-    return {**asdict(found), "folder": str(output)}

@@ -1,0 +1,143 @@
+"""Output streams whose errors do not stop a command.
+
+While trials run, a closed pipe, a full disk or a closed terminal is reported once, and the trials continue.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from threading import Thread
+from typing import TextIO, cast
+
+
+def discard_output(stream: TextIO) -> None:
+    """Send the stream to /dev/null, because otherwise Python would write its buffer at exit and fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+class LastingStream:
+    """A text stream whose `write` and `flush` do not raise if the pipe is closed or the disk is full.
+
+    Args:
+        stream: The stream to write to.
+        other: The stream that gets one message when `stream` can no longer be written to.
+    """
+
+    def __init__(self, stream: TextIO, other: TextIO) -> None:
+        self._stream, self._other = stream, other
+        self.is_gone = False
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.errors = getattr(stream, "errors", None) or "strict"
+        self.closed = False
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() takes a str, got {type(text).__name__}")
+        if self.is_gone:
+            return len(text)
+        try:
+            self._stream.write(text)
+        except UnicodeError:  # the encoding lacks a character, or the text has a lone surrogate
+            return self.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        except BlockingIOError:  # a non-blocking pipe is full: this text is lost
+            return len(text)
+        except (OSError, ValueError) as error:
+            if not self._may_recover(error):
+                self._give_up(error)
+        return len(text)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        if self.is_gone:
+            return
+        try:
+            self._stream.flush()
+        except BlockingIOError:
+            return
+        except (OSError, ValueError) as error:
+            if is_last or not self._may_recover(error):
+                self._give_up(error)
+
+    def _may_recover(self, error: Exception) -> bool:
+        """Whether the output is a file on a full disk: the stream keeps the text and writes it once there is space."""
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            return stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode)
+        return False
+
+    def isatty(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self.is_gone = True
+        with contextlib.suppress(OSError, ValueError):
+            discard_output(self._stream)
+        # A reader such as `| head -1` closes the pipe on purpose, so a BrokenPipeError needs no message.
+        if not isinstance(error, BrokenPipeError):
+            reason = getattr(error, "strerror", None) or str(error)
+            with contextlib.suppress(OSError, ValueError):
+                self._other.write(f"flopwatch: cannot write to the output ({reason}); continuing without it\n")
+                self._other.flush()
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside the block, printing does not raise if the pipe is closed or the disk is full."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        cast("TextIO", LastingStream(stream, other)) if stream is not None else stream
+        for stream, other in (before, before[::-1])
+    )
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, LastingStream):
+                stream.flush(is_last=True)
+        sys.stdout, sys.stderr = before
+
+
+_PATIENCE_SECONDS = 5.0
+
+
+class PatientLines:
+    """Prints lines in a thread, so that a pipe that is read slowly, such as `| less`, does not block the sweep.
+
+    Args:
+        say: A function that prints a line. It blocks while the pipe is full.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # its put() is safe in a signal handler
+
+        # The thread is not a daemon, so that Python waits at exit until every line is printed.
+        self._thread = Thread(target=self._print, name="flopwatch lines")
+        self._thread.start()
+
+    def __call__(self, line: str) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Wait up to 5 s until all lines are printed. Lines that take longer are printed before Python exits."""
+        self._lines.put(None)
+        self._thread.join(_PATIENCE_SECONDS)
+
+    def _print(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with contextlib.suppress(Exception, SystemExit):
+                self._say(line)
