@@ -1,21 +1,21 @@
-"""MFU of one step, by functions with the names and arguments that docs/requirements.md prescribes.
-
-The command line imports this module, so torch is imported inside the functions that need it.
-"""
+"""MFU of one step, by functions with the names and arguments that docs/requirements.md prescribes."""
 
 import math
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+from torch import nn
 
 from flopwatch.errors import InputError
+from flopwatch.flops.count import count_flops
+from flopwatch.flops.fit import fit_flops_law
+from flopwatch.flops.law import FlopLaw
+from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
+from flopwatch.models.load import dummy_batch
+from flopwatch.monitor.config import ModeName
 from flopwatch.spellings import MODES
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flopwatch.flops.law import FlopLaw
 
 __all__ = ["calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"]
 
@@ -41,7 +41,7 @@ def calculate_mfu(flops: float, seconds: float, peak_flops_per_s: float) -> floa
 
 
 def calculate_mfu_with_profiler(
-    model: "nn.Module",
+    model: nn.Module,
     batch_size: int,
     seq_length: int,
     step_time: float,
@@ -57,7 +57,7 @@ def calculate_mfu_with_profiler(
 
 
 def calculate_precise_mfu(
-    model: "nn.Module",
+    model: nn.Module,
     batch_size: int,
     seq_length: int,
     step_time: float,
@@ -82,8 +82,6 @@ def calculate_precise_mfu(
     Returns:
         A fraction, or None with a warning if the device's peak is unknown.
     """
-    from flopwatch.monitor.config import ModeName
-
     modes = (*get_args(ModeName), *MODES)
     if measurement_mode not in modes:
         choices = ", ".join(map(repr, modes))
@@ -92,25 +90,21 @@ def calculate_precise_mfu(
     return _mfu(model, flops, step_time, peak_flops_per_s)
 
 
-def profile_model_flops(model: "nn.Module", batch_example: Mapping[str, Any]) -> float:
+def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any]) -> float:
     """FLOPs of one training step on this batch, estimated from the modules' shapes without running the model.
 
     Padding, images (`image_grid_thw`), frozen weights and idle experts are taken into account. `count_flops` gives the
     exact number; docs/accuracy.md shows the difference between the two.
     """
-    from flopwatch.flops.count import count_flops
-
     return float(count_flops(model, dict(batch_example), method="estimate").model_flops)
 
 
-def _mfu(model: "nn.Module", flops: float, seconds: float, peak_flops_per_s: float | None) -> float | None:
+def _mfu(model: nn.Module, flops: float, seconds: float, peak_flops_per_s: float | None) -> float | None:
     peak = _peak_of(model) if peak_flops_per_s is None else peak_flops_per_s
     return None if peak is None else calculate_mfu(flops, seconds, peak)
 
 
-def _peak_of(model: "nn.Module") -> float | None:
-    from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
-
+def _peak_of(model: nn.Module) -> float | None:
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type == "meta":
         raise InputError("the model has no float parameters on a real device; pass peak_flops_per_s")
@@ -122,14 +116,11 @@ def _peak_of(model: "nn.Module") -> float | None:
     return peak.flops_per_s
 
 
-_laws: "weakref.WeakKeyDictionary[nn.Module, tuple[int, FlopLaw]]" = weakref.WeakKeyDictionary()
+_laws: weakref.WeakKeyDictionary[nn.Module, tuple[int, FlopLaw]] = weakref.WeakKeyDictionary()
 """For each model: a hash of its structure, and the FLOP polynomial that was fitted for this structure."""
 
 
-def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> int:
-    from flopwatch.flops.count import count_flops
-    from flopwatch.models.load import dummy_batch
-
+def _flops(model: nn.Module, batch_size: int, seq_length: int, mode: str) -> int:
     batch = dummy_batch(model, batch_size, seq_length)
     if mode == "estimate":
         return count_flops(model, batch, method="estimate").model_flops
@@ -141,10 +132,8 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
     return count_flops(model, batch).model_flops
 
 
-def _law(model: "nn.Module", batch: object) -> "FlopLaw":
+def _law(model: nn.Module, batch: object) -> FlopLaw:
     """The polynomial that gives the model's FLOPs from the batch shape; fitted again if the model has changed."""
-    from flopwatch.flops.fit import fit_flops_law
-
     known = _laws.get(model)
     now = _fingerprint(model)
     if known is None or known[0] != now:
@@ -152,7 +141,7 @@ def _law(model: "nn.Module", batch: object) -> "FlopLaw":
     return known[1]
 
 
-def _fingerprint(model: "nn.Module") -> int:
+def _fingerprint(model: nn.Module) -> int:
     """A hash of the model's parameters and of the plain settings of its modules."""
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters())
     plain = (bool, int, float, str)

@@ -1,5 +1,6 @@
 """`flopwatch init`: writes a YAML file with every setting of the monitor or of a sweep, for the user to edit."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -21,8 +22,6 @@ def init(
     force: Annotated[bool, flag("Replace the file if it exists.", "--force")] = False,
 ) -> None:
     """Write a YAML file in which every setting is explained and has its default."""
-    import shlex
-
     target = file or Path("sweep.yaml" if sweep else "flopwatch.yaml")
     _write(target, SWEEP if sweep else monitor_template(), replace=force)
     name = shlex.quote(str(target))

@@ -1,19 +1,17 @@
 """Read the results of a sweep: `load(DIR)` returns a table of trials, `summarise(DIR)` the content of the report."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flopwatch.optional import lazy_exports
+from flopwatch.report.capture import capture_sweep
+from flopwatch.report.comparison import compare_sweeps
+from flopwatch.report.records import SweepSummary
+from flopwatch.report.summary import summarise as summarise_capture
 from flopwatch.report.table import COLUMNS, Column, Table, load
-
-if TYPE_CHECKING:
-    from flopwatch.report.comparison import compare_sweeps
-    from flopwatch.report.records import SweepSummary
 
 __all__ = ["COLUMNS", "Column", "SweepSummary", "Table", "compare_sweeps", "load", "summarise"]
 
 
-def summarise(sweep: str | Path) -> "SweepSummary":
+def summarise(sweep: str | Path) -> SweepSummary:
     """Return the content of `flopwatch report` as a record: what to run, costs, failures and warnings.
 
     Args:
@@ -28,13 +26,4 @@ def summarise(sweep: str | Path) -> "SweepSummary":
         >>> summarise(".").totals.by_outcome
         {'hang': 1}
     """
-    from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.summary import summarise as summarise_capture
-
     return summarise_capture(capture_sweep(Path(sweep).expanduser()))
-
-
-__getattr__ = lazy_exports(
-    "flopwatch.report",
-    {"SweepSummary": "flopwatch.report.records", "compare_sweeps": "flopwatch.report.comparison"},
-)

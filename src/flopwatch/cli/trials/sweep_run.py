@@ -14,7 +14,6 @@ from flopwatch.cli.trials.sweep_screens import CommandScreen, print_dry_run, pri
 from flopwatch.cli.trials.tracking import refuse_unusable, tracked
 from flopwatch.errors import InputError
 from flopwatch.records.repeats import RepeatPolicy
-from flopwatch.sweep import run_sweep
 from flopwatch.sweep.engines.local import check_gpus
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import FolderGoneError, held_folder
@@ -33,6 +32,7 @@ from flopwatch.sweep.runner.plan import (
 from flopwatch.sweep.spec.matrix import Matrix, expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names
 from flopwatch.sweep.spec.parsing import parse_overrides
+from flopwatch.sweep.start import run_sweep
 from flopwatch.text import one_line, plural
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}

@@ -25,12 +25,12 @@ from flopwatch.numbers import byte_size, count, duration, flops, percent, step_t
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep import Screen
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan
+from flopwatch.sweep.start import Screen
 from flopwatch.text import one_line, plural
 
 _LAST_ENDED = 6

@@ -7,11 +7,14 @@ the functions that need them.
 """
 
 import contextlib
+import hashlib
 import os
+import platform
 import shlex
 import stat
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +61,6 @@ def host_facts() -> dict[str, Any]:
 def _cpu() -> str:
     name = _line(Path("/proc/cpuinfo"), "model name")
     if not name:
-        import platform
-
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} threads"
 
@@ -75,9 +76,6 @@ def _line(file: Path, key: str) -> str:
 @cache
 def machine() -> dict[str, Any]:
     """Versions and devices of this host."""
-    import platform
-    from importlib import metadata
-
     found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
         try:
@@ -111,8 +109,6 @@ def _words(command: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
     """The digest of a file, or of the sources of `module:Class`; None for an installed package or a missing file."""
-    import hashlib
-
     module, colon, _ = name.partition(":")
     try:
         files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]

@@ -28,6 +28,8 @@ from flopwatch.records.trial import (
     TrialSpec,
 )
 from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, STEPS, log_file, trial_folder
+from flopwatch.runs import find_log, read_log
+from flopwatch.runs.measures import steady_steps
 from flopwatch.stats import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
@@ -363,9 +365,6 @@ def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tupl
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
     if not any(trial_dir.glob("*.jsonl")) and not (trial_dir / "flopwatch").is_dir():  # see `find_log`
         return {}
-    from flopwatch.runs import find_log, read_log  # imported here because few trials have a monitor's log
-    from flopwatch.runs.measures import steady_steps
-
     try:
         log = read_log(find_log(trial_dir))
         summary, seconds = log.summary, [step.seconds for step in steady_steps(log)]

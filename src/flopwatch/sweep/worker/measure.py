@@ -26,6 +26,7 @@ from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.privacy import declared_spent
 from flopwatch.sweep.trainers.protocol import (
     StepPart,
     Trainer,
@@ -198,8 +199,6 @@ class _TrialRun:
 
     def account_privacy(self) -> None:
         """Compute epsilon; after the steps, because the PRV accountant may take hundreds of megabytes."""
-        from flopwatch.sweep.trainers.privacy import declared_spent  # loads pydantic and Opacus, which few trials need
-
         spent = declared_spent(self.spec.privacy, self.spec.batch_size, self.measured.declared_privacy)
         self.measured = replace(self.measured, privacy=spent)
 

@@ -1,0 +1,153 @@
+"""Runs a sweep: from Python by `flopwatch.sweep.run`, or by the command `flopwatch sweep`."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from flopwatch.records.repeats import RepeatPolicy
+from flopwatch.records.sweep_results import read_results
+from flopwatch.records.trial import TrialResult
+from flopwatch.sweep.engines.protocol import Engine, load_engine
+from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.full_disk import refused_on_a_full_disk
+from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
+from flopwatch.sweep.runner.observing import Observer, Stop, runner_file
+from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy
+from flopwatch.sweep.runner.run import run_plan
+from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.spec.names import check_names
+
+
+def run(
+    matrix: Mapping[str, Any] | str | Path,
+    folder: str | Path = "flopwatch-sweep",
+    *,
+    engine: str | Engine = "local",
+    engine_options: Mapping[str, Any] | None = None,
+    only: str | None = None,
+    limit: str | None = None,
+    order_seed: int | None = 0,
+    preflight: bool = True,
+    observer: Observer | None = None,
+) -> dict[str, TrialResult]:
+    """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
+
+    Does what the command `flopwatch sweep` does; each can resume a sweep that the other began. Ctrl-C ends the running
+    trials. Your own trainers and models (`module:name`) are found in the current folder, in the folder of the script
+    that calls this function, and in those of PYTHONPATH.
+
+    Args:
+        matrix: The keys of docs/sweep.md as a dict, or the path of a YAML file with them.
+        folder: The sweep's folder; an earlier sweep in it is resumed.
+        engine: `local`, `ray`, `slurm`, `package.module:Class`, or an engine object.
+        engine_options: Arguments of the engine, such as `{"jobs": 2}` or `{"partition": "gpu"}`.
+        only: `failed`, `oom` or `missing` runs just those trials.
+        limit: A slice of the matrix, such as `20` or `100:200`.
+        order_seed: Seed of the order in which trials run; None keeps the order of the matrix.
+        preflight: Whether to try the trainers on tiny copies of the models first.
+        observer: Its methods are called when a trial starts and ends; see `flopwatch.sweep.Observer`.
+
+    Raises:
+        InputError: The matrix, an option or the folder cannot be used.
+
+    For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
+    """
+    asked = read_matrix(None, matrix) if isinstance(matrix, Mapping) else read_matrix(Path(matrix), {})
+    specs = expand(asked)
+    check_names(specs, with_modules=preflight)
+    policy, repeats = retry_policy(asked.retries, asked.retry_on), RepeatPolicy(asked.until, asked.max_repeats)
+    where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
+    sweep = Path(folder)
+    with _modules_of_the_script():
+        plan, _, _ = run_sweep(
+            sweep,
+            lambda: make_plan(
+                sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name, repeats=repeats
+            ),
+            where,
+            Screen(observer),
+            with_preflight=preflight,
+            retries=policy,
+            repeats=repeats,
+            budget_seconds=asked.budget,
+        )
+    results = read_results(sweep)
+    return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
+
+
+@contextmanager
+def _modules_of_the_script() -> Iterator[None]:
+    """Let the processes of the trials import what the calling script can import from its own folder."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None:  # a notebook, a shell, or `python -m module`
+        yield
+        return
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(Path(script).resolve().parent)]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+class Screen:
+    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
+
+    Args:
+        observer: Its methods are called when a trial starts and ends; None if there is none.
+    """
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        self._observer = observer
+
+    def warn(self, sweep: Path, text: str) -> None:
+        warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called `flopwatch.sweep.run`
+
+    def show_preflight(self, found: Mapping[Pair, PreflightResult]) -> None:
+        pass
+
+    def watch(self, sweep: Path, plan: Plan) -> AbstractContextManager[tuple[Observer | None, Stop]]:
+        """The observer of the trials, and a `Stop` that can end the sweep early."""
+        return nullcontext((self._observer, Stop()))
+
+
+def run_sweep(
+    sweep: Path,
+    planned: Callable[[], Plan],
+    engine: Engine,
+    screen: Screen,
+    *,
+    with_preflight: bool,
+    **limits: Any,
+) -> tuple[Plan, dict[str, int], Stop]:
+    """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
+
+    Args:
+        sweep: The sweep's folder.
+        planned: Returns the plan. It is called once no other process can run a sweep in the folder.
+        engine: Runs the trials.
+        screen: Shows warnings, the preflight and the trials.
+        with_preflight: Whether to try the trainers on tiny copies of the models first.
+        **limits: The arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
+    """
+    with held_folder(sweep), runner_file(sweep) as state_file:
+        plan = planned()
+        for trouble in plan.troubles:
+            screen.warn(sweep, trouble)
+        with refused_on_a_full_disk(sweep):
+            record_unlisted(sweep, plan)
+            write_trial_list(sweep, plan.trials, engine.name)
+            tried = plan.todo_in_matrix_order() if with_preflight else []
+            refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
+        with screen.watch(sweep, plan) as (observer, stop):
+            seen = state_file.passing_to(observer, stop)
+            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
+    return plan, counts, stop
