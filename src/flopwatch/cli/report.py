@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
@@ -18,11 +18,21 @@ from flopwatch.cli.run_logs.report_run import (
     write_bytes,
 )
 from flopwatch.cli.run_logs.run_argument import chosen_run
+from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
-
-if TYPE_CHECKING:
-    from flopwatch.report.capture import Capture
-    from flopwatch.report.records import SweepSummary
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.records.sweep_results import is_sweep_folder
+from flopwatch.report.capture import Capture, capture_sweep
+from flopwatch.report.contents import METRICS
+from flopwatch.report.exports import report_json, table_csv, table_parquet
+from flopwatch.report.records import SweepSummary
+from flopwatch.report.summary import RESUME, summarise
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.table import make_table
+from flopwatch.runs.log_file import NoLogError, find_log, runs_below
+from flopwatch.sweep.runner.observing import is_alive, read_runner
+from flopwatch.text import one_line
 
 
 def report(
@@ -49,10 +59,6 @@ def report(
     Of a sweep: the best configuration, memory, time and MFU of each trainer, and failures. Of a run: MFU, where the
     rest of the peak and the wall time went, and how the numbers were found.
     """
-    from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
-    from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.summary import summarise
-
     metrics = _metrics(metric)
     paths = {"html": html, "md": md, "output": output, "csv": csv, "parquet": parquet}
     refuse_two_on_standard_output(paths, as_json=as_json)
@@ -81,12 +87,9 @@ def report(
     summary = summarise(capture, _next_step(folder))
     written += _write_files(summary, html=html, md=md, output=output)
     if as_json:
-        from flopwatch.report.exports import report_json
-
         click.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
         from flopwatch.present.terminal import print_document
-        from flopwatch.report.sweep.document import sweep_document
 
         print_document(sweep_document(summary, metrics))
     say_written(written, err=as_json or is_printed)
@@ -96,9 +99,6 @@ def report(
 
 def _log_of_run(folder: Path) -> Path | None:
     """The log, if the folder is that of a monitored run and not of a sweep."""
-    from flopwatch.records.sweep_results import is_sweep_folder
-    from flopwatch.runs.log_file import NoLogError, find_log, runs_below
-
     if folder.is_dir() and is_sweep_folder(folder):
         return None
     try:
@@ -113,8 +113,6 @@ def _log_of_run(folder: Path) -> Path | None:
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
-    from flopwatch.records.sweep_results import is_sweep_folder
-
     if directory is not None and logs_dir is not None:
         raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
     folder = Path(directory or logs_dir or "").expanduser()
@@ -128,9 +126,6 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
 
 def _next_step(sweep: Path) -> str:
     """What to do about trials without a result: look at the runner if it is alive, else start one."""
-    from flopwatch.report.summary import RESUME
-    from flopwatch.sweep.runner.observing import is_alive, read_runner
-
     state = read_runner(sweep)
     if state is None or (runs := is_alive(state)) is False:
         return RESUME
@@ -143,8 +138,6 @@ def _next_step(sweep: Path) -> str:
 def _metrics(names: str | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    from flopwatch.report.contents import METRICS
-
     chosen = tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in METRICS:
@@ -152,12 +145,7 @@ def _metrics(names: str | None) -> tuple[str, ...]:
     return chosen
 
 
-def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
-    from flopwatch.present.markdown import to_markdown
-    from flopwatch.present.page import to_page
-    from flopwatch.report.exports import report_json
-    from flopwatch.report.sweep.document import sweep_document
-
+def _write_files(summary: SweepSummary, *, html: str | None, md: str | None, output: str | None) -> list[str]:
     return write_asked(
         (html, lambda: to_page(sweep_document(summary))),
         (md, lambda: to_markdown(sweep_document(summary))),
@@ -165,12 +153,8 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
     )
 
 
-def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
+def write_tables(capture: Capture, csv: str | None, parquet: str | None) -> list[str]:
     """Write the requested tables. Returns their paths."""
-    from flopwatch.report.exports import table_csv, table_parquet
-    from flopwatch.report.table import make_table
-    from flopwatch.text import one_line
-
     if csv is None and parquet is None:
         return []
     table = make_table(capture)

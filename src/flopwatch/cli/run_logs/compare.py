@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 
@@ -16,14 +16,22 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.errors import InputError
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
+from flopwatch.present.markdown import to_markdown
+from flopwatch.records.sweep_results import is_sweep_folder
+from flopwatch.records.trial_files import SWEEP
+from flopwatch.report.capture import capture_sweep
+from flopwatch.report.comparison import SweepComparison, compare_sweeps
+from flopwatch.report.comparison.document import comparison_document
+from flopwatch.report.exports import json_document, record_fields
+from flopwatch.runs import find_log, read_log
+from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps, speed_line
+from flopwatch.runs.comparison import compare as compare_logs
+from flopwatch.runs.given_peak import with_peak
+from flopwatch.runs.per_step import LEAST_SHARE, PerStep
+from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.waterfall.change import WaterfallChange
 from flopwatch.stats import FEWEST_STEPS, NO_DIFFERENCE, TOO_FEW
 from flopwatch.text import one_line, plural
-
-if TYPE_CHECKING:
-    from flopwatch.report.comparison import SweepComparison
-    from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
-    from flopwatch.runs.per_step import PerStep
-    from flopwatch.runs.waterfall.change import WaterfallChange
 
 
 def compare(
@@ -38,11 +46,6 @@ def compare(
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
-    from flopwatch.runs import find_log, read_log
-    from flopwatch.runs.comparison import compare as compare_logs
-    from flopwatch.runs.given_peak import with_peak
-    from flopwatch.runs.traces.splits import usable_traces
-
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
     if is_sweep(run_a) != is_sweep(run_b):
@@ -63,10 +66,8 @@ def compare(
         _fail_if_slower(comparison, fail_if_slower)
 
 
-def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
+def _fail_if_slower(comparison: Comparison, percent: float) -> None:
     """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, as `--json` uses stdout."""
-    from flopwatch.runs.comparison import speed_line
-
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
         raise InputError(
@@ -82,10 +83,6 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
 
 def is_sweep(path: str) -> bool:
     """Whether the path is the folder of a sweep. The folder of a run is not, even if its log is named results.jsonl."""
-    from flopwatch.records.sweep_results import is_sweep_folder
-    from flopwatch.records.trial_files import SWEEP
-    from flopwatch.runs import find_log
-
     folder = Path(path).expanduser()
     if (folder / SWEEP).exists():
         return True
@@ -110,12 +107,7 @@ def refuse_mixed(a: str, b: str) -> None:
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
     """Print or write the comparison of two sweeps; exit with status 1 if B is too slow."""
-    from flopwatch.present.markdown import to_markdown
     from flopwatch.present.terminal import print_document
-    from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.comparison import compare_sweeps
-    from flopwatch.report.comparison.document import comparison_document
-    from flopwatch.report.exports import json_document, record_fields
 
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
@@ -132,7 +124,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
         _fail_if_sweep_is_slower(comparison, fail_if_slower)
 
 
-def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> None:
+def _fail_if_sweep_is_slower(comparison: SweepComparison, percent: float) -> None:
     """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok. Prints to stderr."""
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != TOO_FEW}
@@ -174,7 +166,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 }
 
 
-def print_comparison(comparison: "Comparison") -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Print the settings that differ, the table of figures, and how far the verdicts can be trusted."""
     click.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
@@ -188,12 +180,12 @@ def print_comparison(comparison: "Comparison") -> None:
     click.echo()
 
 
-def _which_steps(run: "RunSteps") -> str:
+def _which_steps(run: RunSteps) -> str:
     left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
     return f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
 
 
-def _print_differences(differences: "Sequence[Difference]") -> None:
+def _print_differences(differences: Sequence[Difference]) -> None:
     click.echo()
     if not differences:
         click.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
@@ -215,7 +207,7 @@ def _fact(value: Any) -> str:
     return textwrap.shorten(text, _FACT_WIDTH, placeholder=" ...") if len(text) > _FACT_WIDTH else text
 
 
-def _print_table(lines: "Sequence[Line]") -> None:
+def _print_table(lines: Sequence[Line]) -> None:
     has_intervals = shutil.get_terminal_size().columns >= _WIDTH_FOR_INTERVALS
     heading = f"  {'':<{_LABEL_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>10}"
     click.secho(f"\n{heading}{'99 % interval':>20}" if has_intervals else f"\n{heading}", dim=True)
@@ -238,10 +230,8 @@ _LEAST_MS = 0.05
 _PART_WIDTH = 35
 
 
-def _print_per_step(per_step: "PerStep", mfu: "WaterfallChange | None") -> None:
+def _print_per_step(per_step: PerStep, mfu: WaterfallChange | None) -> None:
     """Print what changed most, and the time per step of both runs by part, with points if there is a peak."""
-    from flopwatch.runs.per_step import LEAST_SHARE
-
     click.echo(f"\n{_wrapped(per_step.sentence)}\n")
     points = f"{'points A':>9}{'B':>6}" if mfu is not None else ""
     click.secho(f"  {'ms per step, whole run':<{_PART_WIDTH}}{'A':>9}{'B':>9}{'change':>9}{points}", dim=True)
@@ -270,13 +260,13 @@ def _value(value: float | None, unit: str) -> str:
     return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
 
 
-def _change(line: "Line") -> str:
+def _change(line: Line) -> str:
     if line.change is None:
         return f"{UNKNOWN}   "
     return f"{_signed(line.change)} {'pt' if line.unit == '%' else '% '}"
 
 
-def _interval(line: "Line") -> str:
+def _interval(line: Line) -> str:
     return "" if line.low is None or line.high is None else f"{_signed(line.low)} to {_signed(line.high)}"
 
 
@@ -290,7 +280,7 @@ def _signed(change: float) -> str:
     return "0.0" if float(text) == 0 else text
 
 
-def _print_remarks(comparison: "Comparison") -> None:
+def _print_remarks(comparison: Comparison) -> None:
     remarks = [
         "The verdicts compare the difference with the spread of step times within each run, in blocks of consecutive "
         "steps; about one verdict in twenty is wrong by chance. They do not cover slow drift or differences between "

@@ -4,7 +4,7 @@ The command does not use rich, because rich takes longer to load than everything
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
@@ -13,11 +13,13 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.errors import InputError
 from flopwatch.numbers import flop_rate, percent
+from flopwatch.records.metrics import Goodput, advice
 from flopwatch.records.time_uses import USES
-
-if TYPE_CHECKING:
-    from flopwatch.records.metrics import Goodput
-    from flopwatch.runs.explain import Division, Explanation
+from flopwatch.report.run_page.why import where_the_time_went
+from flopwatch.runs import find_log, read_around
+from flopwatch.runs.explain import Division, Explanation, explain_step, explain_window
+from flopwatch.runs.given_peak import with_peak
+from flopwatch.runs.waterfall.conclusion import what_is_missing
 
 
 def explain(
@@ -27,17 +29,11 @@ def explain(
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
-    from flopwatch.runs import find_log, read_around
-    from flopwatch.runs.explain import explain_step, explain_window
-    from flopwatch.runs.given_peak import with_peak
-    from flopwatch.runs.waterfall.conclusion import what_is_missing
-
     log = with_peak(read_around(find_log(chosen_run(run_dir)), step), peak_to_use(peak_tflops))
     if step is None and not log.rows:
         if as_json:
             raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
         from flopwatch.present.terminal import print_document
-        from flopwatch.report.run_page.why import where_the_time_went
 
         print_document(where_the_time_went(log, (), ())[1])
         return
@@ -59,7 +55,7 @@ _ROUNDING_SECONDS = 1e-9
 """The log rounds seconds to this precision."""
 
 
-def print_explanation(explanation: "Explanation") -> None:
+def print_explanation(explanation: Explanation) -> None:
     click.secho(f"\n{_title(explanation)}", bold=True)
     click.secho(explanation.log, dim=True)
     click.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
@@ -85,16 +81,16 @@ def print_explanation(explanation: "Explanation") -> None:
     click.echo()
 
 
-def _of_one_rank(explanation: "Explanation") -> str:
+def _of_one_rank(explanation: Explanation) -> str:
     together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
     return f"for the rank that writes the log; the log also has all {explanation.world_size} ranks together{together}"
 
 
-def _percent(division: "Division | None") -> str:
+def _percent(division: Division | None) -> str:
     return "unknown" if division is None else percent(division.share, decimals=2)
 
 
-def _title(explanation: "Explanation") -> str:
+def _title(explanation: Explanation) -> str:
     first, last = explanation.window
     session = f", session {explanation.session} of {explanation.sessions}" if explanation.sessions > 1 else ""
     if not explanation.is_window:
@@ -104,7 +100,7 @@ def _title(explanation: "Explanation") -> str:
     return f"Steps {first:,} to {last:,} ({which} are used{session})"
 
 
-def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
+def _flops(explanation: Explanation, which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
     if flops is None:
         yield "unknown: " + explanation.unknown.get("model_flops", "the executed FLOPs were not counted")
@@ -114,7 +110,7 @@ def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
         yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
 
 
-def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
+def _why_more(explanation: Explanation, hardware_flops: int) -> str:
     """Why the hardware executed more than the model FLOPs: recomputation, padding or attention across documents."""
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
@@ -130,15 +126,13 @@ def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _seconds(explanation: "Explanation") -> Iterator[str]:
+def _seconds(explanation: Explanation) -> Iterator[str]:
     if explanation.seconds is None:
         yield f"unknown: {explanation.unknown['seconds']}"
     else:
         yield f"{explanation.seconds!r}"
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
         yield f"of which {explanation.input_wait_seconds:.6g} s were spent waiting for the batch"
-        from flopwatch.records.metrics import advice
-
         share = explanation.input_wait_seconds / explanation.seconds if explanation.seconds else 0.0
         if (sentence := advice({"perf/input_wait_percent": 100 * share})) is not None:
             yield f"{sentence}."
@@ -152,7 +146,7 @@ def _seconds(explanation: "Explanation") -> Iterator[str]:
     yield f"Time for pauses, evaluation, checkpoints and counting FLOPs is not included.{so_far}"
 
 
-def _peak(explanation: "Explanation") -> Iterator[str]:
+def _peak(explanation: Explanation) -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None or provenance.peak is None:
         yield f"unknown: {explanation.unknown['peak']}"
@@ -166,7 +160,7 @@ def _peak(explanation: "Explanation") -> Iterator[str]:
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
 
 
-def _tokens(explanation: "Explanation") -> Iterator[str]:
+def _tokens(explanation: Explanation) -> Iterator[str]:
     if explanation.tokens is None:
         yield "unknown: " + explanation.unknown.get("tokens", "no step of this window is used")
         return
@@ -183,7 +177,7 @@ def _tokens(explanation: "Explanation") -> Iterator[str]:
         yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
 
 
-def _counting(explanation: "Explanation") -> Iterator[str]:
+def _counting(explanation: Explanation) -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None:
         yield "unknown: the log does not contain how FLOPs were counted"
@@ -202,7 +196,7 @@ def _counting(explanation: "Explanation") -> Iterator[str]:
         yield f"{explanation.torn_lines} incomplete lines of the log were skipped"
 
 
-def _goodput(goodput: "Goodput") -> Iterator[str]:
+def _goodput(goodput: Goodput) -> Iterator[str]:
     since = f"{goodput.wall_seconds:,.1f} s since the first process started"
     if goodput.caveat is not None and "between" in goodput.lost_seconds:
         since = f"{goodput.known_seconds:,.1f} s, which are {since} without those between passes"
@@ -224,7 +218,7 @@ def _coverage(coverage: float | None) -> str:
     return "coverage 100 %: every matmul-like op has a formula"
 
 
-def _print_division(name: str, numerator: str, division: "Division | None", explanation: "Explanation") -> None:
+def _print_division(name: str, numerator: str, division: Division | None, explanation: Explanation) -> None:
     click.echo()
     if division is None:
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
@@ -247,7 +241,7 @@ def _print_division(name: str, numerator: str, division: "Division | None", expl
         click.secho("      This is more than the peak, so the peak, the FLOPs or the time is wrong.", fg="yellow")
 
 
-def _compared(division: "Division", logged: float, steps: int) -> str:
+def _compared(division: Division, logged: float, steps: int) -> str:
     difference = logged / division.share - 1 if division.share else 0.0
     if abs(difference) <= _ROUNDING_SECONDS * (1 + steps / division.seconds):
         return f"The log has the same value: {logged:.6g}."

@@ -1,15 +1,13 @@
 """The option `--peak-tflops` of the commands that read a run's log, and the peak that they use without it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flopwatch.cli import flag
 from flopwatch.errors import InputError
-
-if TYPE_CHECKING:
-    from flopwatch.records.flops import Peak
-    from flopwatch.records.run import Provenance, RunStart
-    from flopwatch.runs.given_peak import ChoosePeak
+from flopwatch.hardware.measured import fastest_measured
+from flopwatch.records.flops import Peak
+from flopwatch.records.run import Provenance, RunStart
+from flopwatch.runs.given_peak import ChoosePeak, override
 
 PEAK_TFLOPS = flag(
     "Read the log as if the run had known this dense peak of one device, in TFLOP/s, for all compute types.",
@@ -18,10 +16,8 @@ PEAK_TFLOPS = flag(
 _MOST_TERAFLOPS = 1e6
 
 
-def peak_to_use(peak_tflops: float | None) -> "ChoosePeak":
+def peak_to_use(peak_tflops: float | None) -> ChoosePeak:
     """How to choose the peak of a log: as given, as logged, or as measured on such a device after the run."""
-    from flopwatch.runs.given_peak import override
-
     if peak_tflops is None:
         return _measured_if_unknown
     if not 0 < peak_tflops < _MOST_TERAFLOPS:
@@ -29,14 +25,12 @@ def peak_to_use(peak_tflops: float | None) -> "ChoosePeak":
     return override(peak_tflops * 1e12)
 
 
-def _measured_if_unknown(start: "RunStart | None", provenance: "Provenance") -> "Peak | None":
+def _measured_if_unknown(start: RunStart | None, provenance: Provenance) -> Peak | None:
     if provenance.peak is not None or start is None or not provenance.dtypes:
         return None
     name, units = start.environment.get("device_name"), start.environment.get("device_units")
     if not isinstance(name, str) or (start.world_size > 1 and start.environment.get("device") == "cpu"):
         return None  # ranks may share the CPU, and the log does not say how many do
-    from flopwatch.hardware.measured import fastest_measured
-
     peak = fastest_measured(name, units, provenance.dtypes[0])
     if peak is None:
         return None

@@ -1,15 +1,20 @@
 """`flopwatch report` for the folder of a run: its page, Markdown, JSON, the rows as CSV, or a short form as text."""
 
+import csv
+import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from flopwatch.errors import InputError
-
-if TYPE_CHECKING:
-    from flopwatch.runs.given_peak import ChoosePeak
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.document import run_document, run_json
+from flopwatch.runs.given_peak import ChoosePeak, with_peak
+from flopwatch.runs.reading import read_log
+from flopwatch.runs.traces.splits import usable_traces
 
 STANDARD_OUTPUT = "-"
 
@@ -32,7 +37,7 @@ def report_run(
     as_json: bool,
     output: str | None,
     csv: str | None,
-    choose_peak: "ChoosePeak | None" = None,
+    choose_peak: ChoosePeak | None = None,
 ) -> None:
     """Write the asked files of a run's report, and print JSON or, if nothing else was asked, the short form."""
     is_printed = STANDARD_OUTPUT in (html, md, output, csv)
@@ -42,12 +47,7 @@ def report_run(
         if not (html or md or output or as_json):
             say_written(written, err=False)
             return
-    from flopwatch.present.markdown import to_markdown
-    from flopwatch.present.page import to_page
     from flopwatch.present.terminal import print_document
-    from flopwatch.report.run_page.collecting import read_report
-    from flopwatch.report.run_page.document import run_document, run_json
-    from flopwatch.runs.traces.splits import usable_traces
 
     traces, problems = usable_traces(log.parent)
     for problem in problems:
@@ -66,14 +66,8 @@ def report_run(
     say_written(written, err=as_json or is_printed)
 
 
-def rows_as_csv(log: Path, choose_peak: "ChoosePeak | None" = None) -> str:
+def rows_as_csv(log: Path, choose_peak: ChoosePeak | None = None) -> str:
     """The rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
-    import csv
-    import io
-
-    from flopwatch.runs.given_peak import with_peak
-    from flopwatch.runs.reading import read_log
-
     rows = with_peak(read_log(log), choose_peak).rows
     metrics = list(dict.fromkeys(key for row in rows for key in row.values))
     text = io.StringIO()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
@@ -16,12 +16,11 @@ from flopwatch.cli import argument, flag, print_json
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.records.time_uses import OF_TRACES
-from flopwatch.runs.state import OVER
+from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.state import OVER, WatchFeed
+from flopwatch.runs.traces.request import write_request
+from flopwatch.runs.traces.splits import newest_files, read_trace, splits_of, traces_of
 from flopwatch.text import plural
-
-if TYPE_CHECKING:
-    from flopwatch.records.trace_split import TraceSplit
-    from flopwatch.runs.state import WatchFeed
 
 _POLL_SECONDS = 0.3
 _OTHER_RANKS_SECONDS = 5.0
@@ -39,8 +38,6 @@ def trace(
 
     If the training has ended, print its newest trace. Given a trace file, print that trace.
     """
-    from flopwatch.runs.traces.splits import read_trace
-
     if _is_trace(place):
         splits: Sequence[TraceSplit] = [read_trace(place)]
     elif wait:
@@ -61,9 +58,6 @@ def _is_trace(place: str) -> bool:
 
 
 def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
-    from flopwatch.runs.traces.request import write_request
-    from flopwatch.runs.traces.splits import traces_of
-
     if _is_over(_followed(place)):
         raise InputError(f"the run in {place!r} has ended, so it cannot be traced any more")
     request = write_request(traces_of(place), steps)
@@ -73,22 +67,17 @@ def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
         click.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
 
 
-def _followed(place: str) -> "WatchFeed":
-    from flopwatch.runs.state import WatchFeed
-
+def _followed(place: str) -> WatchFeed:
     feed = WatchFeed(place, time.time)
     feed.look(must_exist=True)
     return feed
 
 
-def _is_over(feed: "WatchFeed") -> bool:
+def _is_over(feed: WatchFeed) -> bool:
     return feed.run.state(feed.unix_time()) in OVER
 
 
-def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
-    from flopwatch.runs.traces.request import write_request
-    from flopwatch.runs.traces.splits import newest_files, splits_of, traces_of
-
+def _of_run(place: str, steps: int) -> Sequence[TraceSplit]:
     feed, folder = _followed(place), traces_of(place)
     if _is_over(feed):
         files = newest_files(folder)
@@ -106,7 +95,7 @@ def _of_run(place: str, steps: int) -> "Sequence[TraceSplit]":
     return splits_of(files.values())
 
 
-def _wait_for_traces(feed: "WatchFeed", folder: Path, before: dict[Path, int]) -> dict[int, Path]:
+def _wait_for_traces(feed: WatchFeed, folder: Path, before: dict[Path, int]) -> dict[int, Path]:
     """Wait for the trace of the rank that writes the log, and a little longer for those of the others."""
     start = feed.run.start
     ranks = 1 if start is None else start.world_size
@@ -125,18 +114,16 @@ def _wait_for_traces(feed: "WatchFeed", folder: Path, before: dict[Path, int]) -
 
 
 def _new_files(folder: Path, before: dict[Path, int]) -> Iterator[tuple[int, Path]]:
-    from flopwatch.runs.traces.splits import newest_files
-
     for rank, path in newest_files(folder).items():
         if before.get(path) != path.stat().st_mtime_ns:
             yield rank, path
 
 
-def _refusals(feed: "WatchFeed") -> list[str]:
+def _refusals(feed: WatchFeed) -> list[str]:
     return [notice.message for notice in feed.run.notices if notice.code == _REFUSED]
 
 
-def _check(feed: "WatchFeed", folder: Path, before: dict[Path, int], refused: list[str]) -> None:
+def _check(feed: WatchFeed, folder: Path, before: dict[Path, int], refused: list[str]) -> None:
     """Raise InputError if there will be no trace: the run has ended, is silent, or could not take it."""
     feed.look()
     newer = _refusals(feed)
@@ -172,12 +159,12 @@ def _waiting(text: str) -> Iterator[None]:
         raise click.Abort from None
 
 
-def _print_splits(splits: "Sequence[TraceSplit]") -> None:
+def _print_splits(splits: Sequence[TraceSplit]) -> None:
     for split in splits:
         _print_split(split)
 
 
-def _print_split(split: "TraceSplit") -> None:
+def _print_split(split: TraceSplit) -> None:
     where = f"rank {split.rank}, {split.device}"
     per_step = split.seconds / split.steps
     click.secho(f"\n{split.file}", dim=True)

@@ -9,12 +9,14 @@ from flopwatch.cli import flag
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RUNS_FOLDER, RunDir, chosen_run
 from flopwatch.errors import InputError
+from flopwatch.numbers import number, percent
+from flopwatch.records.run import Record
+from flopwatch.runs.log_file import find_log, runs_below
+from flopwatch.runs.reading import read_around
+from flopwatch.runs.state import OVER, WatchedRun, WatchFeed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from flopwatch.records.run import Record
-    from flopwatch.runs.state import WatchFeed
 
 
 def watch(
@@ -26,8 +28,6 @@ def watch(
 ) -> None:
     """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
-
-    from flopwatch.runs.state import WatchFeed
 
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
@@ -45,22 +45,15 @@ def watch(
 
 
 def _runs_in(folder: str) -> list[str]:
-    from flopwatch.runs.log_file import runs_below
-
     below = [str(path) for path in runs_below(folder)]
     if not below:
         raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")
     return below
 
 
-def _list_of_runs(places: "list[str]", folder: str) -> "RenderableType":
+def _list_of_runs(places: list[str], folder: str) -> "RenderableType":
     """A table with one line per run, the newest last."""
     from rich.table import Table
-
-    from flopwatch.numbers import number, percent
-    from flopwatch.runs.log_file import find_log
-    from flopwatch.runs.reading import read_around
-    from flopwatch.runs.state import WatchedRun
 
     table = Table("run", "state", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("step", "loss", "MFU", "last record"):
@@ -84,7 +77,7 @@ def _list_of_runs(places: "list[str]", folder: str) -> "RenderableType":
     return table
 
 
-def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -> None:
+def _watch_live(feed: WatchFeed, console: "Console", refresh_seconds: float) -> None:
     from rich.live import Live
 
     # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that `Live` restores the normal screen of the terminal.
@@ -113,13 +106,11 @@ def _ignore_signals() -> None:
         signal.signal(late, signal.SIG_IGN)
 
 
-def _is_over(feed: "WatchFeed") -> bool:
-    from flopwatch.runs.state import OVER
-
+def _is_over(feed: WatchFeed) -> bool:
     return feed.run.state(feed.unix_time()) in OVER
 
 
-def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":
+def _frame(feed: WatchFeed, console: "Console") -> "RenderableType":
     from rich.console import Group
 
     from flopwatch.cli.run_logs.watch_screen import draw_frame

@@ -5,6 +5,10 @@ from typing import Annotated
 from flopwatch.cli import flag, print_json
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
+from flopwatch.report.run_page.why import why as why_is
+from flopwatch.runs import find_log, read_around
+from flopwatch.runs.given_peak import with_peak
+from flopwatch.runs.traces.splits import usable_traces
 
 
 def why(
@@ -21,10 +25,6 @@ def why(
     Where MFU is unknown, show where the time went.
     """
     from flopwatch.present.terminal import print_document
-    from flopwatch.report.run_page.why import why as why_is
-    from flopwatch.runs import find_log, read_around
-    from flopwatch.runs.given_peak import with_peak
-    from flopwatch.runs.traces.splits import usable_traces
 
     run = chosen_run(run_dir)
     log = with_peak(read_around(find_log(run)), peak_to_use(peak_tflops))
