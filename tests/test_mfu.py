@@ -45,8 +45,8 @@ def test_the_profiler_function_looks_the_peak_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_peak_is_none_with_advice_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.hardware.peak_flops", lambda *_: None)
-    monkeypatch.setattr("flopwatch.hardware.explain_unknown", lambda *_: "set FLOPWATCH_PEAK_TFLOPS")
+    monkeypatch.setattr("flopwatch.mfu.peak_flops", lambda *_: None)
+    monkeypatch.setattr("flopwatch.mfu.explain_unknown", lambda *_: "set FLOPWATCH_PEAK_TFLOPS")
 
     with pytest.warns(UserWarning, match="FLOPWATCH_PEAK_TFLOPS"):
         assert flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), 4, 16, 0.5) is None

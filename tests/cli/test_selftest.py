@@ -19,11 +19,11 @@ def test_it_passes_here():
 
 
 def test_a_wrong_count_is_found(monkeypatch, capsys):
-    from flopwatch.flops import count
+    from flopwatch.cli import selftest_checks
     from flopwatch.records import flops as records
 
     wrong = records.FlopCount(1, 1, 1, 0, 0, method="trace", attention="full")
-    monkeypatch.setattr(count, "count_flops", lambda *_, **__: wrong)
+    monkeypatch.setattr(selftest_checks, "count_flops", lambda *_, **__: wrong)
     with pytest.raises(SystemExit) as end:
         main(["selftest"])
     assert end.value.code == 1
