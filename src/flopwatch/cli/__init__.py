@@ -8,16 +8,18 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
 from flopwatch.cli.streams import discard_output
-from flopwatch.errors import FlopwatchError
+from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _WIDEST_TEXT = 100
+STANDARD_OUTPUT = "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,6 +98,19 @@ def argument(text: str, metavar: str) -> Any:
 
 def print_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=2))
+
+
+def write_file(path: str, content: str | bytes) -> None:
+    """Write a file that the user named, or to standard output if the path is `-`."""
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
+    if path == STANDARD_OUTPUT:
+        click.echo(content, nl=False)
+        return
+    try:
+        Path(path).expanduser().write_bytes(content)
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
 
 
 def print_error(message: str) -> None:

@@ -86,7 +86,7 @@ def test_the_short_form_is_printed(flopwatch, run):
     "option", [["--parquet", "x.parquet"], ["--metric", "memory"], ["--wandb", "x"], ["--mlflow", "x"]]
 )
 def test_options_of_sweeps_are_refused_for_a_run(flopwatch, run, option, monkeypatch):
-    monkeypatch.setattr("flopwatch.cli.report.refuse_unusable", lambda *_: None)
+    monkeypatch.setattr("flopwatch.cli.report_forms.refuse_unusable", lambda *_: None)
     status, out, err = flopwatch("report", run, *option)
     assert status == 2
     assert f"{option[0]} is for sweeps only" in err.replace("\n", " ")

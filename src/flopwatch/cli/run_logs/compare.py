@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import click
 
-from flopwatch.cli import argument, flag, print_json, text_width
+from flopwatch.cli import argument, flag, print_json, text_width, write_file
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
-from flopwatch.cli.run_logs.report_run import write_bytes
 from flopwatch.errors import InputError
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.present.markdown import to_markdown
@@ -113,7 +112,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        write_bytes(md, to_markdown(comparison_document(comparison)).encode("utf-8"))
+        write_file(md, to_markdown(comparison_document(comparison)))
     if as_json:
         click.echo(json_document(record_fields(comparison)))
     elif md is None:

@@ -1,0 +1,204 @@
+"""What `flopwatch report` prints and writes: the forms of the report of a sweep, and of a run."""
+
+import csv as csv_files
+import io
+import shlex
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import click
+
+from flopwatch.cli import STANDARD_OUTPUT, write_file
+from flopwatch.cli.run_logs.peak_option import peak_to_use
+from flopwatch.cli.run_logs.run_argument import chosen_run
+from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
+from flopwatch.errors import InputError
+from flopwatch.present.document import Document
+from flopwatch.present.markdown import to_markdown
+from flopwatch.present.page import to_page
+from flopwatch.present.terminal import print_document
+from flopwatch.records.sweep_results import is_sweep_folder
+from flopwatch.report.capture import Capture, capture_sweep
+from flopwatch.report.contents import METRICS
+from flopwatch.report.exports import report_json, table_csv, table_parquet
+from flopwatch.report.records import SweepSummary
+from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.contents import RunReport
+from flopwatch.report.run_page.document import run_document, run_json
+from flopwatch.report.summary import RESUME, summarise
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.table import Table, make_table
+from flopwatch.runs.given_peak import ChoosePeak, with_peak
+from flopwatch.runs.log_file import NoLogError, find_log, runs_below
+from flopwatch.runs.reading import read_log
+from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.sweep.runner.observing import is_alive, read_runner
+from flopwatch.text import one_line
+
+_Makers = dict[str, Callable[[], str | bytes]]
+"""A function for each form, by the name of its option."""
+
+
+def put_out_report(
+    directory: str | None,
+    logs_dir: str | None,
+    html: str | None,
+    md: str | None,
+    as_json: bool,
+    output: str | None,
+    csv: str | None,
+    parquet: str | None,
+    wandb: str | None,
+    mlflow: str | None,
+    metric: str | None,
+    peak_tflops: float | None,
+) -> None:
+    """Write the files that were asked for, and print JSON or, if nothing else was asked for, the report."""
+    metrics = _metrics(metric)
+    paths = {"csv": csv, "parquet": parquet, "html": html, "md": md, "output": output}
+    _refuse_two_on_standard_output(paths, as_json=as_json)
+    refuse_unusable(wandb, mlflow)
+    if directory is None and logs_dir is None:
+        directory = chosen_run(None)
+    folder = _sweep_folder(directory, logs_dir)
+    is_logged = wandb is not None or mlflow is not None
+    if (log := _log_of_run(folder)) is not None:
+        _refuse_options_of_sweeps(log, parquet=parquet, metric=metric, wandb=wandb, mlflow=mlflow)
+        makers, document = _forms_of_run(log, peak_to_use(peak_tflops))
+    elif peak_tflops is not None:
+        raise InputError(
+            "--peak-tflops is for the report of a run; the trials of a sweep keep the peak they were given"
+        )
+    else:
+        capture = capture_sweep(folder)
+        makers, document = _forms_of_sweep(capture, metrics)
+    written = [path for path in paths.values() if path is not None]
+    for name, path in paths.items():
+        if path is not None:
+            write_file(path, makers[name]())
+    is_printed = STANDARD_OUTPUT in written
+    if as_json:
+        click.echo(str(makers["output"]()), nl=False)
+    elif (metrics or not (written or is_logged)) and not is_printed:
+        print_document(document())
+    for path in written:
+        if path != STANDARD_OUTPUT:
+            click.echo(f"Written: {path}", err=as_json or is_printed)
+    if log is None and is_logged:
+        log_capture(capture, wandb, mlflow)
+
+
+def _forms_of_sweep(capture: Capture, metrics: tuple[str, ...]) -> tuple[_Makers, Callable[[], Document]]:
+    @cache
+    def summary() -> SweepSummary:
+        return summarise(capture, _next_step(capture.folder))
+
+    @cache
+    def table() -> Table:
+        made = make_table(capture)
+        for trouble in made.troubles:
+            click.echo(one_line(trouble), err=True)
+        return made
+
+    return {
+        "csv": lambda: table_csv(table()),
+        "parquet": lambda: table_parquet(table()),
+        "html": lambda: to_page(sweep_document(summary())),
+        "md": lambda: to_markdown(sweep_document(summary())),
+        "output": lambda: f"{report_json(summary())}\n",
+    }, lambda: sweep_document(summary(), metrics)
+
+
+def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> tuple[_Makers, Callable[[], Document]]:
+    @cache
+    def report() -> RunReport:
+        traces, problems = usable_traces(log.parent)
+        for problem in problems:
+            click.echo(problem, err=True)
+        return read_report(log, traces, choose_peak)
+
+    return {
+        "csv": lambda: _rows_as_csv(log, choose_peak),
+        "html": lambda: to_page(run_document(report())),
+        "md": lambda: to_markdown(run_document(report())),
+        "output": lambda: f"{run_json(report())}\n",
+    }, lambda: run_document(report())
+
+
+def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
+    """The rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
+    rows = with_peak(read_log(log), choose_peak).rows
+    metrics = list(dict.fromkeys(key for row in rows for key in row.values))
+    text = io.StringIO()
+    writer = csv_files.writer(text, lineterminator="\n")
+    writer.writerow(["step", "unix_time", "exact", *metrics])
+    for row in rows:
+        writer.writerow([row.step, row.unix_time, row.exact, *(row.values.get(key, "") for key in metrics)])
+    return text.getvalue()
+
+
+def _refuse_options_of_sweeps(log: Path, **given: str | None) -> None:
+    """Raise an error if an option was given that only the report of a sweep has."""
+    wrong = [f"--{name}" for name, value in given.items() if value is not None]
+    if wrong:
+        raise InputError(
+            f"{str(log)!r} is the log of a run, and {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for "
+            "sweeps only; for a run use --html, --md, --json, --output or --csv"
+        )
+
+
+def _log_of_run(folder: Path) -> Path | None:
+    """The log, if the folder is that of a monitored run and not of a sweep."""
+    if folder.is_dir() and is_sweep_folder(folder):
+        return None
+    try:
+        return find_log(folder)
+    except NoLogError:
+        if runs_below(folder):
+            return find_log(chosen_run(str(folder)))
+        raise InputError(
+            f"{str(folder)!r} is not the folder of a sweep and has no log of a run: name the folder that "
+            "`flopwatch sweep` wrote, or the output_dir of a TrainingMonitor"
+        ) from None
+
+
+def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
+    if directory is not None and logs_dir is not None:
+        raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
+    folder = Path(directory or logs_dir or "").expanduser()
+    if folder.is_file():
+        return folder
+    if not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is not a folder; name the folder of a run, or that `flopwatch sweep` wrote")
+    # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
+    return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
+
+
+def _next_step(sweep: Path) -> str:
+    """What to do about trials without a result: look at the runner if it is alive, else start one."""
+    state = read_runner(sweep)
+    if state is None or (runs := is_alive(state)) is False:
+        return RESUME
+    show = f"flopwatch sweep attach {shlex.quote(str(sweep))}"
+    if runs:
+        return f"the sweep is running; to see it: {show}"
+    return f"if process {state.pid} on {state.host} still runs the sweep, `{show}` shows it; otherwise {RESUME}"
+
+
+def _metrics(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    chosen = tuple(name.strip() for name in names.split(","))
+    for name in chosen:
+        if name not in METRICS:
+            raise InputError(f"--metric has no table {name!r}; choose from {', '.join(METRICS)}")
+    return chosen
+
+
+def _refuse_two_on_standard_output(paths: Mapping[str, str | None], *, as_json: bool) -> None:
+    """Raise an error if two formats would be mixed on standard output."""
+    asked = [f"--{name} -" for name, path in paths.items() if path == STANDARD_OUTPUT]
+    asked += ["--json"] if as_json else []
+    if len(asked) > 1:
+        raise InputError(f"{' and '.join(asked)} would both write to standard output; name a file for one of them")
