@@ -56,7 +56,7 @@ def put_out_report(
 ) -> None:
     """Write the files that were asked for, and print JSON or, if nothing else was asked for, the report."""
     metrics = _metrics(metric)
-    paths = {"csv": csv, "parquet": parquet, "html": html, "md": md, "output": output}
+    paths = {"html": html, "md": md, "output": output, "csv": csv, "parquet": parquet}
     _refuse_two_on_standard_output(paths, as_json=as_json)
     refuse_unusable(wandb, mlflow)
     if directory is None and logs_dir is None:
@@ -72,11 +72,12 @@ def put_out_report(
         )
     else:
         capture = capture_sweep(folder)
-        makers, document = _forms_of_sweep(capture, metrics)
-    written = [path for path in paths.values() if path is not None]
-    for name, path in paths.items():
-        if path is not None:
+        makers, document = _forms_of_sweep(folder, capture, metrics)
+    written = []
+    for name in ("csv", "parquet", "html", "md", "output"):
+        if (path := paths[name]) is not None:
             write_file(path, makers[name]())
+            written.append(path)
     is_printed = STANDARD_OUTPUT in written
     if as_json:
         click.echo(str(makers["output"]()), nl=False)
@@ -89,10 +90,10 @@ def put_out_report(
         log_capture(capture, wandb, mlflow)
 
 
-def _forms_of_sweep(capture: Capture, metrics: tuple[str, ...]) -> tuple[_Makers, Callable[[], Document]]:
+def _forms_of_sweep(folder: Path, capture: Capture, metrics: tuple[str, ...]) -> tuple[_Makers, Callable[[], Document]]:
     @cache
     def summary() -> SweepSummary:
-        return summarise(capture, _next_step(capture.folder))
+        return summarise(capture, _next_step(folder))
 
     @cache
     def table() -> Table:
