@@ -5,6 +5,7 @@ of it comes from Linux's /proc; on other systems most of it is unknown.
 """
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,3 +106,22 @@ def is_alive(identity: Any) -> bool | None:
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return start_ticks(pid) == ticks
+
+
+def descendants(pid: int) -> list[int]:
+    """The pids of all descendants of a process, without zombies."""
+    children: dict[int, list[int]] = {}
+    for process in all_pids():
+        stat = read_stat(process)
+        if stat is not None and not stat.is_dead:
+            children.setdefault(stat.parent, []).append(process)
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if sys.platform == "linux" else []

@@ -98,11 +98,11 @@ def test_a_run_and_a_sweep_are_refused_in_both_orders(flopwatch, sweeps, tmp_pat
         assert "name two sweeps, or two runs" in err
 
 
-def test_markdown_of_two_runs_is_refused(flopwatch, tmp_path):
+def test_two_runs_are_compared_as_markdown_too(flopwatch, tmp_path):
     write_run(tmp_path / "run", 20)
-    status, _, err = flopwatch("compare", str(tmp_path / "run"), str(tmp_path / "run"), "--md", "x.md")
-    assert status == 2
-    assert "--md works only for two sweeps" in err
+    status, out, _ = flopwatch("compare", str(tmp_path / "run"), str(tmp_path / "run"), "--md", "-")
+    assert status == 0
+    assert "| step time, median |" in out
 
 
 def test_hostile_text_is_shown_as_text_and_keeps_to_the_screen(flopwatch, tmp_path):

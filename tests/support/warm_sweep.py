@@ -94,9 +94,10 @@ def run_given_preflight(folder, specs, timeout_seconds):
 
 def run_given_sweep(folder, specs, choices):
     """In the forked process: the sweep that `run_sweep_warm` was asked for. Prints what its listener was told."""
+    from flopwatch.process import descendants
     from flopwatch.records.trial import TrialSpec
     from flopwatch.sweep.engines.local import LocalEngine
-    from flopwatch.sweep.host.processes import adopt_orphans, descendants
+    from flopwatch.sweep.host.processes import adopt_orphans
     from support.sweeping import Listener, run_sweep
 
     adopt_orphans()

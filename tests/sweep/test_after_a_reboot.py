@@ -11,14 +11,13 @@ import sys
 import pytest
 
 from flopwatch.files import write_json
-from flopwatch.process import start_ticks
+from flopwatch.process import descendants, start_ticks
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, own_identity
 from flopwatch.sweep.folder import StillRunsError
-from flopwatch.sweep.host.processes import descendants
 from flopwatch.sweep.runner import run
 from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep

@@ -122,6 +122,7 @@ class Column:
         group: Columns of one group stand below a common heading.
         short: The heading in a terminal.
         only: The media that have the column.
+        is_extra: Whether a terminal in which the table does not fit leaves it out.
     """
 
     head: str
@@ -129,6 +130,7 @@ class Column:
     group: str = ""
     short: str | None = None
     only: tuple[Medium, ...] = EVERYWHERE
+    is_extra: bool = False
 
 
 def numbers(*heads: str) -> tuple[Column, ...]:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +49,13 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
     console = console or Console(highlight=False)
     for line in rendered(document, console.width, ascii_only=console.options.ascii_only):
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
-        console.print(line, crop=False, soft_wrap=isinstance(line, Text))
+        if isinstance(line, Text):
+            console.print(line, soft_wrap=True)
+            continue
+        for row in Segment.split_lines(console.render(line)):
+            drawn = Text.assemble(*((segment.text, segment.style or "") for segment in row))
+            drawn.rstrip()
+            console.print(drawn, soft_wrap=True)
 
 
 def document_text(document: doc.Document, width: int = 80) -> str:
@@ -213,6 +220,9 @@ def _(part: doc.Table, form: _Form) -> Iterator[RenderableType]:
     left_out = part.left_out("terminal")
     notes = [form.document.with_rest(left_out, "terminal")] if left_out else []
     notes += [part.note] if part.note else []
+    if sum(_widths(columns, rows)) - 1 > form.width - form.indent:
+        kept = [place for place, column in enumerate(columns) if not column.is_extra]
+        columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
     for places in _pieces(columns, rows, part.fixed, form.width - form.indent):
         if part.title:
             yield from form.paragraph(part.title, "bold")
@@ -244,18 +254,23 @@ def _side_by_side(row: list[Text], places: list[int], widths: list[int]) -> Text
 def _heading(columns: list[doc.Column], places: list[int]) -> doc.Column:
     first = columns[places[0]]
     name = one_line(first.group if len(places) > 1 else first.head if first.short is None else first.short)
-    return doc.Column(name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…", first.is_number)
+    short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
+    return doc.Column(short, first.is_number, is_extra=first.is_extra)
 
 
 def _cell_text(cell: doc.Cell) -> str:
     return one_line(str(cell) if cell.short is None else cell.short)
 
 
-def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room: int) -> list[list[int]]:
-    """The places of the columns of each table; several tables if all columns do not fit and are numbers."""
-    widths = [
+def _widths(columns: list[doc.Column], rows: list[list[Text]]) -> list[int]:
+    return [
         max([cell_len(column.head), *(row[place].cell_len for row in rows)]) + 2 for place, column in enumerate(columns)
     ]
+
+
+def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room: int) -> list[list[int]]:
+    """The places of the columns of each table; several tables if all columns do not fit and are numbers."""
+    widths = _widths(columns, rows)
     if sum(widths) - 1 <= room or not all(column.is_number for column in columns[fixed:]):
         return [list(range(len(columns)))]
     left, pieces = sum(widths[:fixed]), []

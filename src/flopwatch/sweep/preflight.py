@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
 from flopwatch.files import read_json, read_lines, write_json
+from flopwatch.process import descendants
 from flopwatch.records.trial import COMMAND, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, log_file
 from flopwatch.sweep.folder import Trial
-from flopwatch.sweep.host.processes import descendants, dies_with
+from flopwatch.sweep.host.processes import dies_with
 from flopwatch.sweep.spec.parsing import needs_one_process
 
 REQUEST = "preflight_request.json"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.process import descendants
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
@@ -22,7 +23,6 @@ from flopwatch.sweep.host.memory import (
     limit_memory,
     mapped_data_bytes,
 )
-from flopwatch.sweep.host.processes import descendants
 from flopwatch.sweep.supervisor.supervise import supervise
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flopwatch.process import descendants
 from flopwatch.records.trial import HostMethod
-from flopwatch.sweep.host.processes import descendants
 
 _SEARCH_SECONDS = 1.0
 _SEARCH_LIMITED_SECONDS = 0.2

@@ -15,15 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
-from flopwatch.process import read_stat
+from flopwatch.process import all_pids, descendants, read_stat
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, trial_folder
-
-if TYPE_CHECKING:
-    from flopwatch.sweep.host.memory import MemoryLimit
+from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable that every process of a trial inherits, so that its orphans can be found."""
@@ -79,24 +76,9 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def descendants(pid: int) -> list[int]:
-    """The pids of all descendants of a process, without zombies."""
-    children: dict[int, list[int]] = {}
-    for process in _all_pids():
-        stat = read_stat(process)
-        if stat is not None and not stat.is_dead:
-            children.setdefault(stat.parent, []).append(process)
-    found, queue = [], [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
     """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only."""
-    found = [pid for pid in _all_pids() if is_marked(pid, trial_dir, attempt)]
+    found = [pid for pid in all_pids() if is_marked(pid, trial_dir, attempt)]
     # Leave out ancestors of this process, because a user's shell may have the same environment variables.
     spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
@@ -152,10 +134,6 @@ def reap_children() -> None:
             pass
 
 
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
-
-
 PARENT = "FLOPWATCH_PARENT_PID"
 """Environment variable with the pid of a supervisor's parent, by which a supervisor sees that it lost its parent."""
 
@@ -173,7 +151,7 @@ def start_worker(
     sweep: Path,
     name: str,
     spec: TrialSpec,
-    limit: "MemoryLimit",
+    limit: MemoryLimit,
     cwd: str | None,
     output: int,
     command: Sequence[str] | None = None,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.files import read_json
+from flopwatch.process import descendants
 from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress
@@ -143,7 +144,7 @@ class _Agent:
 
     def stacks(self) -> dict[int, str]:
         """Return the Python stacks of all threads of each rank on this node, which faulthandler writes on SIGUSR1."""
-        for pid in process_tree.descendants(os.getpid()):
+        for pid in descendants(os.getpid()):
             if _handles(pid, signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)

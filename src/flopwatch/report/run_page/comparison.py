@@ -1,0 +1,153 @@
+"""The comparison of two runs as a document."""
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
+from flopwatch.present.document import Cell, Column, Document, Facts, Most, Part, Section, Table, Text, Tone, numbers
+from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
+from flopwatch.runs.per_step import LEAST_SHARE, PerStep
+from flopwatch.runs.waterfall.change import WaterfallChange
+from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
+
+_SHORT = {NO_DIFFERENCE: "no clear difference", TOO_FEW: TOO_FEW}  # for a terminal of 80 columns
+_TONES: dict[str, Tone] = {
+    **dict.fromkeys(("faster", "steadier"), "better"),
+    **dict.fromkeys(("slower", "less steady"), "worse"),
+    **dict.fromkeys(_SHORT, "soft"),
+}
+_LONGEST_FACT = 30
+_ALL_ROWS = Most(100, 100, 100)
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "s": lambda value: step_time(value, digits=4),
+    "%": lambda value: percent(value / 100),
+    "% of peak": lambda value: percent(value / 100, decimals=2),
+    "x": lambda value: f"{value:.3f}",
+    "per step": lambda value: number(value) if value >= 1000 else f"{value:g}",
+    "steps": lambda value: f"{value:,.0f}",
+    "tokens": count,
+    "FLOP": flops,
+    "duration": duration,
+}
+_POINTS = (
+    "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
+    "milliseconds at the speed of the passes."
+)
+_LEAST_MS = 0.05
+"""A part that is shorter in both runs would be printed as 0.0 ms."""
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """The settings that differ, the table of figures, and how far the verdicts can be trusted."""
+    runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
+    parts: list[Part] = [Facts(runs), Section("", [*_differences(comparison.differences)])]
+    interval = Column("99 % interval", is_number=True, is_extra=True)
+    columns: list[Column | str] = ["", *numbers("A", "B", "change"), interval, ""]
+    rows: list[Sequence[Cell | str]] = [
+        (
+            line.label,
+            *(_value(value, line.unit) for value in (line.a, line.b)),
+            _change(line),
+            "" if line.low is None or line.high is None else f"{_signed(line.low)} to {_signed(line.high)}",
+            Cell(_SHORT.get(line.verdict or "", line.verdict or ""), _TONES.get(line.verdict or "", "")),
+        )
+        for line in comparison.lines
+    ]
+    parts.append(Section("", [Table(columns, rows, most=_ALL_ROWS)]))
+    if comparison.per_step is not None:
+        parts += _per_step(comparison.per_step, comparison.waterfall)
+    parts += [Text(remark, "soft") for remark in _remarks(comparison)]
+    return Document("Two runs", parts)
+
+
+def _run(name: str, run: RunSteps) -> Iterator[tuple[str, str]]:
+    left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
+    yield name, run.log
+    yield "", f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
+
+
+def _differences(differences: Sequence[Difference]) -> list[Part]:
+    if not differences:
+        return [Text("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions.")]
+    said = "The runs differ in these settings, so a difference in speed may have several causes:"
+    rows = [(entry.what, _fact(entry.a), _fact(entry.b), f"affects {entry.touches}") for entry in differences]
+    return [Text(said, "warn"), Table(("", "A", "B", ""), rows)]
+
+
+def _fact(value: Any) -> str:
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = f"{value:,.6g}" if isinstance(value, float) else str(value)
+    return textwrap.shorten(text, _LONGEST_FACT, placeholder=" ...") if len(text) > _LONGEST_FACT else text
+
+
+def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[Part]:
+    """What changed most, and the time per step of both runs by part, with points if there is a peak."""
+    rows = []
+    for part in per_step.parts:
+        if max(part.a_ms, part.b_ms) >= _LEAST_MS:
+            is_told = abs(part.change_ms) >= LEAST_SHARE * per_step.a_ms
+            tone: Tone = "" if not is_told else "better" if part.change_ms < 0 else "worse"
+            rows.append(_part(part.name, part.a_ms, part.b_ms, part.a_points, part.b_points, tone))
+    together = (None, None) if mfu is None else (mfu.mfu_a, mfu.mfu_b)
+    name = "together" if mfu is None else "together, and MFU"
+    rows.append([Cell(str(cell), "best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)])
+    heads = ("A", "B", "change", *(() if mfu is None else ("points A", "points B")))
+    columns: list[Column | str] = ["ms per step, whole run", *numbers(*heads)]
+    yield Text(per_step.sentence)
+    yield Section("", [Table(columns, [row[: len(columns)] for row in rows], most=_ALL_ROWS)])
+
+
+def _part(
+    name: str, a_ms: float, b_ms: float, a_points: float | None, b_points: float | None, tone: Tone = ""
+) -> list[Cell | str]:
+    points = ("" if each is None else f"{each:.1f}" for each in (a_points, b_points))
+    return [name, f"{a_ms:,.1f}", f"{b_ms:,.1f}", Cell(_signed(b_ms - a_ms), tone), *points]
+
+
+def _value(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
+
+
+def _change(line: Line) -> str:
+    return UNKNOWN if line.change is None else f"{_signed(line.change)} {'pt' if line.unit == '%' else '%'}"
+
+
+def _signed(change: float) -> str:
+    """The change with its sign and one decimal; a change that rounds to zero has no sign.
+
+    >>> _signed(-4.56), _signed(0.01)
+    ('-4.6', '0.0')
+    """
+    text = f"{change:+.1f}"
+    return "0.0" if float(text) == 0 else text
+
+
+def _remarks(comparison: Comparison) -> Iterator[str]:
+    """How to read the figures, what concerns these two runs first."""
+    if max(comparison.a.world_size, comparison.b.world_size) > 1:
+        yield "With several ranks, rates and shares are those of the rank that writes the log."
+    wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")
+    if None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
+        yield (
+            "Goodput leaves out the time between passes. Where passes were not timed, unknown input wait (–) counts as "
+            "productive."
+        )
+    if comparison.waterfall is not None:
+        if any(entry.what == "peak FLOP/s" for entry in comparison.differences):
+            yield "The runs have different peaks: below a higher peak, the same steps lose more points."
+        yield f"{comparison.waterfall.sentence} {_POINTS}"
+    if comparison.per_step is not None:
+        yield from comparison.per_step.notes
+    per_step = comparison.line("tokens_per_step")
+    if per_step.change is not None and abs(per_step.change) > 1:
+        yield "The steps of the two runs differ in size: compare rates and MFU, not step times."
+    yield (
+        "The verdicts compare the difference with the spread of step times within each run, in blocks of consecutive "
+        "steps; about one verdict in twenty is wrong by chance. They do not cover slow drift or differences between "
+        "runs, such as another node, other clock rates or other jobs on the machine: repeat both runs before you rely "
+        "on a small difference."
+    )
