@@ -57,7 +57,9 @@ def describe(batch: Any) -> Description:
 def _described(value: Any, sizes: list[int], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         sizes.extend(value.shape)
-        return "tensor", value.dtype, value.dim(), str(value.layout), value.requires_grad, stored_elements(value)
+        # How many elements a sparse tensor stores decides the FLOPs of its products.
+        stored = stored_count(value) if value.layout in _SPARSE else None
+        return "tensor", value.dtype, value.dim(), str(value.layout), value.requires_grad, stored
     if isinstance(value, _PLAIN):
         return "value", type(value).__name__, value
     if depth > _DEEPEST:
@@ -106,11 +108,6 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if not isinstance(held, dict):
         return "object", name
     return "parts", name, tuple((key, _described(item, sizes, depth + 1)) for key, item in held.items())
-
-
-def stored_elements(tensor: torch.Tensor) -> int | None:
-    """Return how many elements a sparse tensor stores, which decides the FLOPs of its products; None if dense."""
-    return int(stored_count(tensor)) if tensor.layout in _SPARSE else None
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -356,7 +353,7 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [_shuffled_rows, _drawn_anew]
     if "label" in name:
         changes.append(_half_ignored)
-    elif all(_is_mask(tensor) for tensor in own):
+    elif all(bool(((tensor == 0) | (tensor == 1)).all()) for tensor in own):
         changes = [_half_off, torch.ones_like]
     else:
         changes.append(_halved)
@@ -366,10 +363,6 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
             return change(tensor.detach().cpu().clone()) if path.partition(".")[0] == name else tensor
 
         yield map_tensors(batch, changed)
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _shuffled_rows(tensor: torch.Tensor) -> torch.Tensor:

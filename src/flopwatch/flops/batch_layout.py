@@ -104,12 +104,6 @@ class Layout:
         return list(dict.fromkeys(paths))
 
 
-def slots_of(batch: Any) -> tuple[Slot, ...]:
-    found: list[Slot] = []
-    _add_slots(batch, "", found, describe(batch).structure)
-    return tuple(found)
-
-
 def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None:
     kind = structure[0]
     if kind == "tensor":
@@ -132,15 +126,16 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 def suggest_layouts(batch: Any) -> list[Layout]:
     """Return guesses at which sizes of a batch vary, from the guess with the most variables to that with the fewest."""
-    slots = slots_of(batch)
-    shape = read_shape(batch)
+    structure, shape = describe(batch).structure, read_shape(batch)
+    slots: list[Slot] = []
+    _add_slots(batch, "", slots, structure)
     variables: list[str | None] = [None] * len(slots)
     factors = [1] * len(slots)
     for index, slot in enumerate(slots):
         factor = _rows_per_sample(slot, shape.batch_size)
         if factor:
             variables[index], factors[index] = SAMPLES, factor
-    plain = Layout(describe(batch).structure, slots, tuple(variables), tuple(factors), {SAMPLES: shape.batch_size})
+    plain = Layout(structure, tuple(slots), tuple(variables), tuple(factors), {SAMPLES: shape.batch_size})
     if not any(variable == SAMPLES for variable in variables):
         return [replace(plain, sizes={})]
     if shape.seq_len is None:

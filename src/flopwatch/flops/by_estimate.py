@@ -101,7 +101,8 @@ def stream_of(path: str, streams: Mapping[str, Stream]) -> str:
 def _text_stream(batch: Mapping[str, Any]) -> Stream:
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     if ids is None:
-        ids = next((value for name, value in batch.items() if name != "labels" and _are_ids(value)), None)
+        others = [value for name, value in batch.items() if name != "labels" and isinstance(value, torch.Tensor)]
+        ids = next((value for value in others if value.dim() == 2 and not value.is_floating_point()), None)
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
@@ -133,10 +134,6 @@ def _merged(model: nn.Module, image: Stream) -> Stream:
     side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
     share = side**2 if isinstance(side, int) else 1
     return Stream(image.batch_size, image.positions // share, image.attended // share)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _sides(module: nn.Module, name: str, dims: int) -> list[int]:
@@ -196,7 +193,8 @@ def count_by_estimate(
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
-    return _as_count(by_module, attention, checkpointed=training and _checkpoints(model))
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return _as_count(by_module, attention, checkpointed=training and checkpoints)
 
 
 def _as_count(by_module: dict[str, PhaseFlops], attention: AttentionConvention, *, checkpointed: bool) -> FlopCount:
@@ -349,7 +347,3 @@ def _layer(path: str) -> str:
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
-
-
-def _checkpoints(model: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -10,8 +10,7 @@ exact, so each of their shapes is counted.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 from flopwatch.errors import InputError
@@ -257,7 +256,7 @@ class FlopLaw:
             raise InputError(
                 "this model has no formula for its FLOPs; call model_flops(lengths=...), which counts each sample"
             )
-        return PhaseFlops(*(_sum_of(terms, amount) for terms in self._phase_terms))
+        return PhaseFlops(*(int(_sum(self.coefficients.get(phase, {}), amount)) for phase in PHASES))
 
     def covers(self, seq_len: int | None) -> bool:
         """Return whether this sequence length lies in the range that was verified."""
@@ -315,28 +314,13 @@ class FlopLaw:
             raise InputError("leave `image_grids` out: this FLOP law was fitted on a batch without image_grid_thw")
         return tuple(map(_grid, image_grids))
 
-    @cached_property
-    def _phase_terms(self) -> list["_Terms"]:
-        return [_whole_numbers(self.coefficients.get(phase, {})) for phase in PHASES]
-
-
-# Terms with integer factors, and the divisor of their sum. A monitor evaluates the formula on every step, and integers
-# are faster than fractions.
-_Terms = tuple[list[tuple[str, int]], int]
-
-
-def _whole_numbers(coefficients: Mapping[str, Fraction]) -> _Terms:
-    divisor = lcm(*(value.denominator for value in coefficients.values()))
-    return [(term, int(value * divisor)) for term, value in coefficients.items() if value], divisor
-
-
-def _sum_of(terms: _Terms, amount: Callable[[str], int]) -> int:
-    factors, divisor = terms
-    return sum(factor * amount(term) for term, factor in factors) // divisor
-
 
 def evaluate(coefficients: Mapping[str, Fraction], shape: StepShape) -> Fraction:
-    return sum((value * term_value(term, shape) for term, value in coefficients.items()), Fraction(0))
+    return _sum(coefficients, lambda term: term_value(term, shape))
+
+
+def _sum(coefficients: Mapping[str, Fraction], amount: Callable[[str], int]) -> Fraction:
+    return sum((value * amount(term) for term, value in coefficients.items()), Fraction(0))
 
 
 def _size(what: str, value: Any) -> int:

@@ -84,7 +84,7 @@ def count_by_step(
             )
     for log in in_threads:
         log.add_to(mode.tally)
-    return _as_count("step", mode.tally, stack, mode, attention, steering)
+    return _as_count("step", mode.tally, stack, attention, steering)
 
 
 def step_obstacle(model: nn.Module) -> str | None:
@@ -181,10 +181,6 @@ class _Trace:
     def _counted(self) -> FlopCount:
         faker, stack, steering = Faker(), ModuleStack(), Steering()
         mode = CountingMode(stack, self.attention, following(faker.execute, steering))
-        self._run(faker, stack, mode, steering)
-        return _as_count("trace", mode.tally, stack, mode, self.attention, steering)
-
-    def _run(self, faker: Faker, stack: ModuleStack, mode: CountingMode, steering: Steering) -> None:
         whole_attention = WholeAttention(mode.add, self.attention) if self.keep_whole else nullcontext()
         autocast = under_autocast(self.autocast, device_type_of(self.model, self.autocast), stand_in=True)
         copies = Copies(faker.tensor, stack)
@@ -200,15 +196,11 @@ class _Trace:
                 copy_context().run(
                     run_step, replica, *as_call(fake_batch), loss_fn, mode, training=self.training, autocast=autocast
                 )
+        return _as_count("trace", mode.tally, stack, self.attention, steering)
 
 
 def _as_count(
-    method: Method,
-    tally: Tally,
-    stack: ModuleStack,
-    mode: CountingMode,
-    attention: AttentionConvention,
-    steering: Steering,
+    method: Method, tally: Tally, stack: ModuleStack, attention: AttentionConvention, steering: Steering
 ) -> FlopCount:
     for note in (*stack.notes(), *what_is_missing()):
         tally.note(note)

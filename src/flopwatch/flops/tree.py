@@ -5,15 +5,11 @@ transformers (`ModelOutput`). Everything else is a leaf, also a dataclass or an 
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-
-Structure = Any
-"""The containers of a value without its leaves: None for a leaf, otherwise (type, keys, structures of the items).
-Structures can be hashed and compared."""
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -49,53 +45,24 @@ def _items(value: Any) -> Any:
         return value
     if kind in _DICTS or (isinstance(value, OrderedDict) and is_dataclass(value)):
         return value.values()
-    return value if isinstance(value, tuple) and (hasattr(kind, "_fields") or _is_result(kind)) else None
-
-
-def _is_result(kind: type) -> bool:
-    return kind.__module__ == "torch.return_types"
-
-
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of a value and its structure, from which `rebuild` makes the value again.
-
-    >>> leaves, structure = flatten({"a": (1, 2)})
-    >>> leaves, rebuild([3, 4], structure)
-    ([1, 2], {'a': (3, 4)})
-    """
-    found: list[Any] = []
-    return found, _taken_apart(value, found)
-
-
-def _taken_apart(value: Any, found: list[Any]) -> Structure:
-    items = _items(value)
-    if items is None:
-        found.append(value)
-        return None
-    keys = tuple(value) if isinstance(value, dict) else ()
-    factory = value.default_factory if type(value) is defaultdict else None
-    return type(value), (keys, factory), tuple([_taken_apart(item, found) for item in items])
-
-
-def rebuild(leaves: list[Any], structure: Structure) -> Any:
-    return _put_together(iter(leaves), structure)
-
-
-def _put_together(leaves: Iterator[Any], structure: Structure) -> Any:
-    if structure is None:
-        return next(leaves)
-    kind, (keys, factory), parts = structure
-    items = [_put_together(leaves, part) for part in parts]
-    if kind is defaultdict:
-        return defaultdict(factory, zip(keys, items, strict=True))
-    if kind in _DICTS:
-        return kind(zip(keys, items, strict=True))
-    if issubclass(kind, OrderedDict):
-        return kind(**dict(zip(keys, items, strict=True)))
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    is_record = hasattr(kind, "_fields") or kind.__module__ == "torch.return_types"
+    return value if isinstance(value, tuple) and is_record else None
 
 
 def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return the value with `function` applied to its tensors."""
-    leaves, structure = flatten(value)
-    return rebuild([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+    """Return the value with `function` applied to its tensors.
+
+    >>> map_tensors_in(lambda tensor: tuple(tensor.shape), {"a": [torch.zeros(2), 3]})
+    {'a': [(2,), 3]}
+    """
+    items = _items(value)
+    if items is None:
+        return function(value) if isinstance(value, torch.Tensor) else value
+    mapped = [map_tensors_in(function, item) for item in items]
+    kind: Any = type(value)
+    if kind is defaultdict:
+        return kind(value.default_factory, zip(value, mapped, strict=True))
+    if isinstance(value, dict):
+        pairs = dict(zip(value, mapped, strict=True))
+        return kind(pairs) if kind in _DICTS else kind(**pairs)
+    return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)

@@ -154,11 +154,9 @@ def _probe_next(count: Callable[[], int]) -> bool:
     return before + 1 == between == count() - 1 and second.requires_grad
 
 
-def _find_next() -> Any:
-    return getattr(cast("Any", torch._C)._autograd, _NEXT)
-
-
-recorded_operations: Callable[[], int | None] = checked(_NEXT, _find_next, _probe_next, lambda: None)
+recorded_operations: Callable[[], int | None] = checked(
+    _NEXT, lambda: getattr(cast("Any", torch._C)._autograd, _NEXT), _probe_next, lambda: None
+)
 """The number of autograd nodes that this thread has made, which is the number of the next one; None if unknown."""
 
 _SEQUENCE = declare(

@@ -109,10 +109,6 @@ _STACK = declare(
 )
 
 
-def _find_stack() -> Any:
-    return getattr(sys.modules[TorchDispatchMode.__module__], _STACK)
-
-
 def _probe_stack(stack: Callable[[], Iterable[Any]]) -> bool:
     with _IdleMode() as outer, _IdleMode() as inner:  # type: ignore[no-untyped-call]
         seen = list(stack())
@@ -124,7 +120,9 @@ class _IdleMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-dispatch_mode_stack: Callable[[], list[Any]] = checked(_STACK, _find_stack, _probe_stack, list)
+dispatch_mode_stack: Callable[[], list[Any]] = checked(
+    _STACK, lambda: getattr(sys.modules[TorchDispatchMode.__module__], _STACK), _probe_stack, list
+)
 """The active dispatch modes, the innermost last."""
 
 
@@ -189,11 +187,8 @@ def receive_higher_order_ops(mode_class: type[TorchDispatchMode]) -> None:
     for name in _HIGHER_ORDER_OPS:
         op: Any = getattr(torch.ops.higher_order, name, None)
         if op is not None and mode_class not in op.python_key_table:
-            op.py_impl(mode_class)(functools.partial(_handle_higher_order_op, op))
-
-
-def _handle_higher_order_op(op: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-    return mode.__torch_dispatch__(op, (), args, kwargs)
+            # The default binds this op, not that of the last turn.
+            op.py_impl(mode_class)(lambda mode, *args, op=op, **kwargs: mode.__torch_dispatch__(op, (), args, kwargs))
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -215,12 +210,8 @@ def _probe_version(_: Any) -> bool:
     return bool(before == unchanged < getattr(tensor, _VERSION))
 
 
-def _find_version() -> Any:
-    return lambda tensor: tensor._version
-
-
 tensor_version: Callable[[torch.Tensor], int] = checked(
-    _VERSION, _find_version, _probe_version, lambda _: next(_never_again)
+    _VERSION, lambda: lambda tensor: tensor._version, _probe_version, lambda _: next(_never_again)
 )
 """A counter that every in-place write increments. If torch has none, each call returns a new number."""
 

@@ -216,7 +216,11 @@ class CountingMode(TorchDispatchMode):
         formula = find_formula(func)
         # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. Composite ops
         # on nested tensors are left whole: some of them have kernels for nested tensors, while their parts would fail.
-        if formula is None and can_decompose(func) and not _has_nested(args):
+        if (
+            formula is None
+            and can_decompose(func)
+            and not any(isinstance(value, torch.Tensor) and value.is_nested for value in args)
+        ):
             with self:  # switches the mode on again, because torch switches it off inside its handler
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -276,7 +280,7 @@ class CountingMode(TorchDispatchMode):
         if flops is None:
             self._add_uncounted(name, values)
         else:
-            self.add(name, _with_complex(flops, values), type_of_product(call.arguments))
+            self.add(name, with_complex(flops, values), type_of_product(call.arguments))
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._execute(func, args, kwargs)
@@ -357,7 +361,7 @@ class CountingMode(TorchDispatchMode):
         return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
 
 
-def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
+def with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
     if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
         # A complex multiply-add takes four real ones.
         return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
@@ -368,10 +372,6 @@ def _is_dense(values: list[Any]) -> bool:
     """Return False if there is a sparse or nested tensor, whose shape does not determine the FLOPs."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
-
-
-def _has_nested(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.is_nested for value in args)
 
 
 def _short(name: str) -> str:

@@ -18,6 +18,7 @@ from flopwatch.flops.formulas import Formula, OpCall, OpFlops, find_formula
 from flopwatch.flops.formulas.free_ops import costs_nothing
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import type_of_product
+from flopwatch.flops.tracing.counter import with_complex
 from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
 from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.records.flops import AttentionConvention
@@ -407,9 +408,7 @@ def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConventi
     if answer is None:
         return None
     flops = OpFlops(answer) if isinstance(answer, int) else answer
-    if any(isinstance(each, torch.Tensor) and each.is_complex() for each in values):
-        flops = replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
-    return flops, type_of_product(named)
+    return with_complex(flops, values), type_of_product(named)
 
 
 def _stand_in(value: Any) -> Any:
