@@ -45,8 +45,9 @@ def _items(value: Any) -> Any:
         return value
     if kind in _DICTS or (isinstance(value, OrderedDict) and is_dataclass(value)):
         return value.values()
-    is_record = hasattr(kind, "_fields") or kind.__module__ == "torch.return_types"
-    return value if isinstance(value, tuple) and is_record else None
+    if isinstance(value, tuple) and (hasattr(kind, "_fields") or kind.__module__ == "torch.return_types"):
+        return value
+    return None
 
 
 def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
