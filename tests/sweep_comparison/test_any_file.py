@@ -5,11 +5,12 @@ import random
 
 import pytest
 
+from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.comparison import compare_sweeps
 from flopwatch.report.comparison.document import comparison_document
-from flopwatch.report.exports import json_document, record_fields, table_csv, table_parquet, trial_runs
+from flopwatch.report.exports import table_csv, table_parquet, trial_runs
 from flopwatch.report.table import make_table
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
@@ -67,7 +68,7 @@ def test_nothing_in_a_results_file_ends_in_a_traceback(tmp_path, seed):
         assert len(table.to_pandas()) == len(capture.results)
         json.dumps([run.config for run in trial_runs(capture)], allow_nan=False)
     for found in (compare_sweeps(a, b), compare_sweeps(b, a), compare_sweeps(b, b)):
-        json.loads(json_document(record_fields(found)))
+        json.loads(to_json(found))
         to_markdown(comparison_document(found)).encode("utf-8")
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.comparison import compare_sweeps
 from flopwatch.report.comparison.document import comparison_document
-from flopwatch.report.exports import json_document, record_fields
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 
@@ -220,7 +220,7 @@ def test_an_empty_sweep_is_told(empty):
     assert not found.pairs
     assert any("has no trials" in note for note in found.notes)
     to_markdown(comparison_document(found))
-    json.loads(json_document(record_fields(found)))
+    json.loads(to_json(found))
 
 
 def test_numbers_that_are_none_never_reach_a_ratio():
@@ -232,7 +232,7 @@ def test_numbers_that_are_none_never_reach_a_ratio():
         measured = replace(a.measured, steps=steps, cost=cost, memory=memory, samples_per_s=value)
         found = compared([a], [replace(a, measured=measured)])
         assert found.pairs[0].ratios == {}, value
-        json.loads(json_document(record_fields(found)))
+        json.loads(to_json(found))
     tiny, huge = ran("standard", 1, 64, 1e-300), ran("standard", 1, 64, 1e300)
     assert "time" not in only_pair(tiny, huge).ratios
 
@@ -243,4 +243,4 @@ def test_hostile_text_stays_text_in_markdown_and_json():
     assert "<script" not in text.replace("\\<script", "")
     assert "@somebody" not in text
     text.encode("utf-8")
-    json.loads(json_document(record_fields(found)))
+    json.loads(to_json(found))

@@ -6,14 +6,12 @@ Numbers are rounded only in Markdown, which is for people.
 import csv
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from math import isfinite
 from typing import Any
 
 from flopwatch.optional import require_package
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, TrialResult
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import MOST_FINITE
@@ -22,51 +20,12 @@ from flopwatch.report.table import COLUMNS, Kind, Table, result_row, whole_text
 from flopwatch.sinks.protocol import TrialRun
 from flopwatch.text import one_line, plain
 
-FORMAT = 1
-
 
 def report_json(summary: SweepSummary) -> str:
     """Write the whole summary as JSON, one trial or group per line."""
     content = record_fields(summary)
     content["trials"] = content.pop("rows")
-    return json_document(content)
-
-
-def json_document(content: Mapping[str, Any]) -> str:
-    """Write JSON with each item of a tuple on its own line. NaN and infinity become null, as JSON requires."""
-    lines = (f" {json.dumps(name)}: {_written(value)}" for name, value in {"format": FORMAT, **content}.items())
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def record_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as a dict. Dataclasses inside it are not converted."""
-    if not is_dataclass(record):
-        raise TypeError(f"an object of type {type(record).__name__} cannot be written as JSON")
-    return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-def _written(value: Any) -> str:
-    # Do not use `indent`: it disables the C encoder of json, and 10,000 trials would take three times as long.
-    if isinstance(value, tuple) and value:
-        return "[\n  " + ",\n  ".join(map(_strict, value)) + "\n ]"
-    return _strict(value)
-
-
-def _strict(value: Any) -> str:
-    try:
-        return json.dumps(value, default=record_fields, allow_nan=False)
-    except ValueError:  # Some number is NaN or infinite. This is rare, so numbers are not checked beforehand.
-        return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if is_dataclass(value):
-        return _finite(record_fields(value))
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return to_json(content)
 
 
 # A formula may also start after a semicolon, tab or newline, because some spreadsheets begin a new cell there.

@@ -10,6 +10,7 @@ import click
 from flopwatch.cli import argument, flag, write_file
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
+from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
@@ -17,7 +18,6 @@ from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.comparison import SweepComparison, compare_sweeps
 from flopwatch.report.comparison.document import comparison_document as document_of_sweeps
-from flopwatch.report.exports import json_document, record_fields
 from flopwatch.report.run_page.comparison import comparison_document
 from flopwatch.runs import find_log, read_log
 from flopwatch.runs.comparison import Comparison, speed_line
@@ -49,7 +49,7 @@ def compare(
     if is_sweep(run_a):
         sweeps = compare_sweeps(*(capture_sweep(Path(sweep).expanduser()) for sweep in (run_a, run_b)))
         document, gate = document_of_sweeps(sweeps), partial(_gate_of_sweeps, sweeps)
-        content = json_document(record_fields(sweeps)) if as_json else ""
+        content = to_json(sweeps) if as_json else ""
     else:
         traces = (usable_traces(run)[0] for run in (run_a, run_b))
         log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))

@@ -27,8 +27,8 @@ from flopwatch.present.document import (
     Tiles,
     numbers,
 )
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
-from flopwatch.report.exports import json_document, record_fields
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
 from flopwatch.report.run_page.contents import Moment, RunReport
@@ -78,7 +78,7 @@ def run_json(report: RunReport) -> str:
     content["starts"] = tuple(start.to_json() for start in report.starts)
     content["provenances"] = tuple(record.to_json() for record in report.provenances)
     content["means"] = {key: curve.mean for key, curve in report.curves.items()}
-    return json_document(content)
+    return to_json(content)
 
 
 def _first(report: RunReport) -> Iterator[Part]:
