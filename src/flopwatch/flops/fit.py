@@ -21,7 +21,7 @@ from flopwatch.flops.live_formula import solve
 from flopwatch.flops.methods import MethodChoice
 from flopwatch.flops.shape_counts import CACHED_SHAPES, ShapeCounts
 from flopwatch.flops.steering import CHANCE, WEIGHTS
-from flopwatch.flops.tracing.passes import AutocastState, LossFn
+from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
 # The range of traced lengths is at least this wide: three lengths fit a quadratic, further ones test the fit.
@@ -50,7 +50,6 @@ def fit_flops_law(
     attention: AttentionConvention = "full",
     loss_fn: LossFn | None = None,
     method: MethodChoice = "auto",
-    autocast: AutocastState | None = None,
     training: bool = True,
 ) -> FlopLaw:
     """Fit a formula for the FLOPs of a training step of this model as a function of the batch's shape.
@@ -62,7 +61,6 @@ def fit_flops_law(
         attention: `full` counts every pair of positions, `causal` only unmasked pairs.
         loss_fn: Computes the loss from the model's output; needed if the model does not return a loss.
         method: How the shapes are counted, as in `count_flops`.
-        autocast: The autocast state of the training; by default, the current one.
         training: False fits only the forward pass.
 
     Example:
@@ -73,7 +71,7 @@ def fit_flops_law(
     """
     layouts = suggest_layouts(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
-    counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options | {"autocast": autocast})
+    counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options)
     own = counts.add_example(batch, read_shape(batch))
     law = _first_that_holds(model, batch, counts, layouts, own)
     return _with_steering_doubts(model, batch, counts, law, own)

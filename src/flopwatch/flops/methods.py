@@ -51,16 +51,12 @@ def count_by_step(
     attention: AttentionConvention,
     loss_fn: LossFn | None,
     training: bool,
-    autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count the FLOPs of a real step. Raises InputError if one process cannot run it, MeasurementError if it fails.
-
-    `autocast` is the autocast state that the model runs under; None means the current one.
-    """
+    """Count the FLOPs of a real step. Raises InputError if one process cannot run it, MeasurementError if it fails."""
     obstacle = step_obstacle(model)
     if obstacle:
         raise InputError(f"{obstacle}; use method='trace'")
-    state = current_autocast() if autocast is None else autocast
+    state = current_autocast()
     under = under_autocast(state, device_type_of(model, state), stand_in=False)
     stack, steering = ModuleStack(), Steering()
     copies, execute = Copies(_alias, stack), following(run_op, steering)
@@ -125,13 +121,9 @@ def count_by_trace(
     attention: AttentionConvention,
     loss_fn: LossFn | None,
     training: bool,
-    autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors.
-
-    `autocast` is the autocast state that the model runs under; None means the current one.
-    """
-    state = current_autocast() if autocast is None else autocast
+    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors."""
+    state = current_autocast()
     count = _Trace(model, batch, state, attention, loss_fn, training).count_with_autocast_or_without
     if current_graph_task_id() == -1:
         return count()
@@ -218,9 +210,8 @@ def count_as_is(
     attention: AttentionConvention,
     loss_fn: LossFn | None,
     training: bool,
-    autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count the FLOPs of all positions, padding included; `autocast=None` means the current autocast state."""
+    """Count the FLOPs of all positions, padding included, under the current autocast state."""
     if callable(method):
         return _count_by_user(method, batch, attention)
     if method not in get_args(MethodChoice):
@@ -231,19 +222,17 @@ def count_as_is(
     if method == "estimate":
         return count_by_estimate(model, batch, **options)
     if method != "auto":
-        return counters[method](model, batch, autocast=autocast, **options)
-    return _count_by_first_that_works(model, batch, autocast, **options)
+        return counters[method](model, batch, **options)
+    return _count_by_first_that_works(model, batch, options)
 
 
-def _count_by_first_that_works(
-    model: nn.Module, batch: Any, autocast: AutocastState | None, **options: Any
-) -> FlopCount:
+def _count_by_first_that_works(model: nn.Module, batch: Any, options: dict[str, Any]) -> FlopCount:
     try:
         check_schemas()
     except MeasurementError as error:
         return _estimated(model, batch, str(error), options)
     try:
-        traced = count_by_trace(model, batch, autocast=autocast, **options)
+        traced = count_by_trace(model, batch, **options)
         # A real step can count ops in threads that the model starts, a trace cannot.
         if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
             return traced
@@ -257,7 +246,7 @@ def _count_by_first_that_works(
     if obstacle is not None:
         return _estimated(model, batch, f"{cannot_trace}, and {obstacle}", options)
     try:
-        count = count_by_step(model, batch, autocast=autocast, **options)
+        count = count_by_step(model, batch, **options)
     except (NeedsOtherRanksError, NotCopyableError) as error:
         return _estimated(model, batch, f"{cannot_trace}, and {error}", options)
     note = f"counted on one real step, because the model could not be traced with fake tensors: {trace_error}"

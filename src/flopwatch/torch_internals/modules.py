@@ -34,7 +34,6 @@ class ModuleTables(NamedTuple):
     parameters: str
     buffers: str
     modules: str
-    not_persistent: str
     forward_pre_hooks: str
     forward_hooks: str
     hook_options: tuple[str, ...]
@@ -69,7 +68,7 @@ def module_tables() -> ModuleTables:
 def _tables_of(module: nn.Module) -> ModuleTables:
     weight, buffer, child = nn.Parameter(torch.empty(0)), torch.empty(0), nn.Module()
     module.register_parameter("weight", weight)
-    module.register_buffer("buffer", buffer, persistent=False)
+    module.register_buffer("buffer", buffer)
     module.register_module("child", child)
     handles: list[Any] = [
         module.register_forward_pre_hook(_idle, with_kwargs=True),
@@ -91,7 +90,6 @@ def _tables_of(module: nn.Module) -> ModuleTables:
         keeper("weight", weight),
         keeper("buffer", buffer),
         keeper("child", child),
-        next(name for name, each in held.items() if isinstance(each, set) and "buffer" in each),
         hooks[0],
         hooks[1],
         options,

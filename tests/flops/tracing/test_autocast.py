@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.flops.methods import count_by_trace
-from flopwatch.flops.tracing.passes import AutocastState, current_autocast
 from flopwatch.records.flops import PhaseFlops
 
 X = torch.randn(8, 16)
@@ -30,24 +28,6 @@ def test_a_count_inside_of_autocast_has_its_type(method: Any, dtype: torch.dtype
         assert torch.get_autocast_dtype("cpu") is dtype
 
     assert count.by_dtype == {name: PhaseFlops(2 * FLOPS, 3 * FLOPS)}
-
-
-def test_a_state_that_was_taken_elsewhere_is_followed() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        state = current_autocast()
-
-    count = count_by_trace(model(), X, attention="full", loss_fn=None, training=True, autocast=state)
-
-    assert state.dtype("cpu") is torch.bfloat16
-    assert list(count.by_dtype) == ["bf16"]
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_no_autocast_is_a_state_too() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        count = count_by_trace(model(), X, attention="full", loss_fn=None, training=True, autocast=AutocastState())
-
-    assert list(count.by_dtype) == ["fp32"]
 
 
 def test_the_backward_pass_runs_outside_of_autocast() -> None:
