@@ -363,7 +363,7 @@ def test_compare_names_the_loss_that_shrank(flopwatch, tmp_path):
     assert status == 0
     table = out[out.index("ms per step") :]
     cell = r" +(-?[\d.,]+)"
-    rows = re.findall(rf"^  ([a-zA-Z].*?){cell}{cell} +([+-]?[\d.]+){cell}{cell}$", table, re.MULTILINE)
+    rows = re.findall(rf"^([a-zA-Z].*?){cell}{cell} +([+-]?[\d.]+){cell}{cell}$", table, re.MULTILINE)
     assert rows[0] == ("input wait", "608.0", "108.0", "-500.0", "37.3", "9.6")
     assert rows[-1] == ("together, and MFU", "1,630.0", "1,130.0", "-500.0", "30.7", "44.2")
     told = " ".join(out.split())
@@ -403,3 +403,12 @@ def test_runs_without_a_waterfall_are_compared_as_before(flopwatch, tmp_path):
     status, out, _ = flopwatch("compare", a, b)
     assert status == 0
     assert "ms per step" not in out
+
+
+def test_times_at_the_logged_peak_are_not_shown_below_another_one(flopwatch, tmp_path):
+    """The log has no FLOPs of its timed steps, so that nothing is known about the peak that is given."""
+    run = write_ledger(tmp_path, SECONDS)
+    assert "30.7 %" in flopwatch("why", run)[1]
+    status, out, _ = flopwatch("why", run, "--peak-tflops", "1979")
+    assert (status, out.startswith("Where the time of")) == (0, True)
+    assert "30.7" not in out

@@ -48,7 +48,8 @@ class PeakGiver:
             return self.row(record)
         if isinstance(record, Summary):
             times = {f"time/{name}_seconds": value for name, value in self._at_peak(self._newest).items()}
-            return replace(record, values={**record.values, **_shares_of(record.values, self._peak), **times})
+            values = _without_times_at_peak(record.values)
+            return replace(record, values={**values, **_shares_of(record.values, self._peak), **times})
         return record
 
     def _of_provenance(self, record: Provenance) -> Provenance:
@@ -63,7 +64,7 @@ class PeakGiver:
             return row
         if row.ledger.get("steps", 0) >= self._newest.get("steps", 0):
             self._newest = row.ledger
-        values = {**row.values, **_shares_of(row.values, peak)}
+        values = {**_without_times_at_peak(row.values), **_shares_of(row.values, peak)}
         if row.detailed:
             values |= {f"time/{name}_seconds": value for name, value in self._at_peak(row.ledger).items()}
         denominator = None if row.exact is None else {"dtype": peak.dtype, "flops_per_s": peak.flops_per_s}
@@ -71,14 +72,20 @@ class PeakGiver:
         return replace(row, values=known, ledger=self._with_times(row.ledger), peak=denominator)
 
     def _with_times(self, ledger: Mapping[str, Any]) -> Mapping[str, Any]:
-        at_peak = self._at_peak(ledger)
-        return {**ledger, "seconds": {**ledger.get("seconds", {}), **at_peak}} if at_peak else ledger
+        if self._peak is None or not ledger:
+            return ledger
+        return {**ledger, "seconds": {**_without_times_at_peak(ledger.get("seconds", {})), **self._at_peak(ledger)}}
 
     def _at_peak(self, ledger: Mapping[str, Any]) -> dict[str, float]:
         if self._peak is None or not ledger:
             return {}
         of_all_devices = self._peak.flops_per_s * (self._start.world_size if self._start else 1)
         return {f"{name}_at_peak": flops / of_all_devices for name, flops in ledger.get("timed_flops", {}).items()}
+
+
+def _without_times_at_peak(times: Mapping[str, Number]) -> dict[str, Number]:
+    """Times at the logged peak say nothing about another one, also where no FLOPs were logged to compute new ones."""
+    return {name: value for name, value in times.items() if not name.removesuffix("_seconds").endswith("_at_peak")}
 
 
 def with_peak(log: RunLog, choose: ChoosePeak | None) -> RunLog:
