@@ -12,7 +12,6 @@ from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
-from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
@@ -61,6 +60,8 @@ def compare(
     if as_json:
         click.echo(content)
     elif md is None:
+        from flopwatch.present.terminal import print_document  # loads rich, which --help and --json do without
+
         print_document(document)
     if md not in (None, "-"):
         click.echo(f"Written: {md}", err=as_json)
