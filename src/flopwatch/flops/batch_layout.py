@@ -366,10 +366,10 @@ def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 
 
-def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -> Any:
+def without_padding(sample: Any, layout: Layout) -> Any:
     """Remove the padding of one sample from all tensors that have the mask's length."""
-    variable = mask_variable(layout, mask)
-    values = sample.get(mask) if isinstance(sample, Mapping) else None
+    variable = mask_variable(layout)
+    values = sample.get("attention_mask") if isinstance(sample, Mapping) else None
     if variable not in layout.lengths or not isinstance(values, torch.Tensor) or values.device.type == "meta":
         return sample
     if bool((values != 0).all()):
@@ -377,7 +377,7 @@ def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -
     columns = (values[0] != 0).nonzero()[:, 0]
     if not columns.numel():
         raise InputError(
-            f"{mask} marks every position of a row as padding; "
+            "attention_mask marks every position of a row as padding; "
             "pass a batch in which every row has at least one real position"
         )
     return select_positions(sample, layout, variable, columns)

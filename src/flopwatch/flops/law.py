@@ -224,21 +224,21 @@ class FlopLaw:
         longest: int | None = None,
         rows: int = 1,
         others: Sequence[tuple[str, int]] = (),
-        image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
         """Return the FLOPs of one step on packed documents, where attention stays inside each document, by phase.
+
+        Each document has the images of the example.
 
         Args:
             documents: The number of documents, and the sums of their lengths and squared lengths.
             longest: The length of a row with its padding; None if the documents fill one row without padding.
             rows: The number of rows that the documents are packed into.
             others: Variable and length of further sequences, such as a decoder's target; the same for all documents.
-            image_grids: The grids of all images; by default, each document has the images of the example.
         """
         # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.
         powers_of_main = (documents.count, documents.tokens, documents.squares)
         row_length = documents.tokens if longest is None else longest
-        once = StepShape(rows, row_length, self._grids(image_grids, documents.count), tuple(others))
+        once = StepShape(rows, row_length, self.sample_grids * documents.count, tuple(others))
 
         def amount(term: str) -> int:
             powers = exponents_of(term) if term not in _IMAGE_TERMS else {}
