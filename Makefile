@@ -79,7 +79,7 @@ campaign: install matrix
 	$(BIN)/python benchmarks/hostile/hostile_words.py 500
 	for engine in local slurm ray; do $(BIN)/python benchmarks/reliability/never_twice.py --engine $$engine --kills 20; done
 	$(BIN)/python benchmarks/sweeps/nfs_sweep.py --seconds 60
-	$(BIN)/python benchmarks/sweeps/week.py --trials 20000
+	PYTHONPATH=. $(BIN)/python benchmarks/sweeps/week.py --trials 20000
 	$(BIN)/python benchmarks/sweeps/memory.py
 	$(BIN)/python benchmarks/sweeps/many_processes.py --engines local slurm ray
 	FLOPWATCH_LONG=1 $(PYTEST) -m "campaign and not gpu"
