@@ -59,7 +59,7 @@ def comparison_document(comparison: SweepComparison) -> Document:
 
 def _parts(comparison: SweepComparison) -> Iterator[Part]:
     sides = (("A", comparison.a), ("B", comparison.b))
-    yield Facts([(name, f"{side.folder}, {side_text(side)}") for name, side in sides])
+    yield Facts([(name, f"{side_text(side)}, in {side.folder}") for name, side in sides])
     yield from (Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
     differences = [
         (one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in (*comparison.settings, *comparison.environment)
