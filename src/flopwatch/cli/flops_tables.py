@@ -6,9 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from flopwatch.cli import print_json
@@ -19,6 +16,8 @@ from flopwatch.mfu import calculate_mfu
 from flopwatch.models.load import dummy_batch, load_model
 from flopwatch.numbers import flop_prefix, flop_rate, percent
 from flopwatch.numbers import flops as flop_text
+from flopwatch.present import document as doc
+from flopwatch.present.terminal import print_document
 from flopwatch.records.flops import FlopCount, Peak, PhaseFlops
 
 _METHODS = {
@@ -48,11 +47,16 @@ def count_and_print(
     count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=attention)  # type: ignore[arg-type]
     facts = _facts(model, built, count, batch_size, seq_len)
     if peak is not None and step_time is not None:
-        facts["step"] = _step(count, peak, step_time)
+        facts["step"] = {
+            "seconds": step_time,
+            "mfu": calculate_mfu(count.model_flops, step_time, peak.flops_per_s),
+            "hfu": calculate_mfu(count.hardware_flops, step_time, peak.flops_per_s),
+            "peak": peak.to_json(),
+        }
     if as_json:
         print_json(facts)
     else:
-        print_flops(facts, count, peak)
+        print_document(_document(facts, count, peak))
 
 
 def _built(model: str, *, checkpoint: bool, with_weights: bool) -> nn.Module:
@@ -90,52 +94,42 @@ def _facts(spec: str, model: nn.Module, count: FlopCount, batch_size: int, seq_l
     }
 
 
-def _step(count: FlopCount, peak: Peak, seconds: float) -> dict[str, Any]:
-    return {
-        "seconds": seconds,
-        "mfu": calculate_mfu(count.model_flops, seconds, peak.flops_per_s),
-        "hfu": calculate_mfu(count.hardware_flops, seconds, peak.flops_per_s),
-        "peak": peak.to_json(),
-    }
-
-
-def print_flops(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> None:
-    console = Console(highlight=False)
+def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> doc.Document:
     tokens = facts["batch_size"] * facts["seq_len"]
-    console.print(
-        f"[bold]{facts['model']}[/]  {facts['parameters']:,} parameters, "
-        f"{facts['batch_size']} x {facts['seq_len']:,} = {tokens:,} tokens\n"
+    size = f"{facts['batch_size']} x {facts['seq_len']:,} = {tokens:,} tokens"
+    sure = "about" if count.method == "estimate" else "at least" if count.is_lower_bound else "exactly"
+    recomputed = "nothing is recomputed"
+    if count.hardware_flops != count.model_flops:
+        recomputed = f"{count.hardware_flops / count.model_flops:.3f} x the model FLOPs, with recomputation"
+    totals = {
+        "model FLOPs": (count.model_flops, f"{sure} {count.model_flops:,}"),
+        "hardware FLOPs": (count.hardware_flops, recomputed),
+        "per token": (count.model_flops / tokens, f"{_METHODS[count.method]}, attention {count.attention}"),
+    }
+    rows = [
+        (doc.Cell(name, "strong"), flop_text(flops), doc.Cell(detail, "soft"))
+        for name, (flops, detail) in totals.items()
+    ]
+    remarks = [] if peak is None else _about_step(facts["step"], peak)
+    notes = [f"Note: {note}" for note in count.notes]
+    notes += [
+        f"Not counted: {op.calls} calls of {op.op} in {op.module or 'the model'}, {op.shapes}" for op in count.uncounted
+    ]
+    if count.is_lower_bound:
+        notes.append("The true FLOPs are higher; add a formula for the op with flopwatch.register_formula.")
+    return doc.Document(
+        facts["model"],
+        [
+            doc.Table(("", *doc.numbers(""), ""), rows),
+            _modules(count),
+            *remarks,
+            *(doc.Text(note, "warn") for note in notes),
+        ],
+        lead=[f"{facts['parameters']:,} parameters, {size}"],
     )
-    console.print(_totals(count, tokens))
-    console.print()
-    console.print(_modules(count))
-    if peak is not None:
-        _print_step(console, facts["step"], peak)
-    _print_warnings(console, count)
 
 
-def _totals(count: FlopCount, tokens: int) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    table.add_row("model FLOPs", flop_text(count.model_flops), f"{_how_sure(count)} {count.model_flops:,}")
-    table.add_row("hardware FLOPs", flop_text(count.hardware_flops), _share(count.hardware_flops, count.model_flops))
-    table.add_row(
-        "per token",
-        flop_text(count.model_flops / tokens),
-        f"{_METHODS[count.method]}, attention {count.attention}",
-    )
-    return table
-
-
-def _how_sure(count: FlopCount) -> str:
-    if count.method == "estimate":
-        return "about"
-    return "at least" if count.is_lower_bound else "exactly"
-
-
-def _modules(count: FlopCount) -> Table:
+def _modules(count: FlopCount) -> doc.Table:
     """A table with the FLOPs of each module. Layers whose names differ only in their number share a row."""
     groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
     members: dict[str, int] = defaultdict(int)
@@ -149,18 +143,13 @@ def _modules(count: FlopCount) -> Table:
         rest = sum((flops for _, flops in ranked[_ROWS:]), PhaseFlops())
         shown.append((f"{len(ranked) - _ROWS} more", "", rest))
     factor, prefix = flop_prefix(ranked[0][1].total)
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), header_style="bold", caption=f"in {prefix}FLOP", caption_justify="left"
-    )
-    table.add_column("module")
-    for heading in ("times", "forward", "backward", "rerun", "share"):
-        table.add_column(heading, justify="right")
-    table.add_column("", no_wrap=True)
+    rows: list[tuple[doc.Cell | str, ...]] = []
     for name, times, flops in shown:
         parts = [f"{part / factor:,.1f}" if part else "" for part in (flops.forward, flops.backward, flops.recompute)]
         share = flops.total / count.hardware_flops
-        table.add_row(name, times, *parts, percent(share), Text("█" * round(share * 24), style="cyan"))
-    return table
+        rows.append((name, times, *parts, percent(share), doc.Cell("█" * round(share * 24), "ok")))
+    numbers = doc.numbers("times", "forward", "backward", "rerun", "share")
+    return doc.Table(["module", *numbers, ""], rows, note=f"in {prefix}FLOP")
 
 
 def _without_numbers(path: str) -> str:
@@ -169,24 +158,12 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
 
 
-def _print_step(console: Console, step: Mapping[str, Any], peak: Peak) -> None:
-    console.print(
-        f"\nA step of {step['seconds']:g} s on one {peak.device}, "
-        f"peak {flop_rate(peak.flops_per_s)} in {peak.dtype} ({peak.kind}):\n"
-        f"[bold green]MFU {percent(step['mfu'])}[/]  HFU {percent(step['hfu'])}"
-    )
+def _about_step(step: Mapping[str, Any], peak: Peak) -> list[doc.Text]:
+    rate = f"peak {flop_rate(peak.flops_per_s)} in {peak.dtype} ({peak.kind})"
+    said = [
+        doc.Text(f"A step of {step['seconds']:g} s on one {peak.device}, {rate}:"),
+        doc.Text(f"MFU {percent(step['mfu'])}, HFU {percent(step['hfu'])}", "better"),
+    ]
     if step["hfu"] > 1:
-        console.print(f"[yellow]This is more than the peak of one {peak.device}; check the step time.[/]")
-
-
-def _print_warnings(console: Console, count: FlopCount) -> None:
-    for note in count.notes:
-        console.print(f"[yellow]Note: {note}[/]")
-    for op in count.uncounted:
-        console.print(f"[yellow]Not counted: {op.calls} calls of {op.op} in {op.module or 'the model'}, {op.shapes}[/]")
-    if count.is_lower_bound:
-        console.print("[yellow]The true FLOPs are higher; add a formula for the op with flopwatch.register_formula.[/]")
-
-
-def _share(flops: int, whole: int) -> str:
-    return f"{flops / whole:.3f} x the model FLOPs, with recomputation" if flops != whole else "nothing is recomputed"
+        said.append(doc.Text(f"This is more than the peak of one {peak.device}; check the step time.", "warn"))
+    return said
