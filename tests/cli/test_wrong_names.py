@@ -86,7 +86,7 @@ def test_a_wrong_name_is_told(settings, told):
             "dtype": "fp8",
         },
         {"device": "cuda:1"},
-        {"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost"]},
+        {"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost-clipping"]},
     ],
 )
 def test_a_right_name_is_taken(settings):
@@ -94,7 +94,7 @@ def test_a_right_name_is_taken(settings):
 
 
 def test_a_trainer_is_excluded_by_any_of_its_names():
-    specs = checked({"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost"]})
+    specs = checked({"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost-clipping"]})
     assert {spec.trainer for spec in specs} == {"standard"}
 
 
