@@ -16,20 +16,12 @@ from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
 
-_TIME_LOOKS = {
-    "productive": ("green", "█"),
-    "input_wait": ("red", "▒"),
-    "warm_up": ("yellow", "▚"),
-    "eval": ("blue", "▓"),
-    "checkpoint": ("cyan", "░"),
-    "pause": ("bright_black", "·"),
-    "count": ("magenta", "×"),
-    "start_up": ("bright_blue", "○"),
-    "restart": ("bright_red", "+"),
-    "rerun": ("bright_yellow", "="),
-    "outside": ("bright_cyan", "~"),
-    "other": ("bright_black", "-"),
-}
+_TIME_LOOKS = (
+    *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),
+    *(("blue", "▓"), ("cyan", "░"), ("bright_black", "·"), ("bright_cyan", "~"), ("magenta", "×"), ("red", "▒")),
+    ("bright_black", "-"),
+)
+"""Of the parts of the time, in their order: training steps, warm-up, the uses that are lost, and other time."""
 _FLOPS_PARTS = {
     "useful": ("green", "█"),
     "recompute": ("yellow", "▒"),
@@ -167,7 +159,7 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
     named = {USES[key].name: seconds for key, seconds in parts.items()}
-    looks = {USES[key].name: look for key, look in _TIME_LOOKS.items()}
+    looks = dict(zip(named, _TIME_LOOKS, strict=True))
     return [*bar("time", named, looks, duration(whole), width, in_colour), *_goodput(run, width)]
 
 

@@ -107,7 +107,7 @@ def _loss(loss: Loss, said: str) -> Cell:
 def _sections(report: RunReport) -> Iterator[Part]:
     sections = [_time_section(report)]
     if report.waterfall is not None:
-        sections.insert(0, _waterfall_section(report.waterfall, report.conclusion.notes))
+        sections.insert(0, _peak_section(report.waterfall, report.conclusion.notes))
     yield Beside(sections)
     more = [_curve_section(report), _event_section(report)]
     if any(start.world_size != 1 for start in report.starts) or any(map(_is_of_ranks, report.values)):
@@ -126,7 +126,7 @@ def _end(report: RunReport) -> Iterator[Part]:
     yield Only(("terminal",), [Section("", [Text(counts), Text(sure), *said, hint])])
 
 
-def _waterfall_section(waterfall: Waterfall, notes: Sequence[str]) -> Section:
+def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> Section:
     traced = [f"{split.file}: {plural(split.steps, 'step')} of rank {split.rank}" for split in waterfall.traced]
     said = [*notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])]
     remark = f"in points, of {duration(waterfall.wall_seconds)} wall time"
