@@ -6,7 +6,6 @@ from flopwatch.cli import flag, print_json
 from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
 from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
 from flopwatch.errors import InputError
-from flopwatch.present.terminal import print_document
 from flopwatch.report.run_page.explanation import explanation_document
 from flopwatch.report.run_page.why import where_the_time_went
 from flopwatch.runs import find_log, read_around
@@ -22,6 +21,8 @@ def explain(
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
+    from flopwatch.present.terminal import print_document
+
     log = with_peak(read_around(find_log(chosen_run(run_dir)), step), peak_to_use(peak_tflops))
     if step is None and not log.rows:
         if as_json:
