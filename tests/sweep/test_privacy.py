@@ -143,11 +143,6 @@ def test_only_private_trainers_are_asked_and_the_others_are_not_measured_again()
     assert TrialSpec.from_json(asked["ghost"].to_json()) == asked["ghost"]
 
 
-def test_without_privacy_a_trial_keeps_the_key_it_had():
-    """As computed at commit 0a4610d, before there was such a setting."""
-    assert content_key(TrialSpec("ghost", "tiny", 4, 512), {}) == "5c5bfc1dea8ceff9b806"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
