@@ -65,6 +65,14 @@ def read_record(kind: type[T], content: Any) -> T:
     return record
 
 
+def read_or_none(kind: type[T], content: Any) -> T | None:
+    """As `read_record`; None if the content is broken."""
+    try:
+        return read_record(kind, content)
+    except BrokenRecordError:
+        return None
+
+
 @cache
 def _record_reader(kind: Any) -> Read:
     hints = get_type_hints(kind)

@@ -27,17 +27,31 @@ class Stat(NamedTuple):
 def read_stat(pid: int) -> Stat | None:
     """Read /proc/PID/stat; None if there is no such process, or no /proc."""
     try:
-        # os.read is five times as fast as pathlib, and this is called for every process of the host.
-        handle = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-        try:
-            content = os.read(handle, 4096)
-        finally:
-            os.close(handle)
         # The fields follow the last `)`; the process's name, which is before it, may contain others.
-        fields = content.rpartition(b")")[2].split()
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         return Stat(fields[0].decode(), int(fields[1]), int(fields[19]))
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
+
+
+def keyed_lines(path: str) -> dict[bytes, bytes]:
+    """The text after the colon of each line of a short file such as /proc/PID/status; empty if it cannot be read."""
+    lines = (line.partition(b":") for line in _read(path).splitlines())
+    return {key: rest for key, _, rest in lines}
+
+
+def _read(path: str) -> bytes:
+    """Read a file of /proc with os.read, five times as fast as pathlib, because this is done for many processes."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(handle, 8192)
+    except OSError:  # the process has ended in between
+        return b""
+    finally:
+        os.close(handle)
 
 
 def start_ticks(pid: int) -> int | None:

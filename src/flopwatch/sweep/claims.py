@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch import process
-from flopwatch.decode import BrokenRecordError, read_record
-from flopwatch.files import UnreadableError, opened_regular, read_json
+from flopwatch.decode import read_or_none
+from flopwatch.files import UnreadableError, opened_regular, read_json, read_object
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep.full_disk import when_there_is_space
 
@@ -213,8 +213,7 @@ class SupervisorHeartbeat:
 
     def is_superseded(self) -> bool:
         """Whether `started.json` now names another process or attempt."""
-        claimed = read_json(self._claim)
-        if isinstance(claimed, dict):  # the file is missing if the trial has deleted its folder
+        if claimed := read_object(self._claim):  # the file is missing if the trial has deleted its folder
             keys = ("host", "pid", "start_ticks", "boot_id")
             is_ours = claimed.get("attempt") == self._attempt and all(
                 claimed.get(key) == self._identity[key] for key in keys
@@ -239,8 +238,8 @@ class LivenessWatcher:
             claim: The `started.json` of the process.
             liveness: Its `LivenessFile`.
         """
-        claimed = read_json(claim)
-        if not isinstance(claimed, dict) or is_withdrawn(claimed):
+        claimed = read_object(claim)
+        if not claimed or is_withdrawn(claimed):
             return False
         is_alive = is_alive_here(claimed)
         if is_alive is None and not has_ended(liveness):
@@ -279,11 +278,7 @@ def waits_for_space(folder: Path) -> str:
 
 
 def _state(liveness: Path) -> str:
-    try:
-        content: Any = json.loads(_read(liveness))
-    except (ValueError, RecursionError):
-        return ""
-    return str(content.get("state", "")) if isinstance(content, dict) else ""
+    return str(read_object(liveness).get("state", ""))
 
 
 def _read(file: Path) -> bytes:
@@ -345,7 +340,4 @@ class Heartbeat:
 
 
 def read_progress(trial_dir: Path, file: str = HEARTBEAT) -> Progress:
-    try:
-        return read_record(Progress, read_json(trial_dir / file))
-    except BrokenRecordError:
-        return Progress()
+    return read_or_none(Progress, read_json(trial_dir / file)) or Progress()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopwatch.decode import BrokenRecordError, read_record
+from flopwatch.decode import read_or_none
 from flopwatch.errors import InputError
 from flopwatch.files import read_json, read_lines, write_json
 from flopwatch.process import descendants
@@ -177,10 +177,9 @@ def _found_before(sweep: Path) -> dict[Pair, PreflightResult]:
     content = read_json(sweep / PREFLIGHT)
     found = {}
     for row in content if isinstance(content, list) else ():
-        with contextlib.suppress(BrokenRecordError):
-            result = read_record(PreflightResult, row)
-            if not result.is_mistake:
-                found[result.pair] = result
+        result = read_or_none(PreflightResult, row)
+        if result is not None and not result.is_mistake:
+            found[result.pair] = result
     return found
 
 
@@ -239,10 +238,8 @@ def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
     for line in read_lines(sweep / PROGRESS):
         if "begun" in line:
             found[_pair(line["begun"])] = _not_known(line["begun"], ending)
-        else:
-            with contextlib.suppress(BrokenRecordError):
-                result = read_record(PreflightResult, line.get("found"))
-                found[result.pair] = result
+        elif result := read_or_none(PreflightResult, line.get("found")):
+            found[result.pair] = result
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.files import read_json
+from flopwatch.files import read_object
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STARTED, trial_folder
 from flopwatch.sweep.claims import is_alive_here, visible_seconds
@@ -358,9 +358,9 @@ class LocalEngine:
         for name in names:
             running = self._running[name]
             running.process.kill()
-            claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
+            claimed = read_object(trial_folder(running.trial.sweep, name) / STARTED)
             # `running.process` is the trial's guard. When it dies, its child, the supervisor, gets only SIGTERM.
-            if isinstance(claimed, dict) and is_alive_here(claimed):
+            if is_alive_here(claimed):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))

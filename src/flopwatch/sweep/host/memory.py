@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flopwatch.process import descendants
+from flopwatch.process import descendants, keyed_lines
 from flopwatch.records.trial import HostMethod
 
 _SEARCH_SECONDS = 1.0
@@ -222,7 +222,7 @@ def descendants_from_lists(pid: int) -> list[int]:
 
 def resident(pid: int | str) -> Resident | None:
     """The resident memory of a process; None if it is gone or a zombie."""
-    lines = dict(_lines(f"/proc/{pid}/status", 4096))
+    lines = keyed_lines(f"/proc/{pid}/status")
     if b"VmRSS" not in lines:
         return None
     now = _kibibytes(lines[b"VmRSS"])
@@ -270,7 +270,7 @@ def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
 
 def _rollup_of(pid: int) -> dict[bytes, int]:
     """PSS and anonymous memory of a process in bytes; empty if the process is gone or reading it is not allowed."""
-    lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
+    lines = keyed_lines(f"/proc/{pid}/smaps_rollup").items()
     found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
     return found if b"Pss" in found else {}
 
@@ -294,19 +294,6 @@ def mapped_data_bytes(pid: int | str) -> int:
 
 def _is_shared_memory(path: bytes) -> bool:
     return path.startswith((b"/dev/shm/", b"/memfd:", b"/SYSV", b"/dev/zero"))
-
-
-def _lines(path: str, size: int) -> list[tuple[bytes, bytes]]:
-    """The key of every line and the text after its colon; empty if there is no such file."""
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            content = os.read(handle, size)
-        finally:
-            os.close(handle)
-        parts = (line.partition(b":") for line in content.splitlines())
-        return [(key, rest) for key, _, rest in parts]
-    return []
 
 
 def _whole(path: str) -> bytes:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
-from flopwatch.process import all_pids, descendants, read_stat
+from flopwatch.process import all_pids, descendants, keyed_lines, read_stat
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, trial_folder
 from flopwatch.sweep.host.memory import MemoryLimit
@@ -253,8 +253,9 @@ def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
     file = folder / STACKS
     if not file.exists():
         return "none, because the worker had not installed its signal handler yet"
-    if _blocks(worker.pid, signal.SIGUSR1):
-        return f"none, because the worker blocks signals; {_kernel_state(worker.pid)}"
+    if is_in_signal_set(worker.pid, "SigBlk", signal.SIGUSR1):
+        state = keyed_lines(f"/proc/{worker.pid}/status").get(b"State", b"unknown").strip().decode()
+        return f"none, because the worker blocks signals; process state {state}"
     worker.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + _STACKS_PATIENCE_SECONDS
     size = -1
@@ -266,15 +267,6 @@ def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
     return file.read_text(errors="replace")[:20_000]
 
 
-def _blocks(pid: int, number: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.split("SigBlk:")[1].split()[0], 16) >> (number - 1) & 1)
-    return False
-
-
-def _kernel_state(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return f"process state {status.split('State:')[1].splitlines()[0].strip()}"
-    return "process state unknown"
+def is_in_signal_set(pid: int, name: str, number: int) -> bool:
+    """Whether a signal is in a set of /proc/PID/status: `SigBlk`, which the process blocks, or `SigCgt`, handles."""
+    return bool(int(keyed_lines(f"/proc/{pid}/status").get(name.encode(), b"0"), 16) >> (number - 1) & 1)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flopwatch import files
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.decode import BrokenRecordError, read_record
+from flopwatch.decode import BrokenRecordError, read_or_none
 from flopwatch.files import read_json, write_json
 from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import new_results, read_results, read_trial_list
@@ -126,9 +126,8 @@ class RunnerState:
 
 def read_runner(sweep: Path) -> RunnerState | None:
     """Read `runner.json`; None if the file is missing or damaged."""
-    try:
-        state = read_record(RunnerState, read_json(sweep / RUNNER))
-    except BrokenRecordError:
+    state = read_or_none(RunnerState, read_json(sweep / RUNNER))
+    if state is None:
         return None
     # Ignore a state without the runner's start time, because another process may have the same pid by now.
     is_marked = state.start_ticks is not None or start_ticks(os.getpid()) is None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.files import read_json, read_object, tail
+from flopwatch.files import read_object, tail
 from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
@@ -93,8 +93,8 @@ class LateResults:
 
 def _may_have_begun_elsewhere(folder: Path) -> bool:
     """Whether a supervisor on another host may have started this trial."""
-    claimed = read_json(folder / STARTED)
-    if not isinstance(claimed, dict):
+    claimed = read_object(folder / STARTED)
+    if not claimed:
         # `withdraw` prevents any supervisor from starting the trial. It returns False if the trial has already started.
         return not withdraw(folder)
     return not is_withdrawn(claimed) and is_alive_here(claimed) is None
@@ -102,8 +102,8 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
 
 def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
     """Add the reason from the file of the guard (`trial_guard.py`), if the guard killed a supervisor that hung."""
-    note = read_json(trial_folder(trial.sweep, trial.name) / GUARD)
-    if isinstance(note, dict) and note.get("attempt") == attempt_of(trial.sweep, trial.name):
+    note = read_object(trial_folder(trial.sweep, trial.name) / GUARD)
+    if note.get("attempt") == attempt_of(trial.sweep, trial.name):
         return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
     return ended
 
@@ -134,8 +134,8 @@ class SilentSupervisors:
     def _reason(self, trial: Trial) -> str | None:
         if trial.name in self._reasons:
             return None
-        claimed = read_json(trial_folder(trial.sweep, trial.name) / STARTED)
-        if not isinstance(claimed, dict) or is_withdrawn(claimed):
+        claimed = read_object(trial_folder(trial.sweep, trial.name) / STARTED)
+        if not claimed or is_withdrawn(claimed):
             return None
         silent = silent_seconds(trial.sweep, trial.name)
         if silent <= allowed_silence(trial.spec.limits) + visible_seconds():

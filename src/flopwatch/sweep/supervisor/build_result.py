@@ -3,7 +3,6 @@
 The module imports only the standard library, because every supervisor imports this module and must start quickly.
 """
 
-import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.decode import BrokenRecordError, clean_value, read_record
+from flopwatch.decode import BrokenRecordError, clean_value, read_or_none, read_record
 from flopwatch.files import read_json, read_lines, read_object, tail
 from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
@@ -259,10 +258,7 @@ def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) 
 
 
 def _read_measured(trial_dir: Path) -> _MeasuredFile:
-    try:
-        return read_record(_MeasuredFile, read_json(trial_dir / MEASURED))
-    except BrokenRecordError:
-        return _MeasuredFile()
+    return read_or_none(_MeasuredFile, read_json(trial_dir / MEASURED)) or _MeasuredFile()
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
@@ -313,11 +309,7 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
 
 def _readable_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
     """Return the valid lines of `steps.jsonl`. The last line may be incomplete if the worker was killed."""
-    found = []
-    for row in rows:
-        with contextlib.suppress(BrokenRecordError):
-            found.append(read_record(_StepLine, row))
-    return found
+    return [line for row in rows if (line := read_or_none(_StepLine, row)) is not None]
 
 
 def _with_rates(cost: StepCost, seconds: float) -> StepCost:

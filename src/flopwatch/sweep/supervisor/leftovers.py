@@ -12,7 +12,7 @@ import time
 import zlib
 from pathlib import Path
 
-from flopwatch.files import read_json, write_json
+from flopwatch.files import read_object, write_json
 from flopwatch.process import pid_scope
 from flopwatch.records.trial_files import GUARD, STARTED, trial_folder
 from flopwatch.sweep.host.memory import group_places
@@ -103,9 +103,9 @@ def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> N
     """
     kill_descendants(os.getpid())
     folder = trial_folder(sweep.resolve(), name)
-    claimed = read_json(folder / STARTED)
+    claimed = read_object(folder / STARTED)
     here = pid_scope().get("boot_id", "")
-    if isinstance(claimed, dict) and claimed.get("pid") == supervisor and claimed.get("boot_id") == here:
+    if claimed.get("pid") == supervisor and claimed.get("boot_id") == here:
         _clear_attempt(folder, claimed.get("attempt", ""), reason)
     _exit_like(status)
 

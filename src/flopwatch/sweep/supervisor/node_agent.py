@@ -145,7 +145,8 @@ class _Agent:
     def stacks(self) -> dict[int, str]:
         """Return the Python stacks of all threads of each rank on this node, which faulthandler writes on SIGUSR1."""
         for pid in descendants(os.getpid()):
-            if _handles(pid, signal.SIGUSR1):
+            # Without a handler, the signal would end the process.
+            if process_tree.is_in_signal_set(pid, "SigCgt", signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         files = {rank: self._trial_dir / of_rank(STACKS, rank) for rank in self._ranks}
@@ -212,14 +213,6 @@ def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
             where = f"{', '.join(hosts)}, port {port}"
             raise ConnectionError(f"cannot reach the supervisor at {where}; check the network between the nodes")
         time.sleep(0.2)
-
-
-def _handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal. Without one, the signal would end the process."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
-    return False
 
 
 def _host() -> str:
