@@ -13,8 +13,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flopwatch.decode import read_record
-from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.decode import read_or_none
+from flopwatch.errors import InputError
 from flopwatch.files import read_object, write_json
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.log_file import NoLogError, find_log
@@ -141,10 +141,7 @@ def _kept_split(path: Path) -> TraceSplit | None:
     written = _written(path)
     if content.get("format") != _CACHE_FORMAT or written is None or content.get("trace") != list(written):
         return None
-    try:
-        return read_record(TraceSplit, content.get("split"))
-    except FlopwatchError:
-        return None
+    return read_or_none(TraceSplit, content.get("split"))
 
 
 def _read_and_keep(path: Path) -> TraceSplit:
