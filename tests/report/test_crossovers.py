@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.report.contents import crossover_digest, crossover_sentence
+from flopwatch.report.sweep.measurements import crossover_digest, crossover_sentence
 from support.few_results import ended, group_of, ran
 
 

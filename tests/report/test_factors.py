@@ -7,18 +7,10 @@ import pytest
 
 from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import Measured, MemoryUse
-from flopwatch.report.contents import (
-    METRICS,
-    best_trials,
-    cell_text,
-    factor_texts,
-    frontier_words,
-    known_metrics,
-    matrix_rows,
-    narrowed,
-)
+from flopwatch.report.contents import METRICS, best_trials, cell_text, known_metrics
 from flopwatch.report.sweep.charts import frontier_maps
 from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
@@ -42,7 +34,6 @@ def test_a_factor_of_unstable_times_is_marked_as_they_are(spread_of_standard, sp
         ran("standard", 8, 64, 1.0, spread=spread_of_standard, gib=2, flops=100),
         ran("ghost", 8, 64, 3.0, spread=spread, gib=3, flops=250),
     )
-    assert factor_texts(summary.groups[0].cost_factors[0]) == (f"{mark}3.00×", "1.50×", "2.50×")
     (costs,) = [line for line in document_text(sweep_document(summary), 120).splitlines() if "1.50×" in line]
     assert costs.split()[-3:] == [f"{mark}3.00×", "1.50×", "2.50×"]
 
@@ -90,11 +81,11 @@ def test_cells_show_the_figure_or_how_the_trial_ended():
         ended("ghost", 4, 64, "hang"),
         ran("fast", 4, 64, 0.5, spread=0.04),
     )
-    (row,) = matrix_rows(group)
+    (cells,) = matrix_rows(group).values()
     assert group.trainers == ("standard", "dpsgd", "ghost", "fast")
-    assert [cell_text(cell, METRICS["time"]) for cell in row.cells] == ["250 ms ±1.0%", "OOM*", "hang", "~500 ms ±4%"]
-    assert [cell_text(cell, METRICS["memory"]) for cell in row.cells] == ["3.00 GiB", "OOM*", "hang", "–"]
-    assert cell_text(row.cells[0], METRICS["mfu"]) == "41.3 %"
+    assert [cell_text(cell, METRICS["time"]) for cell in cells] == ["250 ms ±1.0%", "OOM*", "hang", "~500 ms ±4%"]
+    assert [cell_text(cell, METRICS["memory"]) for cell in cells] == ["3.00 GiB", "OOM*", "hang", "–"]
+    assert cell_text(cells[0], METRICS["mfu"]) == "41.3 %"
     assert [metric.key for metric in known_metrics(group)] == ["memory", "time", "tokens", "mfu"]
 
 
@@ -106,7 +97,7 @@ def test_bold_is_the_best_of_a_class_only_where_it_is_clear():
             ran("ghost", 4, 64, 1.0, name="ghost"),
             ran("fast", 4, 64, 9.0),
         )
-        return best_trials(matrix_rows(group)[0].cells, METRICS["time"])
+        return best_trials(matrix_rows(group)[64, 4], METRICS["time"])
 
     assert best(2.0) == {"ghost"}
     assert best(1.01) == set(), "fast is clearly slower, dpsgd is not"

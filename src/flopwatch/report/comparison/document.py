@@ -3,20 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from flopwatch.numbers import UNKNOWN, factor
-from flopwatch.present.document import (
-    EVERYWHERE,
-    Cell,
-    Column,
-    Document,
-    Facts,
-    Items,
-    Most,
-    Part,
-    Section,
-    Table,
-    Text,
-    Tone,
-)
+from flopwatch.present import document as doc
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Overall,
@@ -37,8 +24,8 @@ _WORDS: dict[Quantity, dict[str, str]] = {
     "mfu": {"better": "higher", "worse": "lower"},
 }
 _MARKS = {NO_DIFFERENCE: "≈", TOO_FEW: "?"}
-_TONES: dict[str, Tone] = {"better": "better", "worse": "worse"}
-_MOST_PAIRS = Most(30, 100, 1000)
+_TONES: dict[str, doc.Tone] = {"better": "better", "worse": "worse"}
+_MOST_PAIRS = doc.Most(30, 100, 1000)
 _MOST_NAMES = 10
 HOW_DECIDED = (
     "Ratios are B / A. B is called faster or slower only if the 95 % intervals of the median step times do not overlap "
@@ -49,37 +36,37 @@ HOW_DECIDED = (
 )
 
 
-def comparison_document(comparison: SweepComparison) -> Document:
-    return Document(
+def comparison_document(comparison: SweepComparison) -> doc.Document:
+    return doc.Document(
         "Two sweeps compared",
         list(_parts(comparison)),
-        have_all=dict.fromkeys(EVERYWHERE, "--json has all"),
+        have_all=dict.fromkeys(doc.EVERYWHERE, "--json has all"),
     )
 
 
-def _parts(comparison: SweepComparison) -> Iterator[Part]:
+def _parts(comparison: SweepComparison) -> Iterator[doc.Part]:
     sides = (("A", comparison.a), ("B", comparison.b))
-    yield Facts([(name, f"{side_text(side)}, in {side.folder}") for name, side in sides])
-    yield from (Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
+    yield doc.Facts([(name, f"{side_text(side)}, in {side.folder}") for name, side in sides])
+    yield from (doc.Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
     differences = [
         (one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in (*comparison.settings, *comparison.environment)
     ]
     if differences:
-        warning = Text("The sweeps differ in these, so compare with care.")
-        table = Table(("", "A", "B"), differences)
-        yield Section("Differences between the sweeps", [warning, table])
+        warning = doc.Text("The sweeps differ in these, so compare with care.")
+        table = doc.Table(("", "A", "B"), differences)
+        yield doc.Section("Differences between the sweeps", [warning, table])
     else:
-        yield Text("Both sweeps have the same settings, versions, devices and hosts.")
+        yield doc.Text("Both sweeps have the same settings, versions, devices and hosts.")
     if comparison.overall:
         yield _overall(comparison)
         yield _pairs(comparison)
     if changes := outcome_changes(comparison):
-        yield Section("Changed outcomes", [_change(*change) for change in changes])
+        yield doc.Section("Changed outcomes", [_change(*change) for change in changes])
     for name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
-            yield Text(f"Only in {name}, {len(names):,}: {listed(list(names), _MOST_NAMES)}")
+            yield doc.Text(f"Only in {name}, {len(names):,}: {listed(list(names), _MOST_NAMES)}")
     if comparison.overall:
-        yield Text(HOW_DECIDED, "note")
+        yield doc.Text(HOW_DECIDED, "note")
 
 
 def side_text(side: Side) -> str:
@@ -100,7 +87,7 @@ def shown_quantities(comparison: SweepComparison) -> list[Quantity]:
     return [quantity for quantity in known if quantity != "samples_per_s" or has_rate_alone]
 
 
-def _overall(comparison: SweepComparison) -> Section:
+def _overall(comparison: SweepComparison) -> doc.Section:
     ran = sum(bool(pair.ratios) for pair in comparison.pairs)
     rows = [("all", comparison.overall)]
     rows += comparison.by_trainer.items() if len(comparison.by_trainer) > 1 else []
@@ -111,8 +98,13 @@ def _overall(comparison: SweepComparison) -> Section:
         if quantity in found
     ]
     said = f"{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps."
-    columns: tuple[Column | str, ...] = ("trainer", "", Column("geometric mean", is_number=True, short="mean"), "pairs")
-    return Section("B / A", [Text(said), Table(columns, cells, most=Most(40, 60, 200))])
+    columns: tuple[doc.Column | str, ...] = (
+        "trainer",
+        "",
+        doc.Column("geometric mean", is_number=True, short="mean"),
+        "pairs",
+    )
+    return doc.Section("B / A", [doc.Text(said), doc.Table(columns, cells, most=doc.Most(40, 60, 200))])
 
 
 def overall_text(quantity: Quantity, found: Overall) -> str:
@@ -120,21 +112,21 @@ def overall_text(quantity: Quantity, found: Overall) -> str:
     return f"{found.better:,} {better}, {found.worse:,} {worse}, {found.undecided:,} without a measurable difference"
 
 
-def _pairs(comparison: SweepComparison) -> Section:
+def _pairs(comparison: SweepComparison) -> doc.Section:
     """The trials: all in their order, or those with the largest differences if a medium cannot show all."""
     known = [pair for pair in comparison.pairs if pair.ratios]
     shown, places = shown_quantities(comparison), range(len(known))
     telling = sorted(places, key=lambda place: _telling(known[place]), reverse=True)
     has_own = any(pair.differences for pair in known)
-    columns: list[Column | str] = ["trial"]
+    columns: list[doc.Column | str] = ["trial"]
     for quantity in shown:
-        columns += [Column(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
+        columns += [doc.Column(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
     columns += ["differs in"] if has_own else []
     rows = [[pair.trial, *_ratio_cells(pair, shown), *([_own(pair)] if has_own else [])] for pair in known]
-    table = Table(
+    table = doc.Table(
         columns, rows, most=_MOST_PAIRS, pick=lambda _, most: telling[:most], picked="the largest differences"
     )
-    return Section("Trials", [table])
+    return doc.Section("Trials", [table])
 
 
 def _telling(pair: Pair) -> tuple[bool, float]:
@@ -147,7 +139,7 @@ def _own(pair: Pair) -> str:
     return "; ".join(f"{one.what} {one.a or UNKNOWN} → {one.b or UNKNOWN}" for one in pair.differences)
 
 
-def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[Cell | str]:
+def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | str]:
     for quantity in shown:
         ratio = pair.ratios.get(quantity)
         if ratio is None:
@@ -156,11 +148,11 @@ def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[Cell | str]:
         between = interval_text(ratio)
         value, interval = ratio_text(ratio.ratio), f" ({between})" if between else ""
         # A terminal has room for one interval; those of samples/s and MFU follow from that of the time.
-        yield Cell(f"{value}{interval}", short=f"{value} {between}" if quantity == shown[0] else value)
+        yield doc.Cell(f"{value}{interval}", short=f"{value} {between}" if quantity == shown[0] else value)
         unstable = "~" if pair.is_unstable and quantity != "memory" else ""
         said = _WORDS[quantity].get(ratio.verdict, ratio.verdict)
         mark = _MARKS.get(ratio.verdict, said)
-        yield Cell(said, _TONES.get(ratio.verdict, ""), unstable, short=f"{mark} {unstable}")
+        yield doc.Cell(said, _TONES.get(ratio.verdict, ""), unstable, short=f"{mark} {unstable}")
 
 
 def ratio_text(value: float | None) -> str:
@@ -187,9 +179,9 @@ def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pa
     return [(*outcomes, pairs) for outcomes, pairs in ordered]
 
 
-def _change(before: str, after: str, pairs: Sequence[Pair]) -> Section:
-    tone: Tone = "worse" if before == "ok" else "better" if after == "ok" else ""
+def _change(before: str, after: str, pairs: Sequence[Pair]) -> doc.Section:
+    tone: doc.Tone = "worse" if before == "ok" else "better" if after == "ok" else ""
     reasons = [pair.reason_b or pair.reason_a for pair in pairs]
     said = [f"{pair.trial}: {reason}" if reason else pair.trial for pair, reason in zip(pairs, reasons, strict=True)]
-    lead = [Cell(f"{before} → {after}", tone)]
-    return Section(plural(len(pairs), "trial"), [Items(said, most=Most(5, 10, 50))], lead=lead)
+    lead = [doc.Cell(f"{before} → {after}", tone)]
+    return doc.Section(plural(len(pairs), "trial"), [doc.Items(said, most=doc.Most(5, 10, 50))], lead=lead)

@@ -11,6 +11,7 @@ from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.records import Cell, Group
+from flopwatch.report.verdicts import configuration
 
 MOST_PANELS = 8
 MOST_CELLS = 24
@@ -104,7 +105,7 @@ def frontier_maps(group: Group) -> list[Drawing]:
 def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
     bound = "≥ " if cell.is_lower_bound else ""
     words = f"{bound}{percent(cell.mfu)} | {percent(cell.hfu)}"
-    tip = f"{contents.configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
+    tip = f"{configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
     return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, words, tip, cell.hfu)
 
 
@@ -112,7 +113,7 @@ def _phases(cell: Cell, colours: Mapping[str, int]) -> Iterator[Bar]:
     for phase in (*PHASES, *sorted(set(cell.bytes_by_phase) - set(PHASES))):
         if phase in cell.bytes_by_phase:
             held = cell.bytes_by_phase[phase]
-            tip = f"{contents.configuration(cell)}, {phase}: {byte_size(held)}"
+            tip = f"{configuration(cell)}, {phase}: {byte_size(held)}"
             yield Bar(phase, colours[cell.trainer], held, byte_size(held), tip)
 
 
@@ -160,7 +161,7 @@ def _map(
 
 def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
     kind = contents.outcome_class(cell.outcome)
-    tip = f"{contents.configuration(cell)}, sequence {cell.seq_len}\n"
+    tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
     has_room = across >= 30 and high >= 14
     middle = x + across / 2
     if cell.outcome == "ok":
@@ -298,7 +299,7 @@ def _panel(
         height = 6 + 16 * (place + 0.5) / len(by_trainer)
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
-                tip = f"{contents.configuration(cell)}: {contents.outcome_word(cell.outcome)}"
+                tip = f"{configuration(cell)}: {contents.outcome_word(cell.outcome)}"
                 crosses.append(_cross(x(layout.x_of(cell)), height, colours[trainer], tip))
     if crosses:
         parts.append(f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>')
@@ -339,7 +340,7 @@ def _curve(
     for px, py, cell in known:
         if metric.key in ("tokens", "samples", "time"):
             yield _whisker(cell, metric, px, y, kind)
-        tip = f"{contents.configuration(cell)}, sequence {cell.seq_len}\n"
+        tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
         tip += f"{metric.title}: {contents.cell_text(cell, metric)}"
         tip += f"\nstep {contents.METRICS['time'].text(cell)}" if metric.key != "time" and cell.seconds else ""
         tip += "\nunstable" if cell.is_unstable else ""
@@ -367,9 +368,7 @@ def _pareto_parts(
     for cell in sorted(cells, key=lambda cell: cell.trial in best):  # The Pareto front is drawn last, on top.
         px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
         front_word = "\non the Pareto front" if cell.trial in best else ""
-        tip = (
-            f"{contents.configuration(cell)}, {cell.privacy}\n{contents.throughput(cell)}, {byte_size(cell.peak_bytes)}"
-        )
+        tip = f"{configuration(cell)}, {cell.privacy}\n{contents.throughput(cell)}, {byte_size(cell.peak_bytes)}"
         tip += f"\nstep {step_time(cell.seconds)}{front_word}"
         style = "m" if cell.trial in best else "hollow"
         yield svg.marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
