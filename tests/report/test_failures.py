@@ -34,7 +34,7 @@ def test_different_exceptions_signals_and_exit_codes_are_different_causes():
         error(1, "a"),
         error(2, "b"),
         ended("standard", 3, 64, "crash", evidence={"signal": "SIGSEGV"}),
-        ended("standard", 4, 64, "crash", evidence={"signal": 9}),
+        ended("standard", 4, 64, "crash", evidence={"signal": "SIGKILL"}),
         ended("standard", 5, 64, "error", evidence={"exit_code": 3}),
         ended("standard", 6, 64, "lost", evidence={"state": "NODE_FAIL"}),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.problems import mixed_warnings, peak_warnings
+from flopwatch.report.problems import group_warnings
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.build_result import collect_measurements
@@ -26,13 +26,13 @@ def result(number, **environment):
     ],
 )
 def test_results_of_different_code_are_marked(one, other, told):
-    assert told in " ".join(mixed_warnings([result(1, **one), result(2, **other)]))
-    assert not mixed_warnings([result(1, **one), result(2, **one)])
+    assert told in " ".join(group_warnings([result(1, **one), result(2, **other)]))
+    assert not list(group_warnings([result(1, **one), result(2, **one)]))
 
 
 @pytest.mark.parametrize("odd", [{"sources": "x"}, {"sources": {1: [2]}}, {"sources": None}, {"git": ["a"]}])
 def test_odd_environments_are_no_trouble(odd):
-    mixed_warnings([result(1, **odd), result(2)])
+    list(group_warnings([result(1, **odd), result(2)]))
 
 
 def test_an_edit_during_the_sweep_is_seen(tmp_path, monkeypatch):
@@ -54,5 +54,5 @@ def test_a_reported_mfu_that_cannot_be_is_left_out_and_said(tmp_path, mfu, kept)
     assert measured.cost.mfu == kept
     assert measured.extra["mfu"] == mfu, "what it said is still there"
     assert measured.samples_per_s == 3
-    warnings = " ".join(peak_warnings([replace(result(1), measured=measured)]))
+    warnings = " ".join(group_warnings([replace(result(1), measured=measured)]))
     assert (f"the command reported mfu = {mfu:g}" in warnings) is (kept is None)

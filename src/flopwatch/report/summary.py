@@ -41,14 +41,13 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
         totals=totals,
         trainers=trainer_totals(results, capture.missing.values()),
         groups=groups,
-        failures=problems.group_failures(results, _largest_ok(results)),
+        failures=problems.group_failures(results),
         environments=problems.distinct_environments(results),
         preflight=capture.preflight,
         warnings=(
             *capture.troubles,
             *_warnings(groups, totals.by_outcome, next_step),
-            *problems.incomplete_warnings(results),
-            *problems.retried_warnings(results),
+            *problems.sweep_warnings(results),
         ),
         rows=tuple(
             cells.make_row(m.cell, m.spec, place, m.result) for place, group in enumerate(members) for m in group
@@ -94,9 +93,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         pareto=verdicts.pareto_trials(measured),
         denominators=problems.denominators(results),
         warnings=(
-            *problems.mixed_warnings(results),
-            *problems.peak_warnings(results),
-            *problems.host_memory_warnings(results),
+            *problems.group_warnings(results),
             *_too_many(len(trainers)),
         ),
         privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
@@ -119,15 +116,6 @@ def _too_many(columns: int) -> tuple[str, ...]:
 
 def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in (settings[0] if settings else ()) if len({group[name] for group in settings}) > 1]
-
-
-def _largest_ok(results: Sequence[TrialResult]) -> dict[tuple[Any, ...], int]:
-    largest: dict[tuple[Any, ...], int] = {}
-    for result in results:
-        if result.outcome == "ok":
-            place = cells.place_key(result.spec)
-            largest[place] = max(largest.get(place, 0), result.spec.batch_size)
-    return largest
 
 
 def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int], next_step: str) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ from flopwatch.report.comparison.ratios import (
     overall,
     ratios,
 )
-from flopwatch.report.problems import counted_environments, denominators, shown_settings
-from flopwatch.text import listed, one_line, plural
+from flopwatch.report.problems import counted_values, denominators, environment_facts
+from flopwatch.text import one_line, plural
 
 SIZES = ("model", "batch_size", "seq_len")
 """Trials that differ in one of these settings are never paired, because they do different work."""
@@ -171,44 +171,27 @@ def _left(members: Sequence[Entry], taken: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in members if id(entry) not in gone]
 
 
-_MOST_VALUES = 3
-
-
-def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
+def environment_differences(a: Iterable[TrialResult], b: Iterable[TrialResult]) -> tuple[Difference, ...]:
     """Return the versions, devices, hosts, user files and peak FLOP/s that differ between the sweeps.
 
     If one sweep has several values, each is followed by its number of trials.
     """
-    in_a, in_b = _facts(a), _facts(b)
-    names = dict.fromkeys([*in_a, *in_b])
+    in_a, in_b = _facts(list(a)), _facts(list(b))
     return tuple(
-        Difference(name, _values(in_a.get(name)), _values(in_b.get(name)))
-        for name in names
+        Difference(one_line(name), _values(in_a.get(name, Counter())), _values(in_b.get(name, Counter())))
+        for name in dict.fromkeys([*in_a, *in_b])
         if set(in_a.get(name, ())) != set(in_b.get(name, ()))
     )
 
 
-def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
-    ran = [result for result in results if result.environment]
-    for environment, count in counted_environments(ran):
-        facts = shown_settings(environment)
-        sources = environment.get("sources")
-        if isinstance(sources, Mapping):
-            facts |= {f"code of {name}": str(digest)[:12] for name, digest in sources.items()}
-        for name, value in facts.items():
-            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_VALUE)] += count
-    if peaks := denominators(ran):
-        found["peak of MFU"] = Counter(one_line(words) for words in peaks)
-    return found
+def _facts(results: Sequence[TrialResult]) -> dict[str, Counter[str]]:
+    peaks = denominators(results)
+    return environment_facts(results) | ({"peak of MFU": Counter(peaks)} if peaks else {})
 
 
-def _values(counts: Counter[str] | None) -> str | None:
-    if not counts:
-        return None
-    if len(counts) == 1:
-        return next(iter(counts))
-    return listed([f"{value} ({amount:,})" for value, amount in counts.most_common()], _MOST_VALUES)
+def _values(counts: Counter[str]) -> str | None:
+    counts = Counter({one_line(value, _LONGEST_VALUE): amount for value, amount in counts.items()})
+    return next(iter(counts), None) if len(counts) <= 1 else counted_values(counts)
 
 
 def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
@@ -217,7 +200,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
     pairing = paired(in_a, in_b)
     changed = [difference.what for difference in pairing.differences]
     pairs = tuple(_pair(one, other, changed) for one, other in pairing.pairs)
-    environment = environment_differences(list(a.results.values()), list(b.results.values()))
+    environment = environment_differences(a.results.values(), b.results.values())
     return SweepComparison(
         a=_side(a, in_a),
         b=_side(b, in_b),
