@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from math import exp, log
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
@@ -52,17 +52,27 @@ def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
     if quantity == "memory":
         ratio = (second.peak_bytes or 0) / (first.peak_bytes or 1)
         return differ((ratio, ratio), MEMORY_NOISE, "less", "more") in ("less", "more")
-    times = ((cell.low_seconds, cell.high_seconds) for cell in (first, second))
-    return differ(ratio_interval(*times), TIME_NOISE, "less", "more") in ("less", "more")
+    interval = ratio_interval(time_interval(first), time_interval(second))
+    return differ(interval, TIME_NOISE, "less", "more") in ("less", "more")
 
 
-def ratio_interval(
-    a: tuple[float | None, float | None], b: tuple[float | None, float | None]
-) -> tuple[float, float] | None:
+Interval: TypeAlias = tuple[float, float] | None
+
+
+def time_interval(cell: Cell) -> Interval:
+    """Return the 95 % interval of the step time; None if it has none."""
+    return (cell.low_seconds, cell.high_seconds) if cell.low_seconds and cell.high_seconds else None
+
+
+def rate_interval(cell: Cell, rate: float | None) -> Interval:
+    """Return the 95 % interval of a rate that is inverse to the step time, such as samples per second and MFU."""
+    times = time_interval(cell)
+    return (rate * cell.seconds / times[1], rate * cell.seconds / times[0]) if rate and cell.seconds and times else None
+
+
+def ratio_interval(a: Interval, b: Interval) -> Interval:
     """The lowest and the highest ratio b / a within two intervals; None if one of them is unknown."""
-    if not (a[0] and a[1] and b[0] and b[1]):
-        return None
-    return b[0] / a[1], b[1] / a[0]
+    return (b[0] / a[1], b[1] / a[0]) if a and b else None
 
 
 def interpolated(low: _Point, high: _Point) -> float:
@@ -138,15 +148,6 @@ def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
     return tuple(best)
 
 
-def throughput_interval(cell: Cell) -> tuple[float, float] | None:
-    """Return the 95 % interval of the samples per second; None if the step time has no interval."""
-    if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
-        return None
-    # This may differ from the batch size, because a user's command may report the samples of several devices.
-    samples = cell.samples_per_s * cell.seconds
-    return samples / cell.high_seconds, samples / cell.low_seconds
-
-
 def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
     known = [cell for cell in members if not cell.why_no_epsilon]
     left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
@@ -203,7 +204,7 @@ def _caveats(fastest: Cell, others: Sequence[Cell]) -> Iterator[str]:
         yield f"{_UNSTABLE}, and so are {unstable} of the {len(others)} others" if unstable else _UNSTABLE
     elif unstable:
         yield f"the step times of {unstable} of the {len(others)} others are unstable"
-    if others and throughput_interval(fastest) is None:
+    if others and time_interval(fastest) is None:
         yield f"it has no 95 % interval (fewer than {FEWEST_STEPS} step times), so differences below 10 % do not count"
 
 
@@ -212,7 +213,7 @@ def configuration(cell: Cell) -> str:
 
 
 def _overlap(fastest: Cell, other: Cell) -> bool:
-    best, interval = throughput_interval(fastest), throughput_interval(other)
+    best, interval = (rate_interval(cell, cell.samples_per_s) for cell in (fastest, other))
     if best is None or interval is None:  # Without intervals, trials within 10 % are treated as equally fast.
         return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
     return differ(ratio_interval(interval, best), TIME_NOISE, "slower", "faster") != "faster"

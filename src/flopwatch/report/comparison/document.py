@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from flopwatch.numbers import UNKNOWN, factor
+from flopwatch.numbers import UNKNOWN, factor, number
 from flopwatch.present import document as doc
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Overall,
     Pair,
     Quantity,
-    Ratio,
     Side,
     SweepComparison,
 )
@@ -17,12 +16,8 @@ from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 from flopwatch.text import listed, plural
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
-_WORDS: dict[Quantity, dict[str, str]] = {
-    "time": {"better": "faster", "worse": "slower"},
-    "samples_per_s": {"better": "faster", "worse": "slower"},
-    "memory": {"better": "less", "worse": "more"},
-    "mfu": {"better": "higher", "worse": "lower"},
-}
+_BETTER: dict[Quantity, str] = {"time": "faster", "samples_per_s": "faster", "memory": "less", "mfu": "higher"}
+_WORSE: dict[Quantity, str] = {"time": "slower", "samples_per_s": "slower", "memory": "more", "mfu": "lower"}
 _MARKS = {NO_DIFFERENCE: "≈", TOO_FEW: "?"}
 _TONES: dict[str, doc.Tone] = {"better": "better", "worse": "worse"}
 _MOST_PAIRS = doc.Most(30, 100, 1000)
@@ -37,31 +32,25 @@ HOW_DECIDED = (
 
 
 def comparison_document(comparison: SweepComparison) -> doc.Document:
-    return doc.Document(
-        "Two sweeps compared",
-        list(_parts(comparison)),
-        have_all=dict.fromkeys(doc.EVERYWHERE, "--json has all"),
-    )
+    have_all = dict.fromkeys(doc.EVERYWHERE, "--json has all")
+    return doc.Document("Two sweeps compared", list(_parts(comparison)), have_all=have_all)
 
 
 def _parts(comparison: SweepComparison) -> Iterator[doc.Part]:
     sides = (("A", comparison.a), ("B", comparison.b))
     yield doc.Facts([(name, f"{side_text(side)}, in {side.folder}") for name, side in sides])
     yield from (doc.Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
-    differences = [
-        (one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in (*comparison.settings, *comparison.environment)
-    ]
-    if differences:
+    if differing := (*comparison.settings, *comparison.environment):
         warning = doc.Text("The sweeps differ in these, so compare with care.")
-        table = doc.Table(("", "A", "B"), differences)
+        table = doc.Table(("", "A", "B"), [(one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differing])
         yield doc.Section("Differences between the sweeps", [warning, table])
     else:
         yield doc.Text("Both sweeps have the same settings, versions, devices and hosts.")
     if comparison.overall:
         yield _overall(comparison)
         yield _pairs(comparison)
-    if changes := outcome_changes(comparison):
-        yield doc.Section("Changed outcomes", [_change(*change) for change in changes])
+    if comparison.changed_outcomes:
+        yield doc.Section("Changed outcomes", list(_changes(comparison.changed_outcomes)))
     for name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
             yield doc.Text(f"Only in {name}, {len(names):,}: {listed(list(names), _MOST_NAMES)}")
@@ -92,24 +81,19 @@ def _overall(comparison: SweepComparison) -> doc.Section:
     rows = [("all", comparison.overall)]
     rows += comparison.by_trainer.items() if len(comparison.by_trainer) > 1 else []
     cells = [
-        (trainer, TITLES[quantity], ratio_text(found[quantity].mean_ratio), overall_text(quantity, found[quantity]))
+        (trainer, TITLES[quantity], factor(found[quantity].mean_ratio, digits=4), _verdicts(quantity, found[quantity]))
         for trainer, found in rows
         for quantity in shown_quantities(comparison)
         if quantity in found
     ]
-    said = f"{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps."
-    columns: tuple[doc.Column | str, ...] = (
-        "trainer",
-        "",
-        doc.Column("geometric mean", is_number=True, short="mean"),
-        "pairs",
-    )
-    return doc.Section("B / A", [doc.Text(said), doc.Table(columns, cells, most=doc.Most(40, 60, 200))])
+    mean = doc.Column("geometric mean", is_number=True, short="mean")
+    said = doc.Text(f"{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps.")
+    return doc.Section("B / A", [said, doc.Table(["trainer", "", mean, "pairs"], cells, most=doc.Most(40, 60, 200))])
 
 
-def overall_text(quantity: Quantity, found: Overall) -> str:
-    better, worse = _WORDS[quantity]["better"], _WORDS[quantity]["worse"]
-    return f"{found.better:,} {better}, {found.worse:,} {worse}, {found.undecided:,} without a measurable difference"
+def _verdicts(quantity: Quantity, found: Overall) -> str:
+    told = f"{found.better:,} {_BETTER[quantity]}, {found.worse:,} {_WORSE[quantity]}"
+    return f"{told}, {found.undecided:,} without a measurable difference"
 
 
 def _pairs(comparison: SweepComparison) -> doc.Section:
@@ -117,12 +101,14 @@ def _pairs(comparison: SweepComparison) -> doc.Section:
     known = [pair for pair in comparison.pairs if pair.ratios]
     shown, places = shown_quantities(comparison), range(len(known))
     telling = sorted(places, key=lambda place: _telling(known[place]), reverse=True)
-    has_own = any(pair.differences for pair in known)
+    own = ["; ".join(f"{d.what} {d.a or UNKNOWN} → {d.b or UNKNOWN}" for d in pair.differences) for pair in known]
     columns: list[doc.Column | str] = ["trial"]
     for quantity in shown:
         columns += [doc.Column(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
-    columns += ["differs in"] if has_own else []
-    rows = [[pair.trial, *_ratio_cells(pair, shown), *([_own(pair)] if has_own else [])] for pair in known]
+    columns += ["differs in"] if any(own) else []
+    rows = [
+        [pair.trial, *_ratio_cells(pair, shown), said][: len(columns)] for pair, said in zip(known, own, strict=True)
+    ]
     table = doc.Table(
         columns, rows, most=_MOST_PAIRS, pick=lambda _, most: telling[:most], picked="the largest differences"
     )
@@ -135,53 +121,32 @@ def _telling(pair: Pair) -> tuple[bool, float]:
     return is_decided, max(ratio.ratio, 1 / ratio.ratio)
 
 
-def _own(pair: Pair) -> str:
-    return "; ".join(f"{one.what} {one.a or UNKNOWN} → {one.b or UNKNOWN}" for one in pair.differences)
-
-
 def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | str]:
     for quantity in shown:
         ratio = pair.ratios.get(quantity)
         if ratio is None:
             yield from (UNKNOWN, "")
             continue
-        between = interval_text(ratio)
-        value, interval = ratio_text(ratio.ratio), f" ({between})" if between else ""
+        value, between = factor(ratio.ratio, digits=4), ""
+        if ratio.low is not None and ratio.high is not None:
+            between = f"{number(ratio.low, digits=4)} to {number(ratio.high, digits=4)}"
         # A terminal has room for one interval; those of samples/s and MFU follow from that of the time.
-        yield doc.Cell(f"{value}{interval}", short=f"{value} {between}" if quantity == shown[0] else value)
+        short = f"{value} {between}" if quantity == shown[0] else value
+        yield doc.Cell(f"{value} ({between})" if between else value, short=short)
         unstable = "~" if pair.is_unstable and quantity != "memory" else ""
-        said = _WORDS[quantity].get(ratio.verdict, ratio.verdict)
+        said = {"better": _BETTER[quantity], "worse": _WORSE[quantity]}.get(ratio.verdict, ratio.verdict)
         mark = _MARKS.get(ratio.verdict, said)
         yield doc.Cell(said, _TONES.get(ratio.verdict, ""), unstable, short=f"{mark} {unstable}")
 
 
-def ratio_text(value: float | None) -> str:
-    """Write a ratio with up to four digits, because near 1 the third decimal matters.
-
-    >>> ratio_text(0.93456), ratio_text(2.456), ratio_text(None)
-    ('0.935×', '2.456×', '–')
-    """
-    return factor(value, digits=4)
-
-
-def interval_text(ratio: Ratio) -> str:
-    if ratio.low is None or ratio.high is None:
-        return ""
-    return f"{ratio_text(ratio.low).rstrip('×')} to {ratio_text(ratio.high).rstrip('×')}"
-
-
-def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """Group pairs with different outcomes by (outcome in A, outcome in B). Those that are `ok` only in A come first."""
+def _changes(changed: Sequence[Pair]) -> Iterator[doc.Section]:
+    """Say which trials ended otherwise in B, by both outcomes. Those that are `ok` only in A come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
-    for pair in comparison.changed_outcomes:
+    for pair in changed:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
     ordered = sorted(found.items(), key=lambda one: (one[0][0] != "ok", one[0][1] != "ok", -len(one[1])))
-    return [(*outcomes, pairs) for outcomes, pairs in ordered]
-
-
-def _change(before: str, after: str, pairs: Sequence[Pair]) -> doc.Section:
-    tone: doc.Tone = "worse" if before == "ok" else "better" if after == "ok" else ""
-    reasons = [pair.reason_b or pair.reason_a for pair in pairs]
-    said = [f"{pair.trial}: {reason}" if reason else pair.trial for pair, reason in zip(pairs, reasons, strict=True)]
-    lead = [doc.Cell(f"{before} → {after}", tone)]
-    return doc.Section(plural(len(pairs), "trial"), [doc.Items(said, most=doc.Most(5, 10, 50))], lead=lead)
+    for (before, after), pairs in ordered:
+        tone: doc.Tone = "worse" if before == "ok" else "better" if after == "ok" else ""
+        said = [": ".join(filter(None, (pair.trial, pair.reason_b or pair.reason_a))) for pair in pairs]
+        lead = [doc.Cell(f"{before} → {after}", tone)]
+        yield doc.Section(plural(len(pairs), "trial"), [doc.Items(said, most=doc.Most(5, 10, 50))], lead=lead)

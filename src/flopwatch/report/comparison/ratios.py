@@ -1,13 +1,13 @@
 """The records of a comparison of sweep A with sweep B, and the computation of ratios B / A and their verdicts."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell
-from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, ratio_interval, throughput_interval
+from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, rate_interval, ratio_interval, time_interval
 from flopwatch.stats import differ
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
@@ -137,36 +137,41 @@ class SweepComparison:
 
 
 QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
-_MORE_IS_BETTER: Mapping[Quantity, bool] = {"time": False, "samples_per_s": True, "memory": False, "mfu": True}
-
-
-class _Figure(NamedTuple):
-    value: float
-    low: float | None = None
-    high: float | None = None
 
 
 def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
     """Return the ratios of two `ok` trials, for each quantity that was measured in both."""
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
-        one, other = _figure(a, quantity), _figure(b, quantity)
-        if one is None or other is None:
+        (one, interval), (other, other_interval) = _figure(a, quantity), _figure(b, quantity)
+        if not one or not other or not 0 < other / one <= MOST_FINITE:
             continue
-        if quantity == "mfu" and (a.is_lower_bound or b.is_lower_bound):
-            continue  # The ratio of two lower bounds says nothing about the ratio of the true values.
-        ratio = _ratio(one, other, quantity)
-        if ratio is not None:
-            found[quantity] = ratio
+        ratio, bounds = other / one, ratio_interval(interval, other_interval)
+        words = ("better", "worse") if quantity in ("time", "memory") else ("worse", "better")
+        if quantity == "memory":
+            verdict = differ((ratio, ratio), MEMORY_NOISE, *words)
+        else:
+            verdict = differ(bounds, TIME_NOISE, *words)
+        low, high = bounds or (None, None)
+        found[quantity] = Ratio(one, other, ratio, low, high, verdict)
     return found
 
 
-def overall(pairs: Iterable[Pair]) -> dict[Quantity, Overall]:
-    known: dict[Quantity, list[Ratio]] = {}
-    for pair in pairs:
-        for quantity, ratio in pair.ratios.items():
-            known.setdefault(quantity, []).append(ratio)
-    return {quantity: _overall(known[quantity]) for quantity in QUANTITIES if quantity in known}
+def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the value and its 95 % interval."""
+    if quantity == "time":
+        return cell.seconds, time_interval(cell)
+    if quantity == "memory":
+        return cell.peak_bytes, None
+    if quantity == "samples_per_s":
+        return cell.samples_per_s, rate_interval(cell, cell.samples_per_s)
+    # The ratio of two lower bounds says nothing about the ratio of the true values.
+    return None if cell.is_lower_bound else cell.mfu, rate_interval(cell, cell.mfu)
+
+
+def overall(pairs: Sequence[Pair]) -> dict[Quantity, Overall]:
+    known = {quantity: [pair.ratios[quantity] for pair in pairs if quantity in pair.ratios] for quantity in QUANTITIES}
+    return {quantity: _overall(found) for quantity, found in known.items() if found}
 
 
 def _overall(found: list[Ratio]) -> Overall:
@@ -174,34 +179,3 @@ def _overall(found: list[Ratio]) -> Overall:
     better, worse = verdicts.count("better"), verdicts.count("worse")
     mean = math.exp(math.fsum(math.log(ratio.ratio) for ratio in found) / len(found))
     return Overall(len(found), mean, better, worse, len(found) - better - worse)
-
-
-def _figure(cell: Cell, quantity: Quantity) -> _Figure | None:
-    if quantity == "time" and cell.seconds:
-        return _Figure(cell.seconds, cell.low_seconds, cell.high_seconds)
-    if quantity == "samples_per_s" and cell.samples_per_s:
-        return _Figure(cell.samples_per_s, *(throughput_interval(cell) or ()))
-    if quantity == "memory" and cell.peak_bytes:
-        return _Figure(cell.peak_bytes)
-    if quantity == "mfu" and cell.mfu:
-        if not (cell.seconds and cell.low_seconds and cell.high_seconds):
-            return _Figure(cell.mfu)
-        # The interval of MFU follows from that of the step time, because FLOPs and peak are constant.
-        return _Figure(
-            cell.mfu, cell.mfu * cell.seconds / cell.high_seconds, cell.mfu * cell.seconds / cell.low_seconds
-        )
-    return None
-
-
-def _ratio(a: _Figure, b: _Figure, quantity: Quantity) -> Ratio | None:
-    ratio = b.value / a.value
-    if not 0 < ratio <= MOST_FINITE:
-        return None
-    bounds = ratio_interval((a.low, a.high), (b.low, b.high))
-    words = ("worse", "better") if _MORE_IS_BETTER[quantity] else ("better", "worse")
-    if quantity == "memory":
-        verdict = differ((ratio, ratio), MEMORY_NOISE, *words)
-    else:
-        verdict = differ(bounds, TIME_NOISE, *words)
-    low, high = bounds or (None, None)
-    return Ratio(a.value, b.value, ratio, low, high, verdict)

@@ -11,7 +11,7 @@ from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.records import Cell, Group
-from flopwatch.report.verdicts import configuration
+from flopwatch.report.verdicts import configuration, rate_interval
 
 MOST_PANELS = 8
 MOST_CELLS = 24
@@ -338,22 +338,14 @@ def _curve(
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
         yield f'<polyline class="l d{kind % 4} k{kind % 8}" points="{points}"/>'
     for px, py, cell in known:
-        if metric.key in ("tokens", "samples", "time"):
-            yield _whisker(cell, metric, px, y, kind)
+        if metric.key != "memory" and (ends := rate_interval(cell, metric.value(cell))):
+            yield svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % 8}")
         tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
         tip += f"{metric.title}: {contents.cell_text(cell, metric)}"
-        tip += f"\nstep {contents.METRICS['time'].text(cell)}" if metric.key != "time" and cell.seconds else ""
+        tip += f"\nstep {contents.METRICS['time'].text(cell)}" if cell.seconds else ""
         tip += "\nunstable" if cell.is_unstable else ""
         style = "hollow" if cell.is_unstable and metric.key != "memory" else "m"
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
-
-
-def _whisker(cell: Cell, metric: contents.Metric, px: float, y: svg.Scale, kind: int) -> str:
-    value = metric.value(cell)
-    if value is None or not (cell.seconds and cell.low_seconds and cell.high_seconds):
-        return ""
-    ends = [value * cell.seconds / cell.high_seconds, value * cell.seconds / cell.low_seconds]
-    return svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % 8}")
 
 
 def _pareto_parts(
