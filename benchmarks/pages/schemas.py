@@ -21,8 +21,7 @@ from flopwatch.records.trace_split import TraceSplit
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison.ratios import SweepComparison
 from flopwatch.report.records import SweepSummary
-from flopwatch.report.run_page.contents import RunReport
-from flopwatch.report.run_page.curves import Curve
+from flopwatch.report.run_page.contents import Curve, RunReport
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation
 from flopwatch.runs.waterfall.losses import Loss

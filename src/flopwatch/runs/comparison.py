@@ -10,8 +10,14 @@ from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.change import WaterfallChange, waterfall_change
-from flopwatch.runs.waterfall.losses import Waterfall, key_of_other_flops, time_by_part, waterfall_of
+from flopwatch.runs.waterfall.losses import (
+    Waterfall,
+    WaterfallChange,
+    key_of_other_flops,
+    time_by_part,
+    waterfall_change,
+    waterfall_of,
+)
 from flopwatch.stats import cut, differ, interval, resampled
 
 _ALL = "every number"

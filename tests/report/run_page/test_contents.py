@@ -2,8 +2,8 @@
 
 import pytest
 
-from flopwatch.report.run_page.collecting import read_report
-from flopwatch.report.run_page.curves import CurveMaker, Point
+from flopwatch.report.run_page.collecting import CurveMaker, read_report
+from flopwatch.report.run_page.contents import Point
 from support.hand_made_run import provenance, records, row, start, write_run
 
 

@@ -11,7 +11,7 @@ from flopwatch.report.run_page.why import where_the_time_went
 from flopwatch.runs import find_log, read_around
 from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
-from flopwatch.runs.waterfall.conclusion import what_is_missing
+from flopwatch.runs.waterfall.verdicts import what_is_missing
 
 
 def explain(

@@ -38,48 +38,36 @@ def trace(
 
     If the training has ended, print its newest trace. Given a trace file, print that trace.
     """
-    if _is_trace(place):
+    path = Path(place).expanduser()
+    if path.exists() and not path.is_dir() and path.suffix != ".jsonl":  # a trace, or neither file nor folder
         splits: Sequence[TraceSplit] = [read_trace(place)]
-    elif wait:
-        splits = _of_run(place, steps)
     else:
-        _ask_only(place, steps, as_json=as_json)
-        return
+        feed = WatchFeed(place, time.time)
+        feed.look(must_exist=True)
+        if not wait:
+            _ask_only(feed, steps, as_json=as_json)
+            return
+        splits = _of_run(feed, steps)
     if as_json:
         print_json({"traces": [split.to_json() for split in splits]})
     else:
-        _print_splits(splits)
+        for split in splits:
+            _print_split(split)
 
 
-def _is_trace(place: str) -> bool:
-    """Whether the path is that of a trace: a file that is no log, or something that is neither file nor folder."""
-    path = Path(place).expanduser()
-    return path.exists() and not path.is_dir() and path.suffix != ".jsonl"
-
-
-def _ask_only(place: str, steps: int, *, as_json: bool) -> None:
-    if _is_over(_followed(place)):
-        raise InputError(f"the run in {place!r} has ended, so it cannot be traced any more")
-    request = write_request(traces_of(place), steps)
+def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:
+    if feed.run.state(feed.unix_time()) in OVER:
+        raise InputError(f"the run in {feed.place!r} has ended, so it cannot be traced any more")
+    request = write_request(traces_of(feed.place), steps)
     if as_json:
         print_json({"request": str(request), "steps": steps})
     else:
         click.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
 
 
-def _followed(place: str) -> WatchFeed:
-    feed = WatchFeed(place, time.time)
-    feed.look(must_exist=True)
-    return feed
-
-
-def _is_over(feed: WatchFeed) -> bool:
-    return feed.run.state(feed.unix_time()) in OVER
-
-
-def _of_run(place: str, steps: int) -> Sequence[TraceSplit]:
-    feed, folder = _followed(place), traces_of(place)
-    if _is_over(feed):
+def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:
+    place, folder = feed.place, traces_of(feed.place)
+    if feed.run.state(feed.unix_time()) in OVER:
         files = newest_files(folder)
         if not files:
             raise InputError(
@@ -103,7 +91,7 @@ def _wait_for_traces(feed: WatchFeed, folder: Path, before: dict[Path, int]) -> 
     refused = _refusals(feed)
     deadline: float | None = None
     while True:
-        files = dict(_new_files(folder, before))
+        files = _new_files(folder, before)
         if logging_rank in files:
             deadline = deadline or time.monotonic() + _OTHER_RANKS_SECONDS
             if len(files) >= ranks or time.monotonic() >= deadline:
@@ -113,10 +101,8 @@ def _wait_for_traces(feed: WatchFeed, folder: Path, before: dict[Path, int]) -> 
         time.sleep(_POLL_SECONDS)
 
 
-def _new_files(folder: Path, before: dict[Path, int]) -> Iterator[tuple[int, Path]]:
-    for rank, path in newest_files(folder).items():
-        if before.get(path) != path.stat().st_mtime_ns:
-            yield rank, path
+def _new_files(folder: Path, before: dict[Path, int]) -> dict[int, Path]:
+    return {rank: path for rank, path in newest_files(folder).items() if before.get(path) != path.stat().st_mtime_ns}
 
 
 def _refusals(feed: WatchFeed) -> list[str]:
@@ -130,7 +116,7 @@ def _check(feed: WatchFeed, folder: Path, before: dict[Path, int], refused: list
     if len(newer) > len(refused):
         raise InputError(newer[-1])
     state = feed.run.state(feed.unix_time())
-    if state in OVER and not dict(_new_files(folder, before)):
+    if state in OVER and not _new_files(folder, before):
         raise InputError(
             f"the run in {feed.place!r} ended before it took the trace; ask earlier, or call monitor.capture_trace()"
         )
@@ -146,27 +132,21 @@ def _check(feed: WatchFeed, folder: Path, before: dict[Path, int], refused: list
 def _waiting(text: str) -> Iterator[None]:
     """Show a spinner on a terminal. Ctrl-C ends the waiting, not the training."""
     try:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.text import Text
+        if not sys.stderr.isatty():
+            yield
+            return
+        from rich.console import Console
+        from rich.text import Text
 
-            # As `Text`, brackets in the name of a folder are not taken for markup.
-            with Console(stderr=True).status(Text(f"{text}; Ctrl-C ends the waiting, not the training")):
-                yield
-        else:
+        # As `Text`, brackets in the name of a folder are not taken for markup.
+        with Console(stderr=True).status(Text(f"{text}; Ctrl-C ends the waiting, not the training")):
             yield
     except KeyboardInterrupt:
         raise click.Abort from None
 
 
-def _print_splits(splits: Sequence[TraceSplit]) -> None:
-    for split in splits:
-        _print_split(split)
-
-
 def _print_split(split: TraceSplit) -> None:
-    where = f"rank {split.rank}, {split.device}"
-    per_step = split.seconds / split.steps
+    where, per_step = f"rank {split.rank}, {split.device}", split.seconds / split.steps
     click.secho(f"\n{split.file}", dim=True)
     click.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
     for field, use in OF_TRACES.items():

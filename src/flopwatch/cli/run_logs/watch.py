@@ -33,8 +33,7 @@ def watch(
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     console = Console(highlight=False)
     if as_list:
-        folder = run_dir or RUNS_FOLDER
-        console.print(_list_of_runs(_runs_in(folder), folder))
+        console.print(_list_of_runs(run_dir or RUNS_FOLDER))
         return
     feed = WatchFeed(chosen_run(run_dir), time.time, peak_to_use(peak_tflops))
     if once or not console.is_terminal:
@@ -44,17 +43,13 @@ def watch(
         _watch_live(feed, console, refresh)
 
 
-def _runs_in(folder: str) -> list[str]:
-    below = [str(path) for path in runs_below(folder)]
-    if not below:
-        raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")
-    return below
-
-
-def _list_of_runs(places: list[str], folder: str) -> "RenderableType":
+def _list_of_runs(folder: str) -> "RenderableType":
     """A table with one line per run, the newest last."""
     from rich.table import Table
 
+    places = runs_below(folder)
+    if not places:
+        raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")
     table = Table("run", "state", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("step", "loss", "MFU", "last record"):
         table.add_column(name, justify="right")

@@ -1,7 +1,7 @@
 """The parts of the screen of `flopwatch watch`: cards with one number each, curves and bars."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import floor, isfinite
 from pathlib import Path
@@ -14,7 +14,7 @@ from flopwatch.records.metrics import goodput_of
 from flopwatch.records.time_uses import USES
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
+from flopwatch.runs.waterfall.losses import waterfall_of
 
 _TIME_LOOKS = (
     *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),
@@ -64,27 +64,20 @@ def cards(run: WatchedRun, width: int, *, in_large_digits: bool) -> list[Text]:
 def _card_lines(card: Card, width: int, in_large_digits: bool) -> list[Text]:
     name, remark = line((card.name, "dim")), line((card.remark, "dim"))
     digits = large(card.value) if in_large_digits and card.value is not None else None
-    if digits is None or len(f"{digits[0]} {card.unit}".rstrip()) > width:
-        value = line(("unknown", "dim italic"))
-        if card.value is not None:
-            value = line((card.value, f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
-        return [name, line(), value, line(), remark] if in_large_digits else [name, value, remark]
-    *upper, lowest = digits
-    return [
-        name,
-        *(line((row, card.style)) for row in upper),
-        line((f"{lowest} {card.unit}".rstrip(), card.style)),
-        remark,
-    ]
+    if digits is not None and len(f"{digits[-1]} {card.unit}".rstrip()) <= width:
+        digits[-1] = f"{digits[-1]} {card.unit}".rstrip()
+        return [name, *(line((row, card.style)) for row in digits), remark]
+    value = line(("unknown", "dim italic"))
+    if card.value is not None:
+        value = line((card.value, f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
+    return [name, line(), value, line(), remark] if in_large_digits else [name, value, remark]
 
 
 def _utilisation(run: WatchedRun, name: str) -> Card:
     value = run.value(f"perf/{name.lower()}_percent")
-    kind = "model" if name == "MFU" else "hardware"
-    rate = run.value(f"perf/{kind}_flops_per_second_per_device")
+    rate = run.value(f"perf/{'model' if name == 'MFU' else 'hardware'}_flops_per_second_per_device")
     if value is None:
-        why = "FLOPs unknown" if rate is None else flop_rate(rate)
-        return Card(name, None, "", why, "")
+        return Card(name, None, "", "FLOPs unknown" if rate is None else flop_rate(rate), "")
     style = "red" if value > 105 else "green"
     return Card(name, percent(value / 100).removesuffix(" %"), "%", "" if rate is None else flop_rate(rate), style)
 
@@ -172,59 +165,42 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
     if goodput.caveat is not None:
         is_left_out = "between" in goodput.lost_seconds
         text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
-    for index, (name, seconds) in enumerate(goodput.largest_losses()):
-        share = percent(seconds / goodput.wall_seconds)
-        loss = f"{', lost to' if index == 0 else ','} {USES[name].name} {share}"
-        if text.cell_len + len(loss) <= width:
-            text.append(loss, "dim")
-    return [text]
+    losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
+    return [_with_losses(text, losses, width)]
+
+
+def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
+    """The text with as many losses as fit, the largest first: a smaller one after a gap would look like the next."""
+    for index, (name, share) in enumerate(losses):
+        said = f"{', lost to' if index == 0 else ','} {name} {percent(share)}"
+        if text.cell_len + len(said) > width:
+            break
+        text.append(said, "dim")
+    return text
 
 
 _LOSS_LOOKS = (("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
-_IN_ONE_BAR = 3
 
 
-def peak_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """A bar of what became of the peak since the run's first start: MFU and the largest losses; empty if unknown."""
-    waterfall = _waterfall(run)
-    if waterfall is None:
-        return []
-    largest = waterfall.largest(_IN_ONE_BAR)
-    parts = {"MFU": waterfall.mfu_percent} | {loss.name: loss.points for loss in largest}
+def peak(run: WatchedRun, width: int, *, in_colour: bool) -> tuple[list[Text], list[Text]]:
+    """What became of the peak since the run's first start, as a bar and as one line; both are empty if unknown.
+
+    They show MFU and the largest losses. A peak that is too low has no parts of a whole.
+    """
+    if run.row is None:
+        return [], []
+    starts = () if run.start is None else (run.start,)
+    provenances = () if run.provenance is None else (run.provenance,)
+    waterfall = waterfall_of(RunLog(Path(), starts, provenances, (run.row,), summary=run.summary))
+    if waterfall is None or waterfall.points("below_peak") < 0:
+        return [], []
+    losses = {loss.name: loss.points for loss in waterfall.largest(len(_LOSS_LOOKS))}
+    parts = {"MFU": waterfall.mfu_percent, **losses}
     parts["other losses"] = max(100 - sum(parts.values()), 0.0)
-    looks = {"MFU": ("green", "█"), **dict(zip((loss.name for loss in largest), _LOSS_LOOKS, strict=False))}
-    return bar("peak", parts, {**looks, "other losses": ("bright_black", "-")}, "whole run", width, in_colour)
-
-
-def peak_line(run: WatchedRun, width: int) -> list[Text]:
-    """The same in one line without a bar, with as many losses as fit."""
-    waterfall = _waterfall(run)
-    if waterfall is None:
-        return []
+    looks = dict(zip(parts, (("green", "█"), *_LOSS_LOOKS[: len(losses)], ("bright_black", "-")), strict=True))
     text = line(("peak   ", "dim"), (percent(waterfall.mfu_percent / 100), "bold"), " MFU of the whole run")
-    for index, loss in enumerate(waterfall.largest(_IN_ONE_BAR)):
-        said = f"{', lost to' if index == 0 else ','} {loss.name} {percent(loss.points / 100)}"
-        if text.cell_len + len(said) > width:  # a smaller loss after a gap would look like the next one
-            break
-        text.append(said, "dim")
-    return [text]
-
-
-def _waterfall(run: WatchedRun) -> Waterfall | None:
-    """The waterfall so far; None if it is unknown, or if the peak is too low to draw it as parts of a whole."""
-    waterfall = None if run.row is None else waterfall_of(_end_of(run))
-    return None if waterfall is None or waterfall.points("below_peak") < 0 else waterfall
-
-
-def _end_of(run: WatchedRun) -> RunLog:
-    """The part of the log from which a waterfall is computed."""
-    return RunLog(
-        Path(),
-        () if run.start is None else (run.start,),
-        () if run.provenance is None else (run.provenance,),
-        () if run.row is None else (run.row,),
-        summary=run.summary,
-    )
+    said = _with_losses(text, [(name, points / 100) for name, points in losses.items()], width)
+    return bar("peak", parts, looks, "whole run", width, in_colour), [said]
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
@@ -234,13 +210,10 @@ def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]
     rate = run.value("perf/hardware_flops_per_second_per_device")
     drawn = bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
-    notes = run.row.notes if run.row is not None else ()
-    room = width - _LABEL_WIDTH
-    return drawn + [line(" " * _LABEL_WIDTH, (_cut(f"not exact: {note}", room), "yellow")) for note in notes[:1]]
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: room - 1]}…"
+    for note in run.row.notes[:1] if run.row is not None else ():
+        drawn.append(line(" " * _LABEL_WIDTH, (f"not exact: {note}", "yellow")))
+        drawn[-1].truncate(width, overflow="ellipsis")
+    return drawn
 
 
 def bar(
@@ -297,14 +270,12 @@ def draw_curve(points: Points, width: int, height: int, low: float, high: float)
     >>> draw_curve([(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)], width=2, height=1, low=0.0, high=3.0)
     ['⡠⠊']
     """
-    columns = _column_means(points, 2 * width)
     dots = 4 * height
     cells = [[0] * width for _ in range(height)]
     before: int | None = None
-    for column, value in enumerate(columns):
-        if value is None:
-            continue
-        level = _level(value, low, high, dots)
+    for column, value in _columns(points, 2 * width):
+        share = (value - low) / (high - low) if high > low else 0.5
+        level = min(max(floor(share * dots), 0), dots - 1)
         # The dots reach up or down to the previous point, so that a steep curve has no gaps.
         reach = level if before is None else before + (1 if level > before else -1 if level < before else 0)
         for dot in range(min(level, reach), max(level, reach) + 1):
@@ -314,33 +285,19 @@ def draw_curve(points: Points, width: int, height: int, low: float, high: float)
     return ["".join(chr(_BRAILLE | cell) if cell else " " for cell in line) for line in cells]
 
 
-def _column_means(points: Points, columns: int) -> list[float | None]:
-    if not points:
-        return [None] * columns
+def _columns(points: Points, columns: int) -> Iterator[tuple[int, float]]:
+    """The value of each column from the first to the last point: a mean, or between two means on a straight line."""
     first, last = points[0][0], points[-1][0]
-    sums, counts = [0.0] * columns, [0] * columns
+    in_column: dict[int, list[float]] = {}
     for x, value in points:
         column = min(floor((x - first) / (last - first) * columns), columns - 1) if last > first else 0
-        sums[column] += value
-        counts[column] += 1
-    means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-    return _filled(means)
-
-
-def _filled(means: list[float | None]) -> list[float | None]:
-    """Replace each None between two known values by linear interpolation, in place."""
-    known = [index for index, value in enumerate(means) if value is not None]
-    for left, right in pairwise(known):
-        start, end = means[left], means[right]
-        for index in range(left + 1, right):
-            if start is not None and end is not None:
-                means[index] = start + (end - start) * (index - left) / (right - left)
-    return means
-
-
-def _level(value: float, low: float, high: float, dots: int) -> int:
-    share = (value - low) / (high - low) if high > low else 0.5
-    return min(max(floor(share * dots), 0), dots - 1)
+        in_column.setdefault(column, []).append(value)
+    means = {column: sum(values) / len(values) for column, values in sorted(in_column.items())}
+    for left, right in pairwise(means):
+        yield left, means[left]
+        for column in range(left + 1, right):
+            yield column, means[left] + (means[right] - means[left]) * (column - left) / (right - left)
+    yield max(means), means[max(means)]
 
 
 def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Draws the screen of `flopwatch watch` for a terminal of a given size."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.text import Text
 
@@ -10,8 +11,7 @@ from flopwatch.cli.run_logs.watch_panels import (
     flops_bar,
     line,
     paragraph,
-    peak_bar,
-    peak_line,
+    peak,
     spread,
     time_bar,
 )
@@ -56,12 +56,15 @@ def draw_frame(
     top = [title, _facts(run, width), line(), _progress(run, state, width), line()]
     top += [*cards(run, width, in_large_digits=is_large), line()]
     bars = [*time_bar(run, width, in_colour=in_colour), *([line()] if is_large else [])]
-    bars += [*flops_bar(run, width, in_colour=in_colour), *ranks_lines(run, width)]
+    bars += [*flops_bar(run, width, in_colour=in_colour), *_ranks(run, width)]
     notices = _notices(run, width)
     for_notices = 1 + min(len(notices), 5 if is_large else 1) if notices else 0
     room = height - len(top) - len(bars) - 3
-    peak = _peak(run, width, room - for_notices, is_large=is_large, in_colour=in_colour)
-    bars, room = [*peak, *bars], room - len(peak)
+    shown, said = peak(run, width, in_colour=in_colour)
+    shown += [line()] if shown and is_large else []
+    if len(shown) > room - for_notices - _LOWEST_CURVE_ABOVE_PEAK:
+        shown = said if room - for_notices > _LOWEST_CURVE else []
+    bars, room = [*shown, *bars], room - len(shown)
     curve_height = max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE))
     frame = [*top, *curves(run, width, curve_height), line(), *bars]
     if notices and height - len(frame) >= 2:
@@ -69,56 +72,41 @@ def draw_frame(
     return frame
 
 
-def _peak(run: WatchedRun, width: int, room: int, *, is_large: bool, in_colour: bool) -> list[Text]:
-    """What became of the peak: as a bar if the curves stay high enough, else in one line if there is room for it."""
-    bar = peak_bar(run, width, in_colour=in_colour)
-    bar += [line()] if bar and is_large else []
-    if len(bar) <= room - _LOWEST_CURVE_ABOVE_PEAK:
-        return bar
-    return peak_line(run, width) if room > _LOWEST_CURVE else []
-
-
 def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:
     mark, style = _STATES[state]
-    words = _words(run, state, unix_time)
+    words: str = {"killed": "died: the process was killed or crashed", "stopped": "stopped by Ctrl-C"}.get(state, state)
+    if state == "silent":
+        words = f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
+    if state == "failed" and run.summary is not None and run.summary.ended_by:
+        words = f"failed: {run.summary.ended_by.partition(':')[0]}"
     end = line((f"{mark} {words}", f"bold {style}"))
     room = max(width - end.cell_len - len("flopwatch  "), 2)
     shown = place if len(place) <= room else f"…{place[1 - room :]}"
     return spread(line(("flopwatch ", "dim"), (shown, "bold")), end, width)
 
 
-def _words(run: WatchedRun, state: State, unix_time: float) -> str:
-    if state == "silent":
-        return f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
-    if state == "killed":
-        return "died: the process was killed or crashed"
-    if state == "stopped":
-        return "stopped by Ctrl-C"
-    if state == "failed" and run.summary is not None and run.summary.ended_by:
-        return f"failed: {run.summary.ended_by.partition(':')[0]}"
-    return state
-
-
 def _facts(run: WatchedRun, width: int) -> Text:
     """One line with how FLOPs are counted, device and peak, the most important first, as far as they fit."""
+    environment = {} if run.start is None else run.start.environment
     how_counted = _counting(run)
-    facts: list[str] = [*how_counted[:1], *_device(run), *how_counted[1:]]
-    if run.sessions > 1:
-        facts.append(f"{run.sessions} sessions")
-    if run.start is not None and run.start.environment.get("host"):
-        facts.append(str(run.start.environment["host"]))
+    facts = [
+        *how_counted[:1],
+        *_device(run, environment),
+        *how_counted[1:],
+        f"{run.sessions} sessions" if run.sessions > 1 else "",
+        environment.get("host"),
+    ]
     text = ""
-    for fact in facts:
-        longer = f"{text} · {fact}" if text else fact
+    for fact in filter(None, facts):
+        longer = f"{text} · {fact}" if text else str(fact)
         text = longer if len(longer) <= width else text
     return line((text, "dim"))
 
 
-def _device(run: WatchedRun) -> list[str]:
+def _device(run: WatchedRun, environment: Mapping[str, Any]) -> list[Any]:
     provenance = run.provenance
     if provenance is None or provenance.peak is None:
-        device = run.start.environment.get("device") if run.start is not None else None
-        return [*([str(device)] if device else []), "peak unknown"]
+        return [environment.get("device"), "peak unknown"]
     peak = provenance.peak
     times = f"{provenance.device_count} x " if provenance.device_count > 1 else ""
     return [f"{times}{peak['device']}", f"{peak['dtype']} {flop_rate(peak['flops_per_s'])} {peak['kind']}"]
@@ -161,14 +149,13 @@ def _notices(run: WatchedRun, width: int) -> list[Text]:
     first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
     advised = None if run.row is None else advice(run.row.values)
     last = [] if advised is None else [Notice(None, "info", "advice", advised)]
-    return [row for notice in [*first, *reversed(run.notices), *last] for row in _notice(notice, width)]
-
-
-def _notice(notice: Notice, width: int) -> list[Text]:
-    mark, style = _LEVELS.get(notice.level, ("!", "yellow"))
-    when = "" if notice.step is None else f"step {notice.step:,}: "
-    first, *rest = paragraph(f"{when}{notice.message}", width - 2)
-    return [line((f"{mark} ", f"bold {style}")) + first, *(line("  ") + row for row in rest)]
+    rows: list[Text] = []
+    for notice in [*first, *reversed(run.notices), *last]:
+        mark, style = _LEVELS.get(notice.level, ("!", "yellow"))
+        when = "" if notice.step is None else f"step {notice.step:,}: "
+        top, *others = paragraph(f"{when}{notice.message}", width - 2)
+        rows += [line((f"{mark} ", f"bold {style}")) + top, *(line("  ") + row for row in others)]
+    return rows
 
 
 def _fitted(lines: list[Text], width: int, height: int) -> list[Text]:
@@ -184,34 +171,27 @@ _LABEL_WIDTH = 7
 _CAUSES = {"input": "waiting for input", "compute": "computing", "host": "stalled"}
 
 
-def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
+def _ranks(run: WatchedRun, width: int) -> list[Text]:
     """A line about ranks that report late or delay the others; empty for a run with one rank."""
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []
     text = line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
-    for part, style in _parts(run, world_size):
+    for part, style in _parts(run.row.values, world_size):
         if text.cell_len + len(part) <= width:
             text.append(part, style)
     return [text]
 
 
-def _parts(run: WatchedRun, world_size: int) -> list[tuple[str, str]]:
-    reporting = run.value("ranks/reporting")
+def _parts(values: Mapping[str, float], world_size: int) -> Iterator[tuple[str, str]]:
+    reporting, waiting = values.get("ranks/reporting"), values.get("ranks/waiting_percent")
     if reporting is not None and reporting < world_size:
-        return [
-            (f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log", "yellow")
-        ]
-    parts = [(f"{world_size}", "bold")]
-    values = {} if run.row is None else run.row.values
+        yield f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log", "yellow"
+        return
+    yield f"{world_size}", "bold"
     rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
     if rank is not None and excess is not None:
-        shares = {cause: values.get(f"ranks/straggler_{cause}_percent", 0.0) for cause in _CAUSES}
-        cause = max(shares, key=lambda name: shares[name])
-        parts.append(
-            (f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}", "red")
-        )
-    waiting = run.value("ranks/waiting_percent")
+        cause = max(_CAUSES, key=lambda name: values.get(f"ranks/straggler_{name}_percent", 0.0))
+        yield f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}", "red"
     if waiting is not None:
-        parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
-    return parts
+        yield f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"

@@ -2,23 +2,23 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import repeat
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
-from flopwatch.records.run import Notice, Number, Provenance, Row, Summary
+from flopwatch.records.run import Number, Provenance, Row, Summary
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.report.run_page.contents import MAIN_KEYS, Exactness, Kind, Moment, RunReport
-from flopwatch.report.run_page.curves import MOST_POINTS, Curve, CurveMaker, Point
+from flopwatch.report.run_page.contents import MAIN_KEYS, MOST_POINTS, Curve, Exactness, Kind, Moment, Point, RunReport
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing
-from flopwatch.runs.waterfall.conclusion import conclusion_of
 from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
 from flopwatch.runs.waterfall.times import times_of
+from flopwatch.runs.waterfall.verdicts import conclusion_of
+from flopwatch.stats import Thinned
 
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200
@@ -28,6 +28,7 @@ MOST_NOTES = 20
 MOST_VALUES = 200
 
 _PHASES: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}
+_Times = tuple[int, float, Mapping[str, float]]
 _LEAST_SECONDS = 1e-9
 """A smaller growth of a sum of seconds is a rounding error."""
 
@@ -48,26 +49,22 @@ def read_report(
     collector = _Collector()
     path = find_log(run_dir)
     giver = None if choose_peak is None else giver_of(read_around(path), choose_peak)
-    log = read_log(path, lambda row: collector.take(row if giver is None else giver.row(row)))
-    return report_of(with_peak(log, choose_peak), collector, traces)
-
-
-def report_of(log: RunLog, collector: "_Collector", traces: Sequence[TraceSplit]) -> RunReport:
+    log = with_peak(read_log(path, lambda row: collector.take(row if giver is None else giver.row(row))), choose_peak)
     collector.finish(log)
-    waterfall = waterfall_of(log, traces)
+    waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
     moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
     seconds = seconds_of(log) or collector.seconds
-    ends = [record.unix_time for record in (log.summary, *log.starts[-1:]) if record is not None]
+    times = [collector.last_unix_time, *(record.unix_time for record in (log.summary, start) if record is not None)]
     return RunReport(
         log=str(log.path),
-        state=standing(log.starts[-1] if log.starts else None, log.summary),
+        state=standing(start, log.summary),
         ended_by=log.summary.ended_by if log.summary else None,
         starts=log.starts,
         first_step=collector.first_step,
         last_step=collector.last_step,
         steps=collector.steps,
         windows=collector.windows,
-        last_unix_time=max([*ends, *([collector.last_unix_time] if collector.last_unix_time else [])], default=None),
+        last_unix_time=max(filter(None, times), default=None),
         wall_seconds=seconds.get("wall"),
         curves=collector.curves(),
         values=collector.values,
@@ -103,10 +100,8 @@ def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
         yield from found[-MOST_MOMENTS:] if kind == "notice" else found[::spacing]
 
 
-def _seconds(record: Row | Summary | None) -> dict[str, float]:
+def _seconds(record: Row | Summary) -> Mapping[str, float]:
     """Time by use since the first start, as of a record; empty if the record does not have it."""
-    if record is None:
-        return {}
     if isinstance(record, Row) and record.ledger.get("seconds"):
         return dict(record.ledger["seconds"])
     start, end = "time/", "_seconds"
@@ -114,14 +109,59 @@ def _seconds(record: Row | Summary | None) -> dict[str, float]:
     return {key.removeprefix(start).removesuffix(end): float(value) for key, value in times.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """The steps of a window that are timed and not warm-up, and their time."""
+class CurveMaker:
+    """Collects the points of a curve, newest first, in bounded memory.
 
-    steps: int
-    seconds: float
-    shortest: float
-    longest: float
+    >>> maker = CurveMaker("perf/step_time", most_points=2)
+    >>> for step in (4, 3, 2, 1):
+    ...     maker.add(Point(step, step, 100.0 + step, step, step, step))
+    >>> [(point.first_step, point.last_step, point.low, point.mean) for point in maker.curve().points]
+    [(1, 2, 1, 1.5), (3, 4, 3, 3.5)]
+    """
+
+    def __init__(self, key: str, most_points: int = MOST_POINTS) -> None:
+        self.key = key
+        self._most_points = most_points
+        self._points = Thinned(2 * most_points, merged)
+        self._windows = 0
+        self._last: float | None = None
+        self._broken_windows = 0
+        self._broken_at_step: int | None = None
+
+    def add(self, point: Point) -> None:
+        """Add the point of a window that is older than those before."""
+        if not (isfinite(point.low) and isfinite(point.mean) and isfinite(point.high)):
+            self._broken_windows += 1
+            self._broken_at_step = point.first_step
+            return
+        self._windows += 1
+        self._last = point.mean if self._last is None else self._last
+        self._points.add(point)
+
+    def curve(self) -> Curve:
+        points = self._points.items(self._most_points)
+        mean = merged(points).mean if points else None
+        broken = (self._broken_windows, self._broken_at_step)
+        return Curve(self.key, tuple(reversed(points)), self._windows, self._last, mean, *broken)
+
+
+def merged(points: list[Point]) -> Point:
+    """One point that stands for several, in any order."""
+    if len(points) == 1:
+        return points[0]
+    weight = sum(point.weight for point in points)
+    # Without any weight all windows count alike.
+    weights = [point.weight if weight else 1.0 for point in points]
+    mean = sum(point.mean * share for point, share in zip(points, weights, strict=True)) / sum(weights)
+    return Point(
+        min(point.first_step for point in points),
+        max(point.last_step for point in points),
+        max(point.unix_time for point in points),
+        min(point.low for point in points),
+        mean,
+        max(point.high for point in points),
+        weight,
+    )
 
 
 class _Collector:
@@ -133,12 +173,12 @@ class _Collector:
         self.first_step: int | None = None
         self.last_step: int | None = None
         self.last_unix_time: float | None = None
-        self.seconds: dict[str, float] = {}
+        self.seconds: Mapping[str, float] = {}
         self.values: dict[str, tuple[Number, int]] = {}
         self.stragglers: Counter[int] = Counter()
         self.left_out: dict[str, None] = {}
         self._makers: dict[str, CurveMaker] = {}
-        self._later: tuple[int, float, dict[str, float]] | None = None
+        self._later: _Times | None = None
         self._phases: list[Moment] = []
         self._exact: Counter[bool | None] = Counter()
         self._notes: Counter[str] = Counter()
@@ -157,16 +197,19 @@ class _Collector:
         return row if self.windows == 1 or (row.exact is False and self._exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
-        timed = _timed(row)
+        times = _timed_seconds(row)
+        together = sum(times)
         for key, value in row.values.items():
             if len(self.values) < MOST_VALUES or key in METRICS:
                 self.values.setdefault(key, (value, row.step))
             maker = self._maker(key)
             if maker is None or not isinstance(value, int | float):
                 continue
-            low, high = _extremes(key, row, value, timed)
-            weight = _weight(key, timed, len(numbers))
-            maker.add(Point(numbers[0], row.step, row.unix_time, low, value, high, weight))
+            of_steps = times if key == "perf/step_time" else row.steps.get("loss", ()) if key == "training/loss" else ()
+            values = [value, *(each for each in of_steps if each is not None)]
+            is_rate = key.startswith("perf/") and find_metric(key).unit != "GiB" and times
+            weight = len(numbers) if not is_rate else len(times) if key == "perf/step_time" else together
+            maker.add(Point(numbers[0], row.step, row.unix_time, min(values), value, max(values), float(weight)))
 
     def _maker(self, key: str) -> CurveMaker | None:
         if key in self._makers:
@@ -205,13 +248,14 @@ class _Collector:
         if self._later is not None:
             begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
             self._phases += _grown(self._later, None, begun)
-        summary = log.summary
+        if (summary := log.summary) is None:
+            return
         at_the_end = _seconds(summary)
-        if summary is not None and at_the_end and self.last_step is not None:
+        if at_the_end and self.last_step is not None:
             self._phases += _grown((self.last_step, summary.unix_time, at_the_end), self.last_step, self.seconds)
-        for key, value in (summary.values if summary else {}).items():
-            if key not in self.values and summary is not None and key in METRICS:
-                self.values[key] = value, summary.step or 0
+        for key, value in summary.values.items():
+            if key in METRICS:
+                self.values.setdefault(key, (value, summary.step or 0))
 
     def moments(self, log: RunLog) -> Iterator[Moment]:
         yield from self._phases
@@ -221,7 +265,9 @@ class _Collector:
             yield Moment("restart", where, where, start.unix_time, words=f"resumed on {host}" if host else "resumed")
         for notice in log.notices:
             # One without a step was given before the first step.
-            yield _noticed(notice, notice.step if notice.step is not None else self.first_step)
+            step = notice.step if notice.step is not None else self.first_step
+            words = f"{notice.code}: {notice.message}"
+            yield Moment("notice", notice.step, step, words=words, level=notice.level)
 
     def exactness(self) -> Exactness:
         counts = self._exact
@@ -233,11 +279,7 @@ class _Collector:
         return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
 
 
-def _noticed(notice: Notice, step: int | None) -> Moment:
-    return Moment("notice", notice.step, step, words=f"{notice.code}: {notice.message}", level=notice.level)
-
-
-def _grown(later: tuple[int, float, dict[str, float]], step: int | None, seconds: Mapping[str, float]) -> list[Moment]:
+def _grown(later: _Times, step: int | None, seconds: Mapping[str, float]) -> list[Moment]:
     last_step, unix_time, after = later
     spent = {name: after.get(name, 0.0) - seconds.get(name, 0.0) for name in _PHASES}
     return [
@@ -245,31 +287,11 @@ def _grown(later: tuple[int, float, dict[str, float]], step: int | None, seconds
     ]
 
 
-def _timed(row: Row) -> _Timed | None:
-    columns: Mapping[str, Sequence[Any]] = row.steps
-    seconds = columns.get("seconds", ())
-    warm_up = columns.get("warm_up")
-    if warm_up is None:
-        times = [value for value in seconds if value is not None]
-    else:
-        times = [value for value, is_warm in zip(seconds, warm_up, strict=False) if value is not None and not is_warm]
-    return _Timed(len(times), sum(times), min(times), max(times)) if times else None
-
-
-def _extremes(key: str, row: Row, value: float, timed: _Timed | None) -> tuple[float, float]:
-    if key == "perf/step_time" and timed is not None:
-        return min(timed.shortest, value), max(timed.longest, value)
-    if key == "training/loss":
-        losses = [loss for loss in row.steps.get("loss", ()) if loss is not None]
-        return (min(*losses, value), max(*losses, value)) if losses else (value, value)
-    return value, value
-
-
-def _weight(key: str, timed: _Timed | None, steps: int) -> float:
-    is_rate = key.startswith("perf/") and find_metric(key).unit != "GiB"
-    if not is_rate or timed is None:
-        return float(steps)
-    return float(timed.steps) if key == "perf/step_time" else timed.seconds
+def _timed_seconds(row: Row) -> list[float]:
+    """The times of the steps that are timed and not warm-up."""
+    seconds: Sequence[float | None] = row.steps.get("seconds", ())
+    warm_up = row.steps.get("warm_up") or repeat(False)
+    return [value for value, is_warm in zip(seconds, warm_up, strict=False) if value is not None and not is_warm]
 
 
 def _is_of_user(key: str) -> bool:

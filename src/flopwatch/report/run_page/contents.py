@@ -6,10 +6,9 @@ from typing import Literal
 
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Number, Provenance, RunStart
-from flopwatch.report.run_page.curves import Curve
-from flopwatch.runs.waterfall.conclusion import Conclusion
 from flopwatch.runs.waterfall.losses import Waterfall
 from flopwatch.runs.waterfall.times import Times
+from flopwatch.runs.waterfall.verdicts import Conclusion
 
 MAIN_KEYS = (
     "perf/mfu_percent",
@@ -24,7 +23,53 @@ MAIN_KEYS = (
     "ranks/waiting_percent",
 )
 """The metrics of flopwatch whose curves are drawn. Metrics of the user are drawn too."""
+MOST_POINTS = 600
 Kind = Literal["evaluation", "checkpoint", "restart", "notice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The values of a metric in one or several logging windows.
+
+    Attributes:
+        first_step: The first step of the windows.
+        last_step: The last step of the windows.
+        unix_time: When the last window ended.
+        low: The least value of a step, or of a window if the log has no value for each step.
+        mean: The mean, weighted by the time of the windows for a rate or share, or else by their steps.
+        high: The largest value of a step or window.
+        weight: What the mean is weighted by, in seconds or steps.
+    """
+
+    first_step: int
+    last_step: int
+    unix_time: float
+    low: float
+    mean: float
+    high: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric over the run, oldest point first.
+
+    Attributes:
+        key: Its key in the log, such as `perf/mfu_percent`.
+        windows: Number of logging windows that have a value.
+        last: The value of the newest window.
+        mean: The weighted mean of all windows (see `Point.mean`).
+        broken_windows: Number of windows whose value is nan or infinite. They are in no point.
+        broken_at_step: The first step at which the value is nan or infinite.
+    """
+
+    key: str
+    points: tuple[Point, ...]
+    windows: int
+    last: float | None
+    mean: float | None
+    broken_windows: int = 0
+    broken_at_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +177,10 @@ class RunReport:
         """The newest record that says how FLOPs and peak were found."""
         return self.provenances[-1] if self.provenances else None
 
+    # None for a metric that was never logged.
+
     def mean(self, key: str) -> float | None:
-        """The mean of a metric over the run; None if it was never logged."""
         return self.curves[key].mean if key in self.curves else None
 
     def last(self, key: str) -> Number | None:
-        """The newest value of a metric; None if it was never logged."""
         return self.values[key][0] if key in self.values else None

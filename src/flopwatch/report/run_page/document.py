@@ -31,8 +31,8 @@ from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
-from flopwatch.report.run_page.contents import Moment, RunReport
-from flopwatch.report.run_page.curves import Curve, merged
+from flopwatch.report.run_page.collecting import merged
+from flopwatch.report.run_page.contents import Curve, Moment, RunReport
 from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
 from flopwatch.stats import in_groups
@@ -71,7 +71,7 @@ def run_json(report: RunReport) -> str:
     """Everything that the page shows, as JSON."""
     content = record_fields(report)
     content["waterfall"] = asdict(report.waterfall) if report.waterfall is not None else None
-    content["times"] = None if report.times is None else report.times.to_json()
+    content["times"] = None if report.times is None else asdict(report.times)
     content["conclusion"] = asdict(report.conclusion)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
@@ -101,7 +101,8 @@ def _first(report: RunReport) -> Iterator[Part]:
 def _loss(loss: Loss, said: str) -> Cell:
     """A loss with what the verdict has not said yet."""
     advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice != said else ""
-    return Cell(f"{loss.name}: {words.points_text(loss.points)}.", detail=f"{loss.evidence}{advice}")
+    points = percent(loss.points / 100).replace("%", "points")
+    return Cell(f"{loss.name}: {points}.", detail=f"{loss.evidence}{advice}")
 
 
 def _sections(report: RunReport) -> Iterator[Part]:

@@ -1,22 +1,22 @@
 """What `flopwatch why` says: where the rest of the peak went, or where the time went if MFU is unknown."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from flopwatch.errors import InputError
-from flopwatch.numbers import duration, flop_rate, percent
+from flopwatch.numbers import count, duration, flop_rate, percent, step_time
 from flopwatch.present.document import Bar, Bars, Cell, Column, Document, Items, Part, Section, Table, Text, numbers
 from flopwatch.records.time_uses import USES
 from flopwatch.records.trace_split import TraceSplit
-from flopwatch.report.run_page import words
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.waterfall.conclusion import LEAST_DRAWN_POINTS, conclusion_of, what_is_missing
 from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, waterfall_of
-from flopwatch.runs.waterfall.times import times_of
-from flopwatch.runs.waterfall.verdicts import facts_of
+from flopwatch.runs.waterfall.times import TimeUse, times_of
+from flopwatch.runs.waterfall.verdicts import LEAST_DRAWN_POINTS, conclusion_of, facts_of, what_is_missing
 from flopwatch.text import one_line, plural
 
 _LARGEST = 3
+_WHOLE_MFU = "MFU of the whole run"
 
 
 def waterfall_bars(waterfall: Waterfall) -> Bars:
@@ -37,13 +37,13 @@ def waterfall_bars(waterfall: Waterfall) -> Bars:
         tip = "\n".join(filter(None, (loss.evidence, loss.advice)))
         tone: Literal["loss", "large loss"] = "large loss" if loss in large else "loss"
         bars.append(Bar(loss.name, min(above, level), max(above, level), _signed(-loss.points), tone, tip))
-    bars.append(Bar(words.WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
+    bars.append(Bar(_WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
     whole = max(bar.high for bar in bars)
     rows = [
-        (loss.name, words.lost_text(loss.points), duration(loss.seconds), loss.evidence, loss.advice)
-        for loss in waterfall.losses
+        (loss.name, lost.replace("%", "points"), duration(loss.seconds), loss.evidence, loss.advice)
+        for loss, (_, lost) in zip(waterfall.losses, waterfall.pairs()[1:-1], strict=True)
     ]
-    rows.append((words.WHOLE_MFU, percent(mfu / 100), "", "", ""))
+    rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
     columns: list[Column | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
     return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Table(columns, rows))
 
@@ -65,40 +65,34 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
         return where_the_time_went(log, traces, problems)
-    facts, conclusion = facts_of(log), conclusion_of(log, waterfall)
-    content = waterfall.to_json()
+    facts, said = facts_of(log), conclusion_of(log, waterfall)
     content = {
         "log": str(log.path),
         "steps": facts.steps,
         "exact": facts.exact,
-        "verdict": None if conclusion.verdict is None else conclusion.verdict.to_json(),
-        "no_verdict": conclusion.sentence if conclusion.verdict is None else None,
+        "verdict": None if said.verdict is None else asdict(said.verdict),
+        "no_verdict": said.sentence if said.verdict is None else None,
         "largest": [loss.key for loss in waterfall.largest()],
-        **content,
-        "notes": [*content["notes"], *problems],
+        **waterfall.to_json(),
+        "notes": [*waterfall.notes, *problems],
     }
-    verdict = [Text(conclusion.sentence, "strong" if conclusion.verdict else "")]
-    verdict += [Text(conclusion.reservation)] if conclusion.reservation else []
-    losses = [
-        Cell(f"{loss.name}: {loss.points:.1f} points", detail=_evidence(loss.evidence, loss.advice))
-        for loss in conclusion.losses
+    losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss) for loss in said.losses]
+    parts = [
+        Text(f"{plural(facts.steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}", "soft"),
+        Text(_difference(log, waterfall)),
+        Section("", [waterfall_bars(waterfall)]),
+        Section(
+            "", [Text(said.sentence, "strong" if said.verdict else ""), *map(Text, filter(None, [said.reservation]))]
+        ),
+        Section("", [Items(losses, is_numbered=True)]),
+        *_notes([*said.notes, *problems]),
     ]
-    document = Document(
-        f"Why the MFU of {one_line(str(log.path.parent))} is {percent(waterfall.mfu_percent / 100)}",
-        [
-            Text(f"{plural(facts.steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}", "soft"),
-            Text(_difference(log, waterfall)),
-            Section("", [waterfall_bars(waterfall)]),
-            Section("", verdict),
-            Section("", [Items(losses, is_numbered=True)]),
-            *_notes([*conclusion.notes, *problems]),
-        ],
-    )
-    return content, document
+    of_what = f"the MFU of {one_line(str(log.path.parent))} is {percent(waterfall.mfu_percent / 100)}"
+    return content, Document(f"Why {of_what}", parts)
 
 
-def _evidence(evidence: str, advice: str) -> str:
-    return f"{evidence}\nNext: {advice}" if advice else evidence
+def _item(name: str, of: Loss | TimeUse) -> Cell:
+    return Cell(name, detail=f"{of.evidence}\nNext: {of.advice}" if of.advice else of.evidence)
 
 
 def _notes(notes: Sequence[str]) -> list[Part]:
@@ -126,21 +120,16 @@ def _difference(log: RunLog, waterfall: Waterfall) -> str:
     lost = sum(loss.points for loss in outside)
     if waterfall.step_mfu_percent is None or lost < _LEAST_PERCENT_OUTSIDE:
         return "Nearly all of its time is in training steps, so they reach about the same MFU."
-    most = max(outside, key=lambda loss: loss.points)
+    steps, most = percent(waterfall.step_mfu_percent / 100), max(outside, key=lambda loss: loss.points)
+    logged = None if log.summary is None or len(log.starts) > 1 else log.summary.values.get("perf/mfu_percent")
+    in_log = ""
+    if logged is not None and percent(logged / 100) != steps:
+        other = "which counts stalls, but leaves out the steps that flopwatch slowed"
+        in_log = f" ({percent(logged / 100)} in the log, {other})"
     return (
-        f"Its training steps reach {percent(waterfall.step_mfu_percent / 100)} without stalls and warm-up"
-        f"{_logged_mfu(log, waterfall.step_mfu_percent)}. The run as a whole is lower, because "
+        f"Its training steps reach {steps} without stalls and warm-up{in_log}. The run as a whole is lower, because "
         f"{percent(lost / 100)} of its time is spent otherwise, most of it on {most.name}."
     )
-
-
-def _logged_mfu(log: RunLog, step_mfu_percent: float) -> str:
-    """The MFU that the log ends with, if it looks different: it has stalls, but not the steps that were counted."""
-    summary = log.summary
-    logged = None if summary is None or len(log.starts) > 1 else summary.values.get("perf/mfu_percent")
-    if logged is None or percent(logged / 100) == percent(step_mfu_percent / 100):
-        return ""
-    return f" ({percent(logged / 100)} in the log, which counts stalls, but leaves out the steps that flopwatch slowed)"
 
 
 def where_the_time_went(
@@ -154,7 +143,7 @@ def where_the_time_went(
     times = times_of(log, traces)
     if times is None:
         raise InputError(what_is_missing(log))
-    sentence, notes = conclusion_of(log, None).sentence, [*times.notes, *problems]
+    sentence = conclusion_of(log, None).sentence
     content = {
         "log": str(log.path),
         "exact": exactness_of(log)[0],
@@ -164,29 +153,36 @@ def where_the_time_went(
         "mfu_percent": None,
         "step_mfu_percent": None,
         "losses": [],
-        **times.to_json(),
+        **asdict(times),
         "traces": [trace.to_json() for trace in traces],
-        "notes": notes,
+        "notes": [*times.notes, *problems],
     }
     environment = log.starts[-1].environment if log.starts else {}
     device = environment.get("device_name") or environment.get("device")
     dtypes = log.provenances[-1].dtypes if log.provenances else ()
     on_what = " on " + one_line(", ".join([str(device), *dtypes])) if device else ""
-    on_what += _unless_ended(log)
-    rates = f": {times.rates()}" if times.rates() else ""
-    done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
-    largest = [
-        Cell(f"{use.name}: {percent(use.share)} of the wall time", detail=_evidence(use.evidence, use.advice))
-        for use in times.largest()
+    rates = [
+        "" if times.tokens_per_second is None else f"{count(times.tokens_per_second)} tokens/s",
+        "" if times.samples_per_second is None else f"{count(times.samples_per_second)} samples/s",
+        "" if times.flops_per_second is None else f"{flop_rate(times.flops_per_second)} per device",
     ]
-    document = Document(
-        f"Where the time of {one_line(str(log.path.parent))} went",
-        [
-            Text(f"{done} {duration(times.wall_seconds)}{on_what}{rates}", "soft"),
-            Section("", [Table(("", *numbers("time", "of wall time", "per step")), times.rows())]),
-            Items(largest, is_numbered=True),
-            Section("", [Text(sentence)]),
-            *_notes(notes),
-        ],
-    )
-    return content, document
+    known = f": {', '.join(filter(None, rates))}" if any(rates) else ""
+    done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
+    rows = [
+        (
+            use.name,
+            duration(use.seconds),
+            percent(use.share),
+            "" if (each := use.seconds_per_step) is None else step_time(each),
+        )
+        for use in times.uses
+    ]
+    largest = [_item(f"{use.name}: {percent(use.share)} of the wall time", use) for use in times.largest()]
+    parts = [
+        Text(f"{done} {duration(times.wall_seconds)}{on_what}{_unless_ended(log)}{known}", "soft"),
+        Section("", [Table(("", *numbers("time", "of wall time", "per step")), rows)]),
+        Items(largest, is_numbered=True),
+        Section("", [Text(sentence)]),
+        *_notes([*times.notes, *problems]),
+    ]
+    return content, Document(f"Where the time of {one_line(str(log.path.parent))} went", parts)

@@ -28,7 +28,6 @@ NAMES = {
     "training/lr": "learning rate",
     "training/grad_norm": "gradient norm",
 }
-WHOLE_MFU = "MFU of the whole run"
 _STATES = {
     "ended": "The run ended.",
     "stopped": "The run was stopped from the keyboard.",
@@ -246,21 +245,3 @@ def moment_words(moment: Moment) -> str:
     took = f", {duration(moment.seconds)}" if moment.seconds is not None else ""
     said = f": {moment.words}" if moment.words else ""
     return f"{moment.kind}{where}{took}{said}"
-
-
-def points_text(points: float) -> str:
-    """A loss in points of MFU.
-
-    >>> points_text(12.34), points_text(0.034)
-    ('12.3 points', '0.034 points')
-    """
-    return percent(points / 100).replace("%", "points")
-
-
-def lost_text(points: float) -> str:
-    """What a loss takes away; a loss below 0, which a peak that is too low causes, adds something.
-
-    >>> lost_text(12.34), lost_text(-3.2)
-    ('−12.3 points', '+3.2 points')
-    """
-    return f"{'−' if points >= 0 else '+'}{points_text(abs(points))}"

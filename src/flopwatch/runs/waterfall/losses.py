@@ -6,18 +6,18 @@ rest of the time in steps is the time by which the devices are slower than their
 the wall time, so they add up to 100.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
-from flopwatch.numbers import duration, flop_rate, percent
+from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, OF_TRACES, Use
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.texts import MEASURE_WAIT, in_shell, text_of
 from flopwatch.text import one_line, plural
 
 
@@ -78,17 +78,63 @@ class Waterfall:
         return [("peak of the devices", "100 %"), *lost, ("MFU of the whole run", percent(self.mfu_percent / 100))]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "wall_seconds": self.wall_seconds,
-            "mfu_percent": self.mfu_percent,
-            "step_mfu_percent": self.step_mfu_percent,
-            "losses": [
-                {name: getattr(loss, name) for name in ("key", "name", "points", "seconds", "evidence", "advice")}
-                for loss in self.losses
-            ],
-            "traces": [split.to_json() for split in self.traced],
-            "notes": list(self.notes),
-        }
+        content = asdict(self)
+        return {"traces": content.pop("traced"), **content}
+
+
+@dataclass(frozen=True, slots=True)
+class LossChange:
+    """One loss in two runs, in percent of the peak; 0 in a run that does not have it. `change` is in points.
+
+    Attributes:
+        key: Its stable name, such as `input_wait`.
+        name: Its name for people, such as "input wait".
+        a: Percent of the peak that it costs in run A.
+        b: Percent of the peak that it costs in run B.
+        change: From A to B, in points.
+    """
+
+    key: str
+    name: str
+    a: float
+    b: float
+    change: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfallChange:
+    """The difference of two waterfalls. The changes of the losses add up to minus the change of MFU.
+
+    Attributes:
+        mfu_a: MFU of the whole run A, in percent.
+        mfu_b: MFU of the whole run B, in percent.
+        losses: The losses of either run, the largest change first.
+        sentence: How MFU changed. Points are shares of the wall time, so they do not tell which loss is the reason:
+            once one has shrunk, the others have more points. `flopwatch.runs.per_step` tells it.
+    """
+
+    mfu_a: float
+    mfu_b: float
+    losses: tuple[LossChange, ...]
+    sentence: str
+
+
+_LEAST_CHANGED_POINTS = 1.0
+"""Two runs of the same training differ by some tenths of a point; a smaller change is not put into words."""
+
+
+def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChange | None:
+    """The difference of two waterfalls; None if one of them is unknown. Both need a trace, or none of them."""
+    if a is None or b is None:
+        return None
+    points = [(use, a.points(key), b.points(key)) for key, use in LOSSES.items()]
+    changes = [LossChange(use.key, use.name, in_a, in_b, in_b - in_a) for use, in_a, in_b in points if in_a or in_b]
+    changes.sort(key=lambda loss: -abs(loss.change))
+    gained = b.mfu_percent - a.mfu_percent
+    said = f"{'rose' if gained > 0 else 'fell'} from {a.mfu_percent:.1f} to {b.mfu_percent:.1f} %"
+    if abs(gained) < _LEAST_CHANGED_POINTS:
+        said = f"changed by less than {_LEAST_CHANGED_POINTS:g} point"
+    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), f"MFU of the whole run {said}.")
 
 
 def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
@@ -106,6 +152,13 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
     goodput = goodput_of(seconds)
     if goodput is None:
         return None
+    unread = []
+    if log.torn_lines:
+        lines = (
+            f"{plural(log.torn_lines, 'line')} of the log cannot be read and {'is' if log.torn_lines == 1 else 'are'}"
+        )
+        because = "a process that is killed or is still writing leaves one such line."
+        unread.append(f"{lines} left out; {because}")
     facts = _facts(log)
     traces, older = traces_of_log(log, traces)
     useful, wall = seconds.setdefault("model_at_peak", 0.0), goodput.wall_seconds
@@ -115,7 +168,7 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
     in_steps = goodput.productive_seconds + sum(goodput.lost_seconds.get(key, 0.0) for key in ("input_wait", "between"))
     step_mfu = 100 * useful / in_steps if in_steps > 0 else None
     found = Waterfall(wall, losses, 100 * useful / wall, step_mfu, tuple(traces))
-    return replace(found, notes=(*_unread(log), *older, *notes, *more, *_limits(found, facts, seconds)))
+    return replace(found, notes=(*unread, *older, *notes, *more, *_limits(found, facts, seconds)))
 
 
 def time_by_part(log: RunLog, traces: Sequence[TraceSplit] = ()) -> tuple[dict[str, float], frozenset[str]] | None:
@@ -131,15 +184,6 @@ def time_by_part(log: RunLog, traces: Sequence[TraceSplit] = ()) -> tuple[dict[s
     measured = {*_uses_of_steps(seconds, goodput.productive_seconds), *IN_STEPS.intersection(goodput.lost_seconds)}
     parts, _ = _divide(seconds, goodput, traces, _facts(log))
     return parts, frozenset(measured if goodput.knows_input_wait else measured - {"input_wait"})
-
-
-def _unread(log: RunLog) -> list[str]:
-    if not log.torn_lines:
-        return []
-    return [
-        f"{plural(log.torn_lines, 'line')} of the log cannot be read and {'is' if log.torn_lines == 1 else 'are'} left "
-        "out; a process that is killed or is still writing leaves one such line."
-    ]
 
 
 def seconds_of(log: RunLog) -> Mapping[str, float]:
@@ -173,7 +217,8 @@ def _consistent(logged: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
 
     That happens in damaged logs, and if the clock of the machine was set back during the run.
     """
-    seconds = {name: float(value) for name, value in logged.items() if _is_amount(value)}
+    amounts = ((name, value) for name, value in logged.items() if isinstance(value, int | float))
+    seconds = {name: float(value) for name, value in amounts if isfinite(value) and value > 0}
     room = seconds.get("train", 0.0)
     for name in ("compile", "stall"):
         seconds[name] = min(seconds.get(name, 0.0), room)
@@ -191,10 +236,6 @@ def _consistent(logged: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
     ]
 
 
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and isfinite(value) and value > 0
-
-
 def _facts(log: RunLog) -> dict[str, Any]:
     """What the log says about the run besides times, for the names of losses and for their texts."""
     row = log.rows[-1] if log.rows else None
@@ -207,6 +248,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "steps": _newest_ledger(log).get("steps"),
         "tokens": totals.get("tokens"),
         "real_tokens": totals.get("real_tokens"),
+        "other_flops": key_of_other_flops(log),
         "peak_kind": peak.get("kind"),
         "peak_source": peak.get("source"),
         "peak_flops_per_s": peak.get("flops_per_s"),
@@ -230,20 +272,6 @@ def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
     return (True, ()) if ends else (None, ())
 
 
-def _unknown(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
-    """The losses that this run could not measure, so that they are part of others."""
-    notes = []
-    if not facts["knows_input_wait"]:
-        where = f'"{LOSSES["between"].name}"' if facts["times_passes"] else "other losses"
-        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {MEASURE_WAIT}")
-    if not seconds.get("divided") and not waterfall.points("optimizer"):
-        notes.append(
-            "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
-            "closure, runs in another thread or is no method of a torch.optim.Optimizer."
-        )
-    return notes
-
-
 _LEAST_UNDIVIDED_POINTS = 1.0
 _LONGEST_REASON = 300
 
@@ -258,7 +286,15 @@ def undivided_note(run_dir: str) -> str:
 
 def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
     """What a reader has to know about the figures: FLOPs that are not exact, what is not divided, the peak."""
-    notes = _unknown(waterfall, facts, seconds)
+    notes = []
+    if not facts["knows_input_wait"]:
+        where = f'"{LOSSES["between"].name}"' if facts["times_passes"] else "other losses"
+        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {_MEASURE_WAIT}")
+    if not seconds.get("divided") and not waterfall.points("optimizer"):
+        notes.append(
+            "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
+            "closure, runs in another thread or is no method of a torch.optim.Optimizer."
+        )
     is_exact, reasons = facts["exact"]
     if is_exact is False:
         why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
@@ -292,7 +328,7 @@ def _divide(
     executed, recomputed = seconds.get("hardware_at_peak", 0.0), seconds.get("recompute_at_peak", 0.0)
     executed = max(executed, seconds["model_at_peak"])
     parts["recompute"] = recomputed = min(recomputed, executed - seconds["model_at_peak"])
-    parts[_name_of_the_rest(facts)] = executed - recomputed - seconds["model_at_peak"]
+    parts[facts["other_flops"]] = executed - recomputed - seconds["model_at_peak"]
     between = parts.pop("between", 0.0)
     productive = goodput.productive_seconds + between
     room = productive - executed
@@ -309,11 +345,7 @@ def _divide(
 def key_of_other_flops(log: RunLog) -> str:
     """Which loss executed FLOPs are that are neither the model's nor recomputed."""
     totals = _newest_ledger(log).get("totals", {})
-    return _name_of_the_rest({name: totals.get(name) for name in ("tokens", "real_tokens")})
-
-
-def _name_of_the_rest(facts: Mapping[str, Any]) -> str:
-    tokens, real = facts["tokens"], facts["real_tokens"]
+    tokens, real = totals.get("tokens"), totals.get("real_tokens")
     return "padding" if tokens and real is not None and real < tokens else "extra_passes"
 
 
@@ -392,17 +424,12 @@ def _divide_by_traces(
     share = below["below_peak"] / sum(traced.values())
     split = {key: value * share for key, value in traced.items() if value > 0}
     split |= {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}
-    return split, _doubt_about_traces(1 / share)
-
-
-def _doubt_about_traces(share: float) -> list[str]:
-    """A note if the traced steps account for far more or less time than the one that they divide."""
-    if 0.8 < share < 1.25:
-        return []
-    return [
-        f"The traced steps show {percent(share)} of the time that they divide, so the losses known from the trace are "
-        "approximate; a newer trace may be better."
-    ]
+    if 0.8 < 1 / share < 1.25:
+        return split, []
+    doubt = (
+        f"The traced steps show {percent(1 / share)} of the time that they divide, so the losses known from the trace"
+    )
+    return split, [f"{doubt} are approximate; a newer trace may be better."]
 
 
 def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -> dict[str, float]:
@@ -419,5 +446,35 @@ def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -
 
 
 def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
-    evidence, advice = text_of(use, seconds, wall_seconds, facts)
-    return Loss(use.key, use.name, 100 * seconds / wall_seconds, seconds, evidence, advice)
+    """The loss, with its evidence and its advice in the words of `flopwatch.records.time_uses`."""
+    points = 100 * seconds / wall_seconds
+    if seconds < 0:  # only `below_peak` can be, if the peak is too low
+        more = f"At this peak, the executed FLOPs take {duration(-seconds)} more than the steps took."
+        return Loss(use.key, use.name, points, seconds, more, _TOO_LOW)
+    steps, tokens, real_tokens = facts["steps"], facts["tokens"], facts["real_tokens"]
+    each = f" ({step_time(seconds / steps)} per step)" if steps and use.in_steps else ""
+    evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {use.measured}"
+    if use.key == "padding" and tokens and real_tokens is not None:
+        evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
+    if use.key == "straggler" and facts["straggler"] is not None:
+        evidence += f"; in the newest row it is rank {facts['straggler']}"
+    advice = use.advice.replace("{path}", in_shell(facts["path"]))
+    if use.key in ("idle", "below_peak") and not facts["times_passes"]:
+        advice = f"{_MEASURE_WAIT} {advice}"
+    return Loss(use.key, use.name, points, seconds, f"{evidence}.", advice)
+
+
+_MEASURE_WAIT = (
+    "To measure the input wait, pass the batches of a TrainingMonitor through monitor.batches(), or fetch them in "
+    "`with monitor.input_wait():`."
+)
+_TOO_LOW = "Check the peak with `flopwatch peak`, or pass peak_flops_per_s."
+
+
+def in_shell(path: str) -> str:
+    """A path as it is typed in a shell, on one line.
+
+    >>> in_shell("runs/a"), in_shell("my runs/a")
+    ('runs/a', "'my runs/a'")
+    """
+    return shlex.quote(one_line(path))

@@ -1,10 +1,8 @@
 """Where the wall time of a run went, for a run whose MFU is unknown: seconds, shares and milliseconds per step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from flopwatch.numbers import count, duration, flop_rate, percent, step_time
 from flopwatch.records.time_uses import USES
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.comparison import total
@@ -29,9 +27,9 @@ class TimeUse:
     name: str
     seconds: float
     share: float
-    seconds_per_step: float | None = None
-    evidence: str = ""
-    advice: str = ""
+    seconds_per_step: float | None
+    evidence: str
+    advice: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +47,14 @@ class Times:
     wall_seconds: float
     uses: tuple[TimeUse, ...]
     steps: int | None
-    tokens_per_second: float | None = None
-    samples_per_second: float | None = None
-    flops_per_second: float | None = None
-    notes: tuple[str, ...] = ()
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    flops_per_second: float | None
+    notes: tuple[str, ...]
 
     def largest(self, count: int = 3) -> list[TimeUse]:
         """The uses that take most, without the work itself, which cannot be judged without a peak."""
         return [use for use in self.uses if not USES[use.key].without_peak and use.share >= _LEAST_SHARE][:count]
-
-    def rates(self) -> str:
-        """The known rates in words, such as "1.2k tokens/s, 3.4 GFLOP/s"; empty if none is known."""
-        known = [
-            None if self.tokens_per_second is None else f"{count(self.tokens_per_second)} tokens/s",
-            None if self.samples_per_second is None else f"{count(self.samples_per_second)} samples/s",
-            None if self.flops_per_second is None else f"{flop_rate(self.flops_per_second)} per device",
-        ]
-        return ", ".join(text for text in known if text)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Name, time, share of the wall time and time per step of each use, as texts."""
-        return [(use.name, duration(use.seconds), percent(use.share), _each(use.seconds_per_step)) for use in self.uses]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _each(seconds_per_step: float | None) -> str:
-    return "" if seconds_per_step is None else step_time(seconds_per_step)
 
 
 def times_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Times | None:
@@ -98,12 +76,12 @@ def times_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Times | None:
         )
         for loss in parts.losses
     ]
-    rates = {name: total(log, f"perf/{name}") for name in ("tokens_per_second", "samples_per_second")}
     return Times(
         parts.wall_seconds,
         tuple(sorted(uses, key=lambda use: -use.seconds)),
         None if steps is None else int(steps),
-        **rates,
-        flops_per_second=total(log, "perf/model_flops_per_second_per_device"),
-        notes=tuple(note for note in parts.notes if not note.startswith(_ABOUT_THE_PEAK)),
+        total(log, "perf/tokens_per_second"),
+        total(log, "perf/samples_per_second"),
+        total(log, "perf/model_flops_per_second_per_device"),
+        tuple(note for note in parts.notes if not note.startswith(_ABOUT_THE_PEAK)),
     )

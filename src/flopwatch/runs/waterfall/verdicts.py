@@ -1,15 +1,13 @@
-"""What costs a run most, in one sentence, or why its log does not tell."""
+"""What `flopwatch why` and the page of a run say first: the verdict or why there is none, and what to try next."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 from flopwatch.numbers import duration, percent
-from flopwatch.records.time_uses import USES, Use
+from flopwatch.records.time_uses import USES
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
-from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, seconds_of
+from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, in_shell, seconds_of, undivided_note
 from flopwatch.text import plural
 
 LEAST_STEPS = 20
@@ -29,6 +27,8 @@ _GOOD_SHARE_OF_MEASURED = 0.7
 """The same of the fastest matrix product measured on the device, which is about 0.7 of the datasheet on these."""
 _LEAST_EXCESS_POINTS = 1.0
 """If the executed FLOPs exceed what the peak allows by more than this, the peak is too low."""
+LEAST_DRAWN_POINTS = 0.05
+"""A smaller loss would be printed as 0.0 points; all of them share one line of `flopwatch why`."""
 _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
@@ -82,8 +82,75 @@ class Verdict:
     losses: tuple[str, ...] = ()
     reservation: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What a run's log says in words.
+
+    Attributes:
+        sentence: The verdict, or why the log supports none.
+        verdict: None if the log supports none.
+        next_step: What to try first; empty if there is nothing to advise.
+        losses: The losses that cost most, largest first.
+        notes: What limits these figures, without what the losses have said.
+    """
+
+    sentence: str
+    verdict: Verdict | None = None
+    next_step: str = ""
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reservation(self) -> str:
+        """A sentence about what limits the verdict; empty if nothing does."""
+        return self.verdict.reservation if self.verdict else ""
+
+
+def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
+    """What to say about a run, by its waterfall and the end of its log; `read_around` is enough."""
+    if waterfall is None:
+        missing = what_is_missing(log)
+        return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
+    facts = facts_of(log)
+    verdict = verdict_of(waterfall, facts)
+    losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
+    # The advice of this loss says the same.
+    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in losses) else None
+    notes = tuple(note for note in waterfall.notes if note != said)
+    if verdict is None:
+        return Conclusion(why_no_verdict(waterfall, facts) or "", losses=losses, notes=notes)
+    is_too_low = verdict.key == "peak_too_low"
+    named = [loss for loss in waterfall.losses if (loss.points < 0 if is_too_low else loss.key in verdict.losses)]
+    advice = [loss.advice for loss in sorted(named, key=lambda loss: -loss.points) if loss.advice]
+    return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses, notes)
+
+
+def what_is_missing(log: RunLog) -> str:
+    """Why a log gives no waterfall, and what to do."""
+    place, provenance = in_shell(str(log.path.parent)), log.provenances[-1] if log.provenances else None
+    if not log.rows:
+        config = log.starts[-1].config if log.starts else {}
+        steps, seconds = config.get("log_every", "log_every"), config.get("log_seconds", "log_seconds")
+        when = f"the first one is written after {steps} steps or {seconds} s, and after 6 steps at the earliest"
+        ended = "the run ended before its first one"
+        return f"the log has no row of metrics yet; {when if log.summary is None else ended}"
+    if not total(log, "total/model_flops"):
+        return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
+    if provenance is None or provenance.peak is None:
+        dtype = f" --dtype {provenance.dtypes[0]}" if provenance is not None and provenance.dtypes else ""
+        return (
+            "the peak FLOP/s of the device is unknown, so there is no MFU; give the dense figure of the datasheet "
+            f"(`flopwatch why {place} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
+            f"(`flopwatch peak --measure{dtype}`), and repeat the command"
+        )
+    known = seconds_of(log)
+    if not known.get("wall") or "model_at_peak" not in known:
+        return (
+            "the log does not have the times that show where the peak went (time/wall_seconds and "
+            "time/model_at_peak_seconds); no step was timed yet; wait for the next row"
+        )
+    return "the log has no step that was timed and whose FLOPs are known yet; wait for the next row"
 
 
 def facts_of(log: RunLog) -> RunFacts:
@@ -101,14 +168,13 @@ def facts_of(log: RunLog) -> RunFacts:
 
 def _good_share(log: RunLog) -> float:
     provenance = provenance_at(log, log.rows[-1].step) if log.rows else None
-    if provenance is None or provenance.peak is None:
-        return _GOOD_SHARE_OF_DATASHEET
-    peak, achievable = provenance.peak.get("flops_per_s"), provenance.achievable_flops_per_s
-    if provenance.peak.get("kind") == "measured":
+    peak = {} if provenance is None or provenance.peak is None else provenance.peak
+    if peak.get("kind") == "measured":
         return _GOOD_SHARE_OF_MEASURED
-    if not peak or not achievable:
+    rate, achievable = peak.get("flops_per_s"), None if provenance is None else provenance.achievable_flops_per_s
+    if not rate or not achievable:
         return _GOOD_SHARE_OF_DATASHEET
-    return _GOOD_SHARE_OF_MEASURED * min(float(achievable) / float(peak), 1.0)
+    return _GOOD_SHARE_OF_MEASURED * min(float(achievable) / float(rate), 1.0)
 
 
 def why_no_verdict(waterfall: Waterfall | None, facts: RunFacts) -> str | None:
@@ -131,13 +197,9 @@ def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
         need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
         return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
-    reservation = ""
-    if facts.exact is False:
-        reservation = "The FLOPs are not exact, so this verdict relies on the measured times."
-    gains = _gains(waterfall, facts.good_share)
-    uses = USES if facts.times_passes else {**USES, **_IF_PASSES_ARE_NOT_TIMED}
-    found = _verdict(waterfall, gains, uses)
-    return Verdict(found.key, found.sentence, found.losses, reservation)
+    found = _verdict(waterfall, _gains(waterfall, facts.good_share), facts.times_passes)
+    inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
+    return replace(found, reservation=inexact if facts.exact is False else "")
 
 
 def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
@@ -154,7 +216,7 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], uses: Mapping[str, Use]) -> Verdict:
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes: bool) -> Verdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
         return Verdict(
@@ -162,36 +224,28 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], uses: Mappin
             f"Nothing large is left to gain: MFU is {percent(waterfall.mfu_percent / 100)}, forward and backward pass "
             f"are about as fast as well-tuned ones, and no other loss costs {_LEAST_POINTS:g} points or more.",
         )
-    if gains[0][0] < _LEAST_POINTS:
-        named = [loss for _, loss in gains[:2]]
+    (gain, first), (next_gain, second) = gains[0], (*gains, (0.0, gains[0][1]))[1]
+    keys, uses = (first.key, second.key), USES if times_passes else {**USES, **_IF_PASSES_ARE_NOT_TIMED}
+    if gain < _LEAST_POINTS:
         return Verdict(
             "many_losses",
             f"No single loss stands out: many small ones cost {together:.0f} points together, the largest are "
-            f"{' and '.join(f'{loss.name} ({_points(loss.points)})' for loss in named)}.",
-            tuple(loss.key for loss in named),
+            f"{' and '.join(f'{loss.name} ({_points(loss.points)})' for _, loss in gains[:2])}.",
+            keys[: len(gains)],
         )
-    first, *others = gains
-    if others and others[0][0] >= max(_NEARLY_EQUAL * first[0], _LEAST_POINTS):
-        return _of_two(first[1], others[0][1], uses)
-    return _of_one(waterfall, first[1], uses)
-
-
-def _of_one(waterfall: Waterfall, loss: Loss, uses: Mapping[str, Use]) -> Verdict:
-    use = uses[loss.key]
-    is_largest = loss.points >= max(other.points for other in waterfall.losses)
+    if next_gain >= max(_NEARLY_EQUAL * gain, _LEAST_POINTS):
+        one, two = (uses[key].costs.rpartition(" ")[0] for key in keys)
+        two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
+        return Verdict(
+            "two_losses",
+            f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
+            f"{uses[first.key].meaning}; {uses[second.key].meaning}.",
+            keys,
+        )
+    is_largest = first.points >= max(other.points for other in waterfall.losses)
     rank = "more than anything else" if is_largest else "the most that this run could gain"
-    return Verdict(loss.key, f"{use.costs} {_points(loss.points)}, {rank}: {use.meaning}.", (loss.key,))
-
-
-def _of_two(first: Loss, second: Loss, uses: Mapping[str, Use]) -> Verdict:
-    one, two = (uses[loss.key].costs.rpartition(" ")[0] for loss in (first, second))
-    two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
-    return Verdict(
-        "two_losses",
-        f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
-        f"{uses[first.key].meaning}; {uses[second.key].meaning}.",
-        (first.key, second.key),
-    )
+    use = uses[first.key]
+    return Verdict(first.key, f"{use.costs} {_points(first.points)}, {rank}: {use.meaning}.", (first.key,))
 
 
 def _points(points: float) -> str:
