@@ -9,7 +9,7 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.monitor.timing.step_clock import StepClock
 from flopwatch.monitor.timing.timers import HostTimer
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 
 class Loop:

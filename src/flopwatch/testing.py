@@ -1,4 +1,7 @@
-"""Fakes for tests and benchmarks: devices, a clock, a sink, and an engine that starts no processes."""
+"""Fakes for tests of code that uses flopwatch: devices, a clock, a sink, and an engine that starts no processes.
+
+No other module of flopwatch imports this one.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
