@@ -38,10 +38,10 @@ def trained(request, tmp_path_factory):
 @pytest.mark.slow
 def test_the_verdict_names_slow_input_or_says_that_it_was_not_measured(trained):
     place, _, waterfall, facts = trained
-    # A verdict needs a minute of training, which would only repeat the same steps.
-    in_steps = replace(
-        waterfall, losses=tuple(loss for loss in waterfall.losses if loss.key not in ("start_up", "count"))
-    )
+    # As if it had trained for a minute: start-up and counting are left out, and the other losses take their points.
+    left = [loss for loss in waterfall.losses if loss.key not in ("start_up", "count")]
+    scale = (100 - waterfall.mfu_percent) / sum(loss.points for loss in left)
+    in_steps = replace(waterfall, losses=tuple(replace(loss, points=loss.points * scale) for loss in left))
     verdict = verdict_of(in_steps, replace(facts, step_seconds=LEAST_STEP_SECONDS))
     is_told = "input wait" in verdict.sentence and "not measured and is at most this" in verdict.sentence.replace(
         ",", ""
@@ -56,8 +56,9 @@ def test_nearly_all_of_the_time_slept_is_booked_as_input_or_between_passes(train
     keys = (
         "input_wait",
         "between",
+        "outside",  # where a busy machine makes a wait several times as long as the others
         *(("below_peak",) if not facts.times_passes and place in CANNOT_BE_DIVIDED else ()),
     )
     booked = sum(loss.seconds for loss in waterfall.losses if loss.key in keys)
     # The first batch is fetched before the first step, and counted steps are not divided.
-    assert booked > 0.8 * slept * 23 / 24
+    assert booked > 0.8 * slept * 23 / 24, waterfall.losses

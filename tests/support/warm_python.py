@@ -97,7 +97,11 @@ def start_warm(
         "cwd": str(cwd or Path.cwd()),
     }
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(_warm_address(modules))
+    address, server = _warm_server(modules)
+    try:
+        connection.connect(address)
+    except ConnectionRefusedError as error:
+        raise RuntimeError(f"the warm process has ended with status {server.poll()}") from error
     pipes = [os.pipe() for _ in range(2)]
     nothing = os.open(os.devnull, os.O_RDONLY)
     content = json.dumps(request).encode()
@@ -109,18 +113,19 @@ def start_warm(
 
 
 @cache
-def _warm_address(modules: tuple[str, ...]) -> str:
-    """Where the warm process with these modules listens; it is started now and ends with this process."""
+def _warm_server(modules: tuple[str, ...]) -> tuple[str, "subprocess.Popen[bytes]"]:
+    """Where the warm process with these modules listens, and itself; it is started now and ends with this process."""
     address = str(Path(tempfile.mkdtemp(prefix="flopwatch-warm-")) / "socket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-m", "support.warm_python", address, str(os.getpid()), *modules]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-    atexit.register(lambda: (process.kill(), process.wait()))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and (process.kill(), process.wait()))  # not in a fork of this process
     deadline = time.monotonic() + 300
     while not os.path.exists(address):
         assert time.monotonic() < deadline, "the warm process did not start"
         time.sleep(0.05)
-    return address
+    return address, process
 
 
 # The warm process
