@@ -11,7 +11,7 @@ def untouched_by_this_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def flopwatch(capsys):
-    """Runs the command line in this process: `(exit status, stdout, stderr)`."""
+    """Runs the command line in this process: `(exit status, stdout, stderr)`. Not `trial`, which kills its children."""
     from flopwatch.cli import main
 
     def run(*arguments):
