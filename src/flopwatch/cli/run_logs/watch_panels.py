@@ -182,7 +182,7 @@ def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) ->
 _LOSS_LOOKS = (("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
 
 
-def peak(run: WatchedRun, width: int, *, in_colour: bool) -> tuple[list[Text], list[Text]]:
+def peak_bars(run: WatchedRun, width: int, *, in_colour: bool) -> tuple[list[Text], list[Text]]:
     """What became of the peak since the run's first start, as a bar and as one line; both are empty if unknown.
 
     They show MFU and the largest losses. A peak that is too low has no parts of a whole.

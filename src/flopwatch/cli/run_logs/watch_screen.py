@@ -11,7 +11,7 @@ from flopwatch.cli.run_logs.watch_panels import (
     flops_bar,
     line,
     paragraph,
-    peak,
+    peak_bars,
     spread,
     time_bar,
 )
@@ -60,7 +60,7 @@ def draw_frame(
     notices = _notices(run, width)
     for_notices = 1 + min(len(notices), 5 if is_large else 1) if notices else 0
     room = height - len(top) - len(bars) - 3
-    shown, said = peak(run, width, in_colour=in_colour)
+    shown, said = peak_bars(run, width, in_colour=in_colour)
     shown += [line()] if shown and is_large else []
     if len(shown) > room - for_notices - _LOWEST_CURVE_ABOVE_PEAK:
         shown = said if room - for_notices > _LOWEST_CURVE else []

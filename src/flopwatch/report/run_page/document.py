@@ -1,7 +1,7 @@
 """The report of a run as a document: its page, its Markdown, and its short form for a terminal."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -29,19 +29,23 @@ from flopwatch.present.document import (
 )
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
+from flopwatch.records.run import RunStart
+from flopwatch.records.time_uses import USES
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
 from flopwatch.report.run_page.collecting import merged
-from flopwatch.report.run_page.contents import Curve, Moment, RunReport
+from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, Moment, RunReport
 from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.runs.waterfall.times import TimeUse
 from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural
 
-TABLE_ROWS = 100
-MOST_SESSIONS = 50
-MOST_PROVENANCES = 10
-MOST_WARNINGS = 8
+_TABLE_ROWS = 100
+_MOST_SESSIONS = 50
+_MOST_PROVENANCES = 10
+_MOST_WARNINGS = 8
+_MOST_SETTINGS = 80
 _LONGEST = 600
 _ALL_ROWS = Most(24, 60, 10_000)
 _SHARE = ChartStyle(lambda value: percent(value / 100))
@@ -56,8 +60,9 @@ def run_document(report: RunReport) -> Document:
         >>> from flopwatch.report.run_page.collecting import read_report
         >>> Path("run.html").write_text(to_page(run_document(read_report("outputs"))))  # doctest: +SKIP
     """
+    folder = str(report.start.output_dir) if report.start else str(Path(report.log).parent)
     return Document(
-        words.title_of(report),
+        one_line(Path(folder).name or folder, 300),
         [*_first(report), *_sections(report), *_end(report)],
         kind="Run",
         about=f", {words.utc(report.starts[0].unix_time)} UTC" if report.starts else "",
@@ -70,9 +75,6 @@ def run_document(report: RunReport) -> Document:
 def run_json(report: RunReport) -> str:
     """Everything that the page shows, as JSON."""
     content = record_fields(report)
-    content["waterfall"] = asdict(report.waterfall) if report.waterfall is not None else None
-    content["times"] = None if report.times is None else asdict(report.times)
-    content["conclusion"] = asdict(report.conclusion)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
     content["starts"] = tuple(start.to_json() for start in report.starts)
@@ -86,16 +88,14 @@ def _first(report: RunReport) -> Iterator[Part]:
     places = [(name, text) for name, text in words.places(report) if name in ("host", "device", "torch")]
     where = [f"torch {text}" if name == "torch" else text for name, text in places]
     yield Only(("terminal",), [Text(", ".join(where), "soft")])
-    sentence, *others = words.verdict_lines(report)
-    said = report.conclusion.next_step
-    losses = Items([_loss(loss, said) for loss in report.conclusion.losses], is_numbered=True)
-    yield Section(
-        "",
-        [Text(sentence, "strong"), *map(Text, others), *([Only(("html",), [losses])] if losses.texts else [])],
-        tone="verdict",
-    )
+    said = report.conclusion
+    verdict: list[Part] = [Text(said.sentence, "strong")]
+    verdict += [Text(said.reservation)] if said.reservation else []
+    verdict += [Text(f"Next: {said.next_step}")] if said.next_step else []
+    losses = Items([_loss(loss, said.next_step) for loss in said.losses], is_numbered=True)
+    yield Section("", [*verdict, *([Only(("html",), [losses])] if said.losses else [])], tone="verdict")
     yield Section("", [Tiles(list(words.tiles(report)))])
-    yield Only(("html",), [Text(text, "warn") for text in words.warnings(report)[:MOST_WARNINGS]])
+    yield Only(("html",), [Text(text, "warn") for text in words.warnings(report)[:_MOST_WARNINGS]])
 
 
 def _loss(loss: Loss, said: str) -> Cell:
@@ -110,11 +110,11 @@ def _sections(report: RunReport) -> Iterator[Part]:
     if report.waterfall is not None:
         sections.insert(0, _peak_section(report.waterfall, report.conclusion.notes))
     yield Beside(sections)
-    more = [_curve_section(report), _event_section(report)]
-    if any(start.world_size != 1 for start in report.starts) or any(map(_is_of_ranks, report.values)):
+    more: list[Part] = [_curve_section(report), _event_section(report)]
+    if any(start.world_size != 1 for start in report.starts) or any(key.startswith("ranks/") for key in report.values):
         more.append(_rank_section(report))
-    yield Only(("markdown", "html"), [*more, _memory_section(report), _place_section(report)])
-    yield Only(("markdown", "html"), [_provenance_section(report)])
+    more += [Only(("html",), [_memory_section(report)]), _place_section(report), _provenance_section(report)]
+    yield Only(("markdown", "html"), more)
 
 
 def _end(report: RunReport) -> Iterator[Part]:
@@ -131,23 +131,22 @@ def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> Section:
     traced = [f"{split.file}: {plural(split.steps, 'step')} of rank {split.rank}" for split in waterfall.traced]
     said = [*notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])]
     remark = f"in points, of {duration(waterfall.wall_seconds)} wall time"
-    bars = waterfall_bars(waterfall)
-    return Section(
-        "Where the rest of the peak went",
-        [
-            Bars(bars.bars, "From 100 % of the peak down to the MFU", remark, bars.behind),
-            Only(("markdown", "html"), [Text(note, "note") for note in said]),
-        ],
-        "waterfall",
-        "Waterfall",
-    )
+    bars = replace(waterfall_bars(waterfall), title="From 100 % of the peak down to the MFU", remark=remark)
+    below = Only(("markdown", "html"), [Text(note, "note") for note in said])
+    return Section("Where the rest of the peak went", [bars, below], "waterfall", "Waterfall")
 
 
 def _time_section(report: RunReport) -> Section:
     title, link, goodput = "Where the wall time went", "Wall time", report.goodput
     if goodput is None:
         return Section(title, [Text("The log does not have the wall time of the run.")], "time", link)
-    wall, uses = goodput.wall_seconds, words.time_uses(report)
+    wall = goodput.wall_seconds
+    if report.times is None:
+        lost = [(USES[name].name, seconds) for name, seconds in goodput.largest_losses(99)]
+        uses = [(USES["productive"].name, goodput.productive_seconds), *lost]
+    else:
+        ordered = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
+        uses = [(_with_time_per_step(use), use.seconds) for use in ordered]
     rows = [(name, duration(seconds), percent(seconds / wall)) for name, seconds in uses]
     bars = [
         Bar(name, 0.0, seconds / wall, f"{time} · {share}", "loss" if place else "rest")
@@ -160,18 +159,24 @@ def _time_section(report: RunReport) -> Section:
     return Section(title, [drawn, *notes], "time", link)
 
 
+def _with_time_per_step(use: TimeUse) -> str:
+    return use.name if use.seconds_per_step is None else f"{use.name}, {step_time(use.seconds_per_step)} per step"
+
+
 def _curve_section(report: RunReport) -> Section:
     if not report.curves:
         return Section("Over time", [Text("The log has no logging window yet.")], "curves")
+    rate = "perf/tokens_per_second" if "perf/tokens_per_second" in report.curves else "perf/samples_per_second"
     drawings = [
         *_chart(report, "MFU and HFU", ("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
         *_chart(report, "Loss", ("training/loss",), _DATA_RANGE),
-        *_chart(report, *_rate(report), ChartStyle(count)),
+        *_chart(report, words.NAMES[rate].capitalize(), (rate,), ChartStyle(count)),
         *_chart(report, "Step time", ("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
         *_chart(report, "Input wait, share of the step time", ("perf/input_wait_percent",), _SHARE),
     ]
-    for key in words.user_keys(report):
-        drawings += _chart(report, words.metric_name(key), (key,), _DATA_RANGE)
+    for key in report.curves:
+        if key not in MAIN_KEYS:
+            drawings += _chart(report, words.metric_name(key), (key,), _DATA_RANGE)
     levels = {moment.level for moment in report.moments}
     worst = next((level for level in ("error", "warning") if level in levels), "")
     kinds = [kind for kind in KINDS if report.moment_counts.get(kind)]
@@ -184,22 +189,13 @@ def _curve_section(report: RunReport) -> Section:
     return Section("Over time", [Only(("html",), parts), Only(("markdown",), [_ranges(report)])], "curves")
 
 
-def _rate(report: RunReport) -> tuple[str, tuple[str]]:
-    key = "perf/tokens_per_second" if "perf/tokens_per_second" in report.curves else "perf/samples_per_second"
-    return words.NAMES[key].capitalize(), (key,)
-
-
 def _ranges(report: RunReport) -> Table:
-    rows = [
-        (
-            words.metric_name(key),
-            words.metric_text(key, min((point.low for point in curve.points), default=None)),
-            words.metric_text(key, curve.mean),
-            words.metric_text(key, max((point.high for point in curve.points), default=None)),
-            words.metric_text(key, curve.last),
-        )
-        for key, curve in report.curves.items()
-    ]
+    rows = []
+    for key, curve in report.curves.items():
+        low = min((point.low for point in curve.points), default=None)
+        high = max((point.high for point in curve.points), default=None)
+        values = (low, curve.mean, high, curve.last)
+        rows.append((words.metric_name(key), *(words.metric_text(key, value) for value in values)))
     return Table(("metric", *numbers("least", "mean", "most", "newest")), rows, most=_ALL_ROWS)
 
 
@@ -219,7 +215,7 @@ def _curve_table(curve: Curve, style: ChartStyle) -> Table:
             words.utc(point.unix_time),
             *(style.write(value) for value in (point.low, point.mean, point.high)),
         )
-        for point in in_groups(curve.points, ceil(len(curve.points) / TABLE_ROWS), merged)
+        for point in in_groups(curve.points, ceil(len(curve.points) / _TABLE_ROWS), merged)
     ]
     return Table(numbers("steps", "end (UTC)", "least", "mean", "most"), rows, words.metric_name(curve.key))
 
@@ -254,10 +250,6 @@ def _event_cells(moment: Moment) -> tuple[str, ...]:
     return (moment.kind, where, *times, one_line(moment.words, _LONGEST))
 
 
-def _is_of_ranks(key: str) -> bool:
-    return key.startswith("ranks/")
-
-
 def _rank_section(report: RunReport) -> Section:
     world_size = report.start.world_size if report.start else 1
     reporting = report.last("ranks/reporting")
@@ -271,24 +263,21 @@ def _rank_section(report: RunReport) -> Section:
         parts.append(Text("No rank was found to be a straggler."))
     waiting = "Waiting for other ranks, share of the step time, mean over ranks"
     parts.append(Panels(_chart(report, waiting, ("ranks/waiting_percent",), _SHARE)))
-    return Section(
-        "Ranks", [*parts, *_value_table(report, [key for key in report.values if _is_of_ranks(key)])], "ranks"
-    )
+    return Section("Ranks", [*parts, *_value_table(report, "ranks/")], "ranks")
 
 
-def _memory_section(report: RunReport) -> Part:
+def _memory_section(report: RunReport) -> Section:
     keys = ("perf/memory_allocated_gib", "perf/memory_reserved_gib")
     charts = _chart(report, "Most memory so far", keys, ChartStyle(lambda gib: byte_size(gib * 2**30)))
     nothing = Text("The log has no memory of a device; on a CPU it is not measured.")
-    section = Section("Memory of the device", [Panels(charts) if charts else nothing], "memory", "Memory")
-    return Only(("html",), [section])
+    return Section("Memory of the device", [Panels(charts) if charts else nothing], "memory", "Memory")
 
 
-def _value_table(report: RunReport, keys: Sequence[str]) -> list[Part]:
+def _value_table(report: RunReport, group: str = "") -> list[Part]:
     rows = [
         (one_line(key, 120), words.metric_text(key, value), f"{step:,}", find_metric(key).description)
         for key, (value, step) in sorted(report.values.items())
-        if key in keys
+        if key.startswith(group)
     ]
     columns = (Column("metric"), *numbers("newest value", "at step"), Column("what it is"))
     return [Table(columns, rows, most=_ALL_ROWS)] if rows else []
@@ -296,23 +285,22 @@ def _value_table(report: RunReport, keys: Sequence[str]) -> list[Part]:
 
 def _place_section(report: RunReport) -> Section:
     parts: list[Part] = [Facts(words.places(report))]
-    if settings := words.settings(report.start):
+    if report.start is not None and report.start.config:
+        settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
         listed = Section("Configuration of the monitor", [Table(("setting", "value"), settings)], is_open=False)
         parts.append(Only(("html",), [listed]))
     if len(report.starts) > 1:
         columns: list[Column | str] = [*numbers("session", "start (UTC)", "resumed after step")]
         columns += ["host", "device", "torch", *numbers("world size")]
-        sessions = Table(columns, list(_sessions(report)))
-        parts.append(Section(f"{len(report.starts):,} sessions", [sessions]))
+        rows = [_session(place, start) for place, start in enumerate(report.starts, start=1)]
+        parts.append(Section(f"{len(report.starts):,} sessions", [Table(columns, rows[-_MOST_SESSIONS:])]))
     return Section("What ran where", parts, "where")
 
 
-def _sessions(report: RunReport) -> Iterator[tuple[str, ...]]:
-    numbered = list(enumerate(report.starts, start=1))
-    for place, start in numbered[-MOST_SESSIONS:]:
-        named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
-        resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
-        yield (str(place), words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}")
+def _session(place: int, start: RunStart) -> tuple[str, ...]:
+    named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
+    resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
+    return (str(place), words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}")
 
 
 def _provenance_section(report: RunReport) -> Section:
@@ -325,12 +313,11 @@ def _provenance_section(report: RunReport) -> Section:
     ]
     if report.exactness.notes:
         rows = [(note, f"{windows:,}") for note, windows in report.exactness.notes.items()]
-        why = Section("Why FLOPs are not exact", [Table(("reason", *numbers("logging windows")), rows)])
-        parts.append(why)
-    parts += [Facts(words.provenance_facts(record)) for record in report.provenances[-MOST_PROVENANCES:]]
+        parts.append(Section("Why FLOPs are not exact", [Table(("reason", *numbers("logging windows")), rows)]))
+    parts += [Facts(words.provenance_facts(record)) for record in report.provenances[-_MOST_PROVENANCES:]]
     if not report.provenances:
         parts.append(Text("The log does not say how FLOPs and peak were found."))
-    if values := _value_table(report, list(report.values)):
+    if values := _value_table(report):
         listed = Section("Every metric with its newest value and its definition", values, is_open=False)
         parts.append(Only(("html",), [listed]))
     return Section("Provenance of the numbers", parts, "provenance", "Provenance")

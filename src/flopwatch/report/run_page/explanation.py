@@ -35,23 +35,16 @@ def explanation_document(explanation: Explanation) -> Document:
         for label, paragraphs in sections.items()
         for place, text in enumerate(paragraphs)
     ]
-    of_one = [Text(_of_one_rank(explanation))] if explanation.world_size > 1 else []
-    return Document(
-        _title(explanation),
-        [
-            Text(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", "strong"),
-            *of_one,
-            Section("", [Facts(facts)]),
-            Section("", _division("MFU", "model FLOPs", explanation.mfu, explanation)),
-            Section("", _division("HFU", "hardware FLOPs", explanation.hfu, explanation)),
-        ],
-        source=explanation.log,
-    )
-
-
-def _of_one_rank(explanation: Explanation) -> str:
-    together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
-    return f"for the rank that writes the log; the log also has all {explanation.world_size} ranks together{together}"
+    parts: list[Part] = [Text(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", "strong")]
+    if explanation.world_size > 1:
+        of_all = explanation.all_ranks_mfu
+        together = "" if of_all is None else f": MFU {percent(of_all, decimals=2)}"
+        also = f"the log also has all {explanation.world_size} ranks together{together}"
+        parts.append(Text(f"for the rank that writes the log; {also}"))
+    parts.append(Section("", [Facts(facts)]))
+    for name, numerator, division in (("MFU", "model", explanation.mfu), ("HFU", "hardware", explanation.hfu)):
+        parts.append(Section("", _division(name, f"{numerator} FLOPs", division, explanation)))
+    return Document(_title(explanation), parts, source=explanation.log)
 
 
 def _percent(division: Division | None) -> str:
@@ -158,7 +151,13 @@ def _counting(explanation: Explanation) -> Iterator[str]:
         "full": "attention full: all pairs of positions are counted, masked or not",
         "causal": "attention causal: only pairs of positions that are not masked are counted",
     }.get(provenance.attention, provenance.attention)
-    yield _coverage(provenance.coverage)
+    if provenance.coverage is None:
+        yield "coverage unknown: no operation was traced"
+    elif provenance.coverage < 1:
+        missing = "some matmul-like ops have no formula, the true number is higher"
+        yield f"coverage {percent(provenance.coverage, decimals=2)}: {missing}"
+    else:
+        yield "coverage 100 %: every matmul-like op has a formula"
     yield from (f"Note: {note}" for note in provenance.notes)
     if explanation.torn_lines:
         yield f"{explanation.torn_lines} incomplete lines of the log were skipped"
@@ -174,16 +173,6 @@ def _goodput(goodput: Goodput) -> Iterator[str]:
         yield f"Largest losses: {', '.join(losses)}."
     if goodput.caveat is not None:
         yield goodput.caveat
-
-
-def _coverage(coverage: float | None) -> str:
-    if coverage is None:
-        return "coverage unknown: no operation was traced"
-    if coverage < 1:
-        return (
-            f"coverage {percent(coverage, decimals=2)}: some matmul-like ops have no formula, the true number is higher"
-        )
-    return "coverage 100 %: every matmul-like op has a formula"
 
 
 def _division(name: str, numerator: str, division: Division | None, explanation: Explanation) -> list[Part]:
@@ -206,14 +195,11 @@ def _division(name: str, numerator: str, division: Division | None, explanation:
     )
     parts = [Block("\n".join(written))]
     if division.logged is not None:
-        parts.append(Text(_compared(division, division.logged, len(explanation.steps)), "soft"))
+        difference = division.logged / division.share - 1 if division.share else 0.0
+        is_same = abs(difference) <= _ROUNDING_SECONDS * (1 + len(explanation.steps) / division.seconds)
+        how = f"the same value: {division.logged:.6g}"
+        how = how if is_same else f"{division.logged:.6g}, which differs by {difference:+.2%}"
+        parts.append(Text(f"The log has {how}.", "soft"))
     if division.share > 1:
         parts.append(Text("This is more than the peak, so the peak, the FLOPs or the time is wrong.", "warn"))
     return parts
-
-
-def _compared(division: Division, logged: float, steps: int) -> str:
-    difference = logged / division.share - 1 if division.share else 0.0
-    if abs(difference) <= _ROUNDING_SECONDS * (1 + steps / division.seconds):
-        return f"The log has the same value: {logged:.6g}."
-    return f"The log has {logged:.6g}, which differs by {difference:+.2%}."

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.run import Provenance, RunStart
-from flopwatch.records.time_uses import USES
-from flopwatch.report.run_page.contents import MAIN_KEYS, Moment, RunReport
-from flopwatch.runs.waterfall.times import TimeUse
+from flopwatch.records.run import Provenance
+from flopwatch.report.run_page.contents import Moment, RunReport
 from flopwatch.runs.what_ran import what_ran
 from flopwatch.text import one_line, plural
 
@@ -36,8 +33,8 @@ _STATES = {
     "killed": "The process is gone and logged no end: it was killed.",
     "running or killed": "The log has no end: the run is still going on, or it was killed.",
 }
+_QUICKEST = "the quickest matmul that was measured on this device"
 _LONGEST = 300
-_MOST_SETTINGS = 80
 
 
 def metric_name(key: str) -> str:
@@ -63,10 +60,8 @@ def metric_text(key: str, value: float | None) -> str:
         return flops(value) if unit == "FLOP" else flop_rate(value)
     if unit in ("tokens", "samples", "steps", "tokens/s", "samples/s"):
         return f"{count(value, 4)} {unit}"
-    return f"{number(value, 4)} {unit}" if unit in ("GiB", "epochs") else _bare(value)
-
-
-def _bare(value: float) -> str:
+    if unit in ("GiB", "epochs"):
+        return f"{number(value, 4)} {unit}"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else number(value, 4)
 
 
@@ -80,19 +75,6 @@ def utc(unix_time: float | None) -> str:
         return UNKNOWN if unix_time is None else f"{datetime.fromtimestamp(unix_time, timezone.utc):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError, TypeError):
         return UNKNOWN
-
-
-def title_of(report: RunReport) -> str:
-    """The name of the run's folder."""
-    folder = str(report.start.output_dir) if report.start else str(Path(report.log).parent)
-    return one_line(Path(folder).name or folder, _LONGEST)
-
-
-def verdict_lines(report: RunReport) -> list[str]:
-    """The verdict or why there is none, what limits it, and what to try next."""
-    said = report.conclusion
-    next_step = f"Next: {said.next_step}" if said.next_step else ""
-    return [text for text in (said.sentence, said.reservation, next_step) if text]
 
 
 def state_sentence(report: RunReport) -> str:
@@ -115,13 +97,9 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     else:
         yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
         yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
-    for key, words in (
-        ("perf/tokens_per_second", "tokens per second"),
-        ("perf/samples_per_second", "samples per second"),
-    ):
-        if key in report.curves:
-            yield count(report.mean(key)), words
-            break
+    of = next((name for name in ("tokens", "samples") if f"perf/{name}_per_second" in report.curves), None)
+    if of is not None:
+        yield count(report.mean(f"perf/{of}_per_second")), f"{of} per second"
     yield metric_text("perf/step_time", report.mean("perf/step_time")), "mean step time"
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
         yield metric_text("training/loss", report.last("training/loss")), "newest loss"
@@ -145,26 +123,6 @@ def warnings(report: RunReport) -> list[str]:
     return found
 
 
-def user_keys(report: RunReport) -> list[str]:
-    """The metrics of the user that have a curve."""
-    return [key for key in report.curves if key not in MAIN_KEYS]
-
-
-def time_uses(report: RunReport) -> list[tuple[str, float]]:
-    """Each use of the wall time with its seconds: training first, then the largest loss."""
-    if report.times is not None:
-        uses = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
-        return [(_with_time_per_step(use), use.seconds) for use in uses]
-    if report.goodput is None:
-        return []
-    lost = [(USES[name].name, seconds) for name, seconds in report.goodput.largest_losses(99)]
-    return [(USES["productive"].name, report.goodput.productive_seconds), *lost]
-
-
-def _with_time_per_step(use: TimeUse) -> str:
-    return use.name if use.seconds_per_step is None else f"{use.name}, {step_time(use.seconds_per_step)} per step"
-
-
 def places(report: RunReport) -> list[tuple[str, str]]:
     """What ran where, by the record of the newest session."""
     start = report.start
@@ -175,13 +133,11 @@ def places(report: RunReport) -> list[tuple[str, str]]:
     facts: dict[str, Any] = {**dict(what_ran(start)), "folder": start.output_dir}
     facts |= {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
     facts |= {"world size": start.world_size, "rank that logs": start.rank, **environment}
-    return [(one_line(str(name), 60), setting_text(value)) for name, value in facts.items() if value is not None]
+    return setting_texts({name: value for name, value in facts.items() if value is not None})
 
 
-def settings(start: RunStart | None) -> list[tuple[str, str]]:
-    """The configuration of the monitor."""
-    config = start.config if start is not None else {}
-    return [(one_line(str(name), 60), setting_text(value)) for name, value in list(config.items())[:_MOST_SETTINGS]]
+def setting_texts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(one_line(str(name), 60), setting_text(value)) for name, value in values.items()]
 
 
 def setting_text(value: Any) -> str:
@@ -206,20 +162,17 @@ def exact_sentence(report: RunReport) -> str:
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
     """How FLOPs and peak were found, as pairs of a name and a text."""
+    quickest = record.achievable_flops_per_s
     facts = [
         ("from step", f"{record.step:,}"),
         ("FLOPs", f"method {record.method or 'not known yet'}, mode {record.mode}, attention {record.attention}"),
         ("exact", "the FLOPs of counted steps are exact" if record.exact else "no"),
         ("coverage", f"{percent(record.coverage)} of the matmul-like calls have a formula" if record.coverage else ""),
         ("peak", peak_text(record)),
-        ("achievable", _achievable_text(record.achievable_flops_per_s)),
+        ("achievable", f"{flop_rate(quickest)}, {_QUICKEST}" if quickest else ""),
         ("notes", "; ".join(record.notes)),
     ]
     return [(name, one_line(text, 4 * _LONGEST)) for name, text in facts if text]
-
-
-def _achievable_text(flops_per_s: float | None) -> str:
-    return f"{flop_rate(flops_per_s)}, the quickest matmul that was measured on this device" if flops_per_s else ""
 
 
 def peak_text(record: Provenance | None) -> str:
