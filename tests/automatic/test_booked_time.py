@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.runs.reading import read_log
-from flopwatch.runs.waterfall.losses import waterfall_of
-from flopwatch.runs.waterfall.verdicts import LEAST_STEP_SECONDS, facts_of, verdict_of
+from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
+from flopwatch.runs.waterfall.verdicts import verdict_of
 from testbeds.unchanged.scripts import FOLDER
 from testbeds.unchanged.slow_input.train import PLACES
 
@@ -32,17 +32,17 @@ def trained(request, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     slept = next(json.loads(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SLEPT"))
     log = read_log(folder / "run" / "training_log.jsonl")
-    return request.param, slept, waterfall_of(log), facts_of(log)
+    return request.param, slept, waterfall_of(log), log
 
 
 @pytest.mark.slow
 def test_the_verdict_names_slow_input_or_says_that_it_was_not_measured(trained):
-    place, _, waterfall, facts = trained
+    place, _, waterfall, log = trained
     # As if it had trained for a minute: start-up and counting are left out, and the other losses take their points.
     left = [loss for loss in waterfall.losses if loss.key not in ("start_up", "count")]
     scale = (100 - waterfall.mfu_percent) / sum(loss.points for loss in left)
     in_steps = replace(waterfall, losses=tuple(replace(loss, points=loss.points * scale) for loss in left))
-    verdict = verdict_of(in_steps, replace(facts, step_seconds=LEAST_STEP_SECONDS))
+    verdict = verdict_of(log, in_steps, least_seconds=0.0)
     is_told = "input wait" in verdict.sentence and "not measured and is at most this" in verdict.sentence.replace(
         ",", ""
     )
@@ -52,12 +52,12 @@ def test_the_verdict_names_slow_input_or_says_that_it_was_not_measured(trained):
 
 @pytest.mark.slow
 def test_nearly_all_of_the_time_slept_is_booked_as_input_or_between_passes(trained):
-    place, slept, waterfall, facts = trained
+    place, slept, waterfall, log = trained
     keys = (
         "input_wait",
         "between",
         "outside",  # where a busy machine makes a wait several times as long as the others
-        *(("below_peak",) if not facts.times_passes and place in CANNOT_BE_DIVIDED else ()),
+        *(("below_peak",) if not seconds_of(log).get("passes_timed") and place in CANNOT_BE_DIVIDED else ()),
     )
     booked = sum(loss.seconds for loss in waterfall.losses if loss.key in keys)
     # The first batch is fetched before the first step, and counted steps are not divided.

@@ -15,7 +15,7 @@ from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.runs import read_around, read_log
 from flopwatch.runs.comparison import compare
 from flopwatch.runs.waterfall.losses import exactness_of, seconds_of, waterfall_of
-from flopwatch.runs.waterfall.verdicts import facts_of, verdict_of
+from flopwatch.runs.waterfall.verdicts import conclusion_of
 from support.ledgers import records_of
 from support.make_run_log import write_log, write_run
 
@@ -47,7 +47,7 @@ def damaged(lines, chance):
 
 def use(path):
     log = read_around(path)
-    verdict_of(waterfall_of(log), facts_of(log))
+    conclusion_of(log, waterfall_of(log))
     whole = read_log(path)
     whole._repr_html_()
     compare(whole, whole)

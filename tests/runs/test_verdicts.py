@@ -1,13 +1,11 @@
 """Verdicts: each situation gets the one that fits, and none is given where the data does not support one."""
 
-from dataclasses import replace
-
 import pytest
 
 from flopwatch.records.time_uses import LOSSES
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.waterfall.losses import waterfall_of
-from flopwatch.runs.waterfall.verdicts import LEAST_STEP_SECONDS, LEAST_STEPS, facts_of, verdict_of, why_no_verdict
+from flopwatch.runs.waterfall.verdicts import LEAST_STEPS, conclusion_of, verdict_of
 from support.ledgers import log_of
 from support.make_run_log import PEAK
 
@@ -150,13 +148,13 @@ SITUATIONS = {
 def judged(seconds, *, traces=(), **more):
     log = log_of(seconds, **more)
     waterfall = waterfall_of(log, traces)
-    return verdict_of(waterfall, facts_of(log)), waterfall
+    return verdict_of(log, waterfall), waterfall
 
 
 @pytest.mark.parametrize(("seconds", "more", "key", "words"), SITUATIONS.values(), ids=SITUATIONS)
 def test_a_situation_gets_its_verdict(seconds, more, key, words):
     verdict, waterfall = judged(seconds, **more)
-    assert verdict is not None
+    assert not isinstance(verdict, str)
     assert verdict.key == key, (verdict, {loss.key: round(loss.points, 1) for loss in waterfall.losses})
     assert words in verdict.sentence
     assert verdict.sentence.endswith(".")
@@ -206,26 +204,25 @@ def test_what_good_runs_lose_too_is_taken_off_once():
 @pytest.mark.parametrize("steps", [0, 1, LEAST_STEPS - 1])
 def test_too_few_steps_support_no_verdict(situation, steps):
     log = log_of(SITUATIONS[situation][0], steps=steps)
-    assert verdict_of(waterfall_of(log), facts_of(log)) is None
-    assert "a verdict needs 20" in why_no_verdict(waterfall_of(log), facts_of(log))
+    said = conclusion_of(log, waterfall_of(log))
+    assert said.verdict is None
+    assert "a verdict needs 20" in said.sentence
 
 
 def test_less_than_a_minute_in_steps_supports_no_verdict():
     seconds = {name: value * 55 / 1570 for name, value in longer(input_wait=600.0).items()}
     log = log_of(seconds)
-    assert verdict_of(waterfall_of(log), facts_of(log)) is None
-    assert why_no_verdict(waterfall_of(log), facts_of(log)) == (
-        "No verdict: the run has spent 55 s in steps, and a verdict needs 60 s."
-    )
-    enough = replace(facts_of(log), step_seconds=LEAST_STEP_SECONDS)
-    assert verdict_of(waterfall_of(log), enough).key == "input_wait"
+    said = conclusion_of(log, waterfall_of(log))
+    assert said.verdict is None
+    assert said.sentence == "No verdict: the run has spent 55 s in steps, and a verdict needs 60 s."
+    assert verdict_of(log, waterfall_of(log), least_seconds=55.0).key == "input_wait"
 
 
 def test_an_unknown_peak_supports_no_verdict():
     log = log_of({name: value for name, value in GOOD.items() if not name.endswith("at_peak")}, peak=None)
     assert waterfall_of(log) is None
-    assert verdict_of(None, facts_of(log)) is None
-    assert "no peak" in why_no_verdict(None, facts_of(log))
+    assert conclusion_of(log, None).verdict is None
+    assert "so there is no MFU" in conclusion_of(log, None).sentence
 
 
 def test_with_flops_that_are_not_exact_the_verdict_is_about_time_and_says_so():

@@ -12,7 +12,7 @@ from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.runs.waterfall.times import TimeUse, times_of
-from flopwatch.runs.waterfall.verdicts import LEAST_DRAWN_POINTS, conclusion_of, facts_of, what_is_missing
+from flopwatch.runs.waterfall.verdicts import LEAST_DRAWN_POINTS, conclusion_of, steps_of, what_is_missing
 from flopwatch.text import one_line, plural
 
 _LARGEST = 3
@@ -65,11 +65,11 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
         return where_the_time_went(log, traces, problems)
-    facts, said = facts_of(log), conclusion_of(log, waterfall)
+    steps, said = steps_of(log), conclusion_of(log, waterfall)
     content = {
         "log": str(log.path),
-        "steps": facts.steps,
-        "exact": facts.exact,
+        "steps": steps,
+        "exact": exactness_of(log)[0],
         "verdict": None if said.verdict is None else asdict(said.verdict),
         "no_verdict": said.sentence if said.verdict is None else None,
         "largest": [loss.key for loss in waterfall.largest()],
@@ -78,7 +78,7 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
     }
     losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss) for loss in said.losses]
     parts = [
-        Text(f"{plural(facts.steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}", "soft"),
+        Text(f"{plural(steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}", "soft"),
         Text(_difference(log, waterfall)),
         Section("", [waterfall_bars(waterfall)]),
         Section(

@@ -47,25 +47,6 @@ _IF_PASSES_ARE_NOT_TIMED = {
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What a verdict needs to know about a run besides its waterfall. Unknown values are None.
-
-    Attributes:
-        steps: Number of steps of the run.
-        step_seconds: Time in steps, with warm-up and input wait.
-        exact: Whether the FLOPs are exact.
-        good_share: Share of the peak that good forward and backward passes reach on such a device.
-        times_passes: Whether the time of forward and backward passes is known. If not, input wait may be part of it.
-    """
-
-    steps: int
-    step_seconds: float
-    exact: bool | None = None
-    good_share: float = _GOOD_SHARE_OF_DATASHEET
-    times_passes: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What costs a run most.
 
@@ -112,14 +93,13 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     if waterfall is None:
         missing = what_is_missing(log)
         return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
-    facts = facts_of(log)
-    verdict = verdict_of(waterfall, facts)
+    verdict = verdict_of(log, waterfall)
     losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
     # The advice of this loss says the same.
     said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in losses) else None
     notes = tuple(note for note in waterfall.notes if note != said)
-    if verdict is None:
-        return Conclusion(why_no_verdict(waterfall, facts) or "", losses=losses, notes=notes)
+    if isinstance(verdict, str):
+        return Conclusion(verdict, losses=losses, notes=notes)
     is_too_low = verdict.key == "peak_too_low"
     named = [loss for loss in waterfall.losses if (loss.points < 0 if is_too_low else loss.key in verdict.losses)]
     advice = [loss.advice for loss in sorted(named, key=lambda loss: -loss.points) if loss.advice]
@@ -153,17 +133,9 @@ def what_is_missing(log: RunLog) -> str:
     return "the log has no step that was timed and whose FLOPs are known yet; wait for the next row"
 
 
-def facts_of(log: RunLog) -> RunFacts:
-    """What the end of a log says about the run; `read_around` is enough."""
-    steps, uses = total(log, "total/steps"), seconds_of(log)
-    seconds = uses.get("train")
-    return RunFacts(
-        int(steps) if steps is not None and isfinite(steps) else 0,
-        float(seconds) if seconds is not None and isfinite(seconds) else 0.0,
-        exactness_of(log)[0],
-        _good_share(log),
-        bool(uses.get("passes_timed")),
-    )
+def steps_of(log: RunLog) -> int:
+    steps = total(log, "total/steps")
+    return int(steps) if steps is not None and isfinite(steps) else 0
 
 
 def _good_share(log: RunLog) -> float:
@@ -177,29 +149,22 @@ def _good_share(log: RunLog) -> float:
     return _GOOD_SHARE_OF_MEASURED * min(float(achievable) / float(rate), 1.0)
 
 
-def why_no_verdict(waterfall: Waterfall | None, facts: RunFacts) -> str | None:
-    """The sentence that says why the data does not support a verdict; None if it does."""
-    if waterfall is None:
-        return "No verdict: the log has no peak, no FLOPs or no wall time."
-    if facts.steps < LEAST_STEPS:
-        return f"No verdict: the run has {plural(facts.steps, 'step')}, and a verdict needs {LEAST_STEPS}."
-    if facts.step_seconds < LEAST_STEP_SECONDS:
-        so_far = duration(facts.step_seconds)
-        return f"No verdict: the run has spent {so_far} in steps, and a verdict needs {duration(LEAST_STEP_SECONDS)}."
-    return None
-
-
-def verdict_of(waterfall: Waterfall | None, facts: RunFacts) -> Verdict | None:
-    """What costs a run most; None if the data does not support a verdict, see `why_no_verdict`."""
-    if waterfall is None or why_no_verdict(waterfall, facts) is not None:
-        return None
+def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_STEP_SECONDS) -> Verdict | str:
+    """What costs a run most, or a sentence that says why its log does not support a verdict."""
+    steps, uses = steps_of(log), seconds_of(log)
+    seconds = uses.get("train") or 0.0
+    if steps < LEAST_STEPS:
+        return f"No verdict: the run has {plural(steps, 'step')}, and a verdict needs {LEAST_STEPS}."
+    if seconds < least_seconds or not isfinite(seconds):
+        spent = duration(seconds if isfinite(seconds) else 0.0)
+        return f"No verdict: the run has spent {spent} in steps, and a verdict needs {duration(least_seconds)}."
     step_mfu = waterfall.step_mfu_percent or 0.0
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
         need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
         return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
-    found = _verdict(waterfall, _gains(waterfall, facts.good_share), facts.times_passes)
+    found = _verdict(waterfall, _gains(waterfall, _good_share(log)), bool(uses.get("passes_timed")))
     inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
-    return replace(found, reservation=inexact if facts.exact is False else "")
+    return replace(found, reservation=inexact if exactness_of(log)[0] is False else "")
 
 
 def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
