@@ -41,7 +41,9 @@ def table_csv(table: Table) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([_harmless(name) for name in table.columns])
-    writer.writerows([_cell(value) for value in row.values()] for row in table.rows)
+    for row in table.rows:
+        known = ("" if value is None else value for value in row.values())
+        writer.writerow([_harmless(value) if isinstance(value, str) else _text(value) for value in known])
     return stream.getvalue()
 
 
@@ -71,18 +73,10 @@ def table_parquet(table: Table) -> bytes:
 def _typed(value: Any, kind: Kind) -> Any:
     if value is None:
         return None
-    if kind == "number":
-        return float(value)
-    return _cell_text(value) if kind == "text" else value
+    return float(value) if kind == "number" else _text(value) if kind == "text" else value
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return _harmless(value) if isinstance(value, str) else _cell_text(value)
-
-
-def _cell_text(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else repr(value)
@@ -92,9 +86,9 @@ def _harmless(text: str) -> str:
     return _BEGINS_A_FORMULA.sub("'", plain(text))
 
 
-_FIRST_RESULT = [column.name for column in COLUMNS].index("outcome")
-_FACTS = {column.name for column in COLUMNS[_FIRST_RESULT:] if column.kind == "text"}
-_FIGURES = {column.name for column in COLUMNS[_FIRST_RESULT:] if column.kind != "text"}
+_RESULTS = COLUMNS[[column.name for column in COLUMNS].index("outcome") :]
+_FACTS = {column.name for column in _RESULTS if column.kind == "text"}
+_FIGURES = {column.name for column in _RESULTS if column.kind != "text"}
 
 
 def trial_runs(capture: Capture) -> Iterator[TrialRun]:
@@ -141,5 +135,4 @@ def _clean(value: Any) -> Any:
         return [_clean(item) for item in value]
     if isinstance(value, str):
         return whole_text(value)
-    is_number = isinstance(value, int | float)
-    return None if is_number and not abs(value) <= MOST_FINITE else value
+    return None if isinstance(value, int | float) and not abs(value) <= MOST_FINITE else value
