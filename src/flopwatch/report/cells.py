@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopwatch.records.repeats import has_interval
-from flopwatch.records.trial import LABELS, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
+from flopwatch.records.trial import LABELS, Measured, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, PrivacyClass, TrialRow
 
 _MICRO_BATCH = "micro-batch"
-
-
 _PRIVACY_CLASSES: Mapping[bool | None, PrivacyClass] = {True: "private", False: "not private", None: "unknown"}
 
 
@@ -38,20 +36,13 @@ def trainer_name(spec: TrialSpec) -> str:
     return spec.trainer if is_builtin or not spec.label else spec.label
 
 
+_GROUP = ("model", "dtype", "checkpointing", "device", "gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
+_RESOURCES = _GROUP[4:]
+
+
 def group_settings(spec: TrialSpec) -> dict[str, Any]:
     """Return the settings that must be equal in two trials for a comparison to make sense."""
-    return {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "checkpointing": spec.checkpointing,
-        "device": spec.device,
-        "gpus": spec.gpus,
-        "threads": spec.threads,
-        "cpus": spec.cpus,
-        "memory_bytes": spec.limits.memory_bytes,
-        "nodes": spec.nodes,
-        "processes": spec.processes,
-    }
+    return {name: getattr(spec.limits if name == "memory_bytes" else spec, name) for name in _GROUP}
 
 
 def group_key(spec: TrialSpec) -> tuple[Any, ...]:
@@ -70,7 +61,9 @@ def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
         variants[(*group_key(spec), trainer_name(spec))][name] = _variant_settings(spec)
     columns = {}
     for key, members in variants.items():
-        varying = _varying(members.values())
+        names = dict.fromkeys(name for settings in members.values() for name in settings)
+        # Always name the micro-batch size, because it changes memory and time even if it is the same in all trials.
+        varying = [n for n in names if n == _MICRO_BATCH or len({found.get(n) for found in members.values()}) > 1]
         for name, settings in members.items():
             more = " ".join(f"{setting}={settings[setting]}" for setting in varying if setting in settings)
             columns[name] = f"{key[-1]} {more}".rstrip()
@@ -106,40 +99,34 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
         parts.append("checkpointing")
     elif "checkpointing" in varying:
         parts.append("no checkpointing")
-    resources = ("gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
-    parts += [f"{name} {settings[name]}" for name in resources if name in varying]
+    parts += [f"{name} {settings[name]}" for name in _RESOURCES if name in varying]
     return ", ".join(parts) or "shell command"
 
 
 def _variant_settings(spec: TrialSpec) -> dict[str, str]:
-    settings = {"seed": str(spec.seed), "steps": str(spec.steps), "warmup": str(spec.warmup_steps)}
-    if spec.command is not None:
-        settings["command"] = spec.command
-    if spec.micro_batch_size is not None:
-        settings[_MICRO_BATCH] = str(spec.micro_batch_size)
-    if spec.label:
-        settings["trainer"] = spec.trainer
-    if spec.layout is not None:
-        settings["layout"] = spec.layout
-    return settings | {str(name): str(value) for name, value in spec.options.items()}
-
-
-def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
-    members = list(members)
-    names = dict.fromkeys(name for settings in members for name in settings)
-    # Always name the micro-batch size, because it changes memory and time even if it is the same in all trials.
-    return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]
+    settings = {
+        "seed": spec.seed,
+        "steps": spec.steps,
+        "warmup": spec.warmup_steps,
+        "command": spec.command,
+        _MICRO_BATCH: spec.micro_batch_size,
+        "trainer": spec.trainer if spec.label else None,
+        "layout": spec.layout,
+    }
+    known = {name: value for name, value in settings.items() if value is not None}
+    return {str(name): str(value) for name, value in {**known, **spec.options}.items()}
 
 
 MOST_FINITE = sys.float_info.max
 """The largest float. JSON may contain larger integers, which Python cannot convert to float."""
 
 
-def make_cell(result: TrialResult, column: str) -> Cell:
+def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: str) -> Cell:
     """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its memory peak."""
-    spec, measured = result.spec, result.measured
-    place = (result.name, column, privacy_of(spec, result), spec.batch_size, spec.seq_len, str(result.outcome))
-    if result.outcome != "ok":
+    outcome = str(result.outcome) if result else "missing"
+    place = (name, column, privacy_of(spec, result), spec.batch_size, spec.seq_len, outcome)
+    measured = result.measured if result else Measured()
+    if result is None or outcome != "ok":
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
     interval = steps if has_interval(measured) else None
@@ -179,10 +166,6 @@ def _why_no_epsilon(result: TrialResult) -> str:
     else:
         return declared.why_unknown() if declared else ""
     return why if why.startswith("epsilon is ") else f"epsilon is unknown: {why}"
-
-
-def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:
-    return Cell(name, column, privacy_of(spec), spec.batch_size, spec.seq_len, "missing")
 
 
 def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:

@@ -5,6 +5,7 @@ from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
+from flopwatch.present import document as doc
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import Cell, Group, Quantity
 from flopwatch.report.verdicts import differ_measurably
@@ -33,6 +34,14 @@ def outcome_class(outcome: str) -> OutcomeClass:
     if outcome in OUT_OF_MEMORY:
         return "oom"
     return "failed" if outcome in FAILED else "ok" if outcome == "ok" else "not-run"
+
+
+def table_of(
+    items: Sequence[Any], columns: Sequence[tuple[doc.Column | str, Callable[[Any], doc.Cell | str]]], **how: Any
+) -> doc.Table:
+    """Make a table with a row for each item, of columns with what makes their cells."""
+    rows = doc.Lazy(items, lambda item: [make(item) for _, make in columns])
+    return doc.Table([column for column, _ in columns], rows, **how)
 
 
 def epsilon_text(epsilon: float | None) -> str:

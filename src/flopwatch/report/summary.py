@@ -1,7 +1,7 @@
 """Summarise a sweep: groups of comparable trials, totals, failures and warnings."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -30,23 +30,26 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
     """Compute everything that the report shows; `next_step` is what to do about trials without a result."""
     results = list(capture.results.values())
     members = _grouped(capture)
-    varying = _varying([cells.group_settings(group[0].spec) for group in members])
+    settings = [cells.group_settings(group[0].spec) for group in members]
+    varying = [name for name in (settings[0] if settings else ()) if len({one[name] for one in settings}) > 1]
     groups = tuple(_group(group, varying) for group in members)
-    totals = sweep_totals(results, len(capture.missing))
+    missing = len(capture.missing)
+    unfinished = f"{missing:,} {'trial has' if missing == 1 else 'trials have'} no result yet; {next_step}"
     return SweepSummary(
         name=capture.folder.resolve().name,
         folder=str(capture.folder),
         engine=capture.engine,
         created=capture.created,
-        totals=totals,
-        trainers=trainer_totals(results, capture.missing.values()),
+        totals=_totals(results, missing),
+        trainers=_trainer_totals(results, capture.missing.values()),
         groups=groups,
         failures=problems.group_failures(results),
         environments=problems.distinct_environments(results),
         preflight=capture.preflight,
         warnings=(
             *capture.troubles,
-            *_warnings(groups, totals.by_outcome, next_step),
+            *(f"{group.title}: {warning}" for group in groups for warning in group.warnings),
+            *([unfinished] if missing else []),
             *problems.sweep_warnings(results),
         ),
         rows=tuple(
@@ -62,7 +65,7 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
     for name, spec in specs.items():
         result = capture.results.get(name)
-        cell = cells.make_cell(result, columns[name]) if result else cells.missing_cell(name, spec, columns[name])
+        cell = cells.make_cell(name, spec, result, columns[name])
         groups[cells.group_key(spec)].append(_Member(cell, spec, result))
     return sorted(groups.values(), key=lambda group: -sum(member.cell.outcome == "ok" for member in group))
 
@@ -73,13 +76,15 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     trainers = cells.trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
     results = [member.result for member in members if member.result is not None]
     counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
-    used = {
-        name: value if any(cells.takes_setting(member.spec, name) for member in members) else ""
-        for name, value in settings.items()
-        if name in ("model", "dtype")
+    unused = {
+        name: "" for name in ("model", "dtype") if not any(cells.takes_setting(member.spec, name) for member in members)
     }
+    too_many = (
+        f"there are {len(trainers):,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are "
+        "shown, and crossovers are not computed"
+    )
     return Group(
-        title=cells.group_title(settings | used, varying),
+        title=cells.group_title(settings | unused, varying),
         settings=settings,
         parameters=counts.most_common(1)[0][0] if counts else None,
         trainers=trainers,
@@ -88,15 +93,15 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         cells=measured,
         choices=verdicts.choose(measured),
         cost_factors=verdicts.cost_factors(measured),
-        frontier=verdicts.frontier(measured),
+        frontier=tuple(verdicts.frontier(measured)),
         crossovers=verdicts.find_crossovers(measured, trainers) if len(trainers) <= MOST_COLUMNS else (),
         pareto=verdicts.pareto_trials(measured),
         denominators=problems.denominators(results),
         warnings=(
             *problems.group_warnings(results),
-            *_too_many(len(trainers)),
+            *([too_many] if len(trainers) > MOST_COLUMNS else []),
         ),
-        privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
+        privacy_spent=_privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
     )
 
 
@@ -107,26 +112,7 @@ def _with_like_peaks(measured: Sequence[Cell]) -> tuple[Cell, ...]:
     return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in measured)
 
 
-def _too_many(columns: int) -> tuple[str, ...]:
-    words = (
-        f"there are {columns:,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are shown"
-    )
-    return (f"{words}, and crossovers are not computed",) if columns > MOST_COLUMNS else ()
-
-
-def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [name for name in (settings[0] if settings else ()) if len({group[name] for group in settings}) > 1]
-
-
-def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int], next_step: str) -> tuple[str, ...]:
-    warnings = [f"{group.title}: {warning}" for group in groups for warning in group.warnings]
-    if missing := by_outcome.get("missing", 0):
-        verb = "trial has" if missing == 1 else "trials have"
-        warnings.append(f"{missing:,} {verb} no result yet; {next_step}")
-    return tuple(warnings)
-
-
-def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
+def _privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
     """Make a row for each batch size and privacy budget, with the columns (trainers) whose trials spend that budget."""
     found: dict[tuple[int, PrivacySpent], list[str]] = {}
     for column, result in trials:
@@ -140,94 +126,71 @@ _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
 """A longer duration means that a clock is wrong, for example that it was reset to 1970."""
 
 
-def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
-    results = list(results)
-    counts = Counter(str(result.outcome) for result in results)
-    if missing:
-        counts["missing"] = missing
+def _totals(results: Sequence[TrialResult], missing: int) -> Totals:
+    counts = Counter(str(result.outcome) for result in results) + Counter(missing=missing)
+    attempts = [attempt for result in results for attempt in result.earlier_attempts]
     lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
-    lives += [
-        (cells.positive(attempt.get("unix_time")), cells.positive(attempt.get("seconds")) or 0.0)
-        for result in results
-        for attempt in result.earlier_attempts
-    ]
+    lives += [(cells.positive(one.get("unix_time")), cells.positive(one.get("seconds")) or 0.0) for one in attempts]
+    ran = [(start, start + seconds) for start, seconds in lives if start is not None]
+    first, last = min((start for start, _ in ran), default=-1.0), max((end for _, end in ran), default=0.0)
     return Totals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
         trial_seconds=sum(seconds for _, seconds in lives),
-        wall_seconds=_wall_seconds(lives),
+        wall_seconds=last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None,
     )
 
 
-def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
-    """Return the time from the first start to the last end; None if the clock of a host is clearly wrong."""
-    ran = [(start, start + seconds) for start, seconds in lives if start is not None]
-    if not ran:
-        return None
-    first, last = min(start for start, _ in ran), max(end for _, end in ran)
-    return last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None
-
-
-def was_tried(result: TrialResult) -> bool:
+def _was_tried(result: TrialResult) -> bool:
     """Whether the trial ran, so that it counts for the success rate of its trainer. Cancelled trials do not count."""
     if result.outcome == "invalid":
         return result.unix_time is not None
     return result.outcome not in (*NOT_RUN, "cancelled")
 
 
-def trainer_totals(results: Iterable[TrialResult], missing: Iterable[TrialSpec]) -> tuple[TrainerTotals, ...]:
+def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpec]) -> tuple[TrainerTotals, ...]:
     by_trainer: dict[str, list[TrialResult]] = defaultdict(list)
-    missing_of: Counter[str] = Counter()
     specs: dict[str, TrialSpec] = {}
     for result in results:
         by_trainer[cells.trainer_name(result.spec)].append(result)
         specs.setdefault(cells.trainer_name(result.spec), result.spec)
-    for spec in missing:
-        missing_of[cells.trainer_name(spec)] += 1
-        specs.setdefault(cells.trainer_name(spec), spec)
-    shared = _shared_configurations(list(by_trainer.values()))
+    missing_of = Counter(cells.trainer_name(spec) for spec in missing)
+    specs = {cells.trainer_name(spec): spec for spec in missing} | specs
+    # Mean peaks of trainers are comparable only over the configurations that every trainer ran.
+    ran = [{_configuration(result) for result in found if _peak(result)} for found in by_trainer.values()]
+    shared = set.intersection(*ran) if len(ran) > 1 else set()
     names = cells.trainer_order((name, spec.trainer) for name, spec in specs.items())
     return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name], shared) for name in names)
 
 
 def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, shared: set[str]) -> TrainerTotals:
-    tried = [result for result in results if was_tried(result)]
-    ok = [result for result in tried if result.outcome == "ok"]
+    tried = [result for result in results if _was_tried(result)]
+    ok = sum(result.outcome == "ok" for result in tried)
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
-    peaks = [peak for result in ok if (peak := cells.positive(result.measured.memory.peak_bytes))]
-    shared_peaks = [
-        peak
-        for result in ok
-        if _configuration(result.spec) in shared and (peak := cells.positive(result.measured.memory.peak_bytes))
-    ]
-    counts = Counter(str(result.outcome) for result in results)
+    peaks = [peak for result in tried if (peak := _peak(result))]
+    shared_peaks = [peak for result in tried if (peak := _peak(result)) and _configuration(result) in shared]
     return TrainerTotals(
         trainer=cells.trainer_name(spec),
         privacy=cells.privacy_of(spec, *results),
         tried=len(tried),
-        ok=len(ok),
+        ok=ok,
         out_of_memory=too_large,
-        failed=len(tried) - len(ok) - too_large,
+        failed=len(tried) - ok - too_large,
         not_run=len(results) - len(tried) + missing,
-        success_rate=len(ok) / len(tried) if tried else None,
+        success_rate=ok / len(tried) if tried else None,
         mean_peak_bytes=fmean(peaks) if peaks else None,
         peaks=len(peaks),
         shared_mean_peak_bytes=fmean(shared_peaks) if shared_peaks else None,
         shared_peaks=len(shared_peaks),
-        by_outcome=dict(counts) | ({"missing": missing} if missing else {}),
+        by_outcome=Counter(str(result.outcome) for result in results) + Counter(missing=missing),
     )
 
 
-def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
-    """Return the configurations that every trainer ran. Mean peaks of trainers are comparable only over these."""
-    if len(by_trainer) < 2:
-        return set()
-    ran = [
-        {_configuration(r.spec) for r in results if r.outcome == "ok" and cells.positive(r.measured.memory.peak_bytes)}
-        for results in by_trainer
-    ]
-    return set.intersection(*ran)
+def _peak(result: TrialResult) -> int | None:
+    peak: int | None = cells.positive(result.measured.memory.peak_bytes) if result.outcome == "ok" else None
+    return peak
 
 
-def _configuration(spec: TrialSpec) -> str:
+def _configuration(result: TrialResult) -> str:
+    spec = result.spec
     return f"{spec.model} {spec.dtype} {spec.checkpointing} {spec.device} {spec.batch_size} {spec.seq_len}"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 from flopwatch.optional import require_package
 from flopwatch.records.trial import Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
-from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell
+from flopwatch.report.cells import MOST_FINITE, make_cell
 from flopwatch.report.records import Cell
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
@@ -251,18 +251,18 @@ def load(folder: str | PathLike[str]) -> Table:
 
 def make_table(capture: Capture) -> Table:
     """Make the table of a sweep. Trials without a result have the outcome `missing`."""
-    trials = [_ended(result) for result in capture.results.values()]
-    trials += [Trial(spec, missing_cell(name, spec, spec.trainer)) for name, spec in capture.missing.items()]
+    trials = [_trial(name, result.spec, result) for name, result in capture.results.items()]
+    trials += [_trial(name, spec) for name, spec in capture.missing.items()]
     return _table(trials, capture.troubles)
 
 
 def result_row(result: TrialResult) -> dict[str, Any]:
-    return _table([_ended(result)]).rows[0]
+    return _table([_trial(result.name, result.spec, result)]).rows[0]
 
 
-def _ended(result: TrialResult) -> Trial:
-    cell = make_cell(result, result.spec.trainer)
-    return Trial(result.spec, cell, result, result.measured if cell.outcome == "ok" else None)
+def _trial(name: str, spec: TrialSpec, result: TrialResult | None = None) -> Trial:
+    ok = result.measured if result and result.outcome == "ok" else None
+    return Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok)
 
 
 def _table(trials: Sequence[Trial], troubles: tuple[str, ...] = ()) -> Table:

@@ -126,18 +126,17 @@ def _crosses(low: _Point, high: _Point) -> bool:
 
 NEAR = 0.9
 """The trial with the least memory is chosen among those with at least this share of the highest throughput."""
-_CLASSES: tuple[PrivacyClass, ...] = ("not private", "private", "unknown")
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
     """Choose the best configurations for each sequence length and each value of `Cell.privacy`."""
-    places = _by_place(cell for cell in cells if cell.samples_per_s is not None)
-    return tuple(_choice(*place, members) for place, members in sorted(places.items(), key=_in_order))
+    places = _by_place(cells)
+    return tuple(_choice(*place, places[place]) for place in sorted(places))
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
     """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`."""
-    places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
+    places = _by_place(cell for cell in cells if cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():
         most = 0.0
@@ -153,11 +152,7 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
     left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
     ranked = sorted(known or members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
     fastest = ranked[0]
-    near = [
-        cell
-        for cell in ranked
-        if cell.peak_bytes is not None and (cell.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
-    ]
+    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(fastest, cell)]
     tied = tuple(cell for cell in ranked[1:] if _overlap(fastest, cell))
     return Choice(
         seq_len,
@@ -215,20 +210,20 @@ def configuration(cell: Cell) -> str:
 def _overlap(fastest: Cell, other: Cell) -> bool:
     best, interval = (rate_interval(cell, cell.samples_per_s) for cell in (fastest, other))
     if best is None or interval is None:  # Without intervals, trials within 10 % are treated as equally fast.
-        return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
+        return _is_near(fastest, other)
     return differ(ratio_interval(interval, best), TIME_NOISE, "slower", "faster") != "faster"
+
+
+def _is_near(fastest: Cell, other: Cell) -> bool:
+    return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
 
 
 def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell]]:
     places: dict[tuple[int, PrivacyClass], list[Cell]] = defaultdict(list)
     for cell in cells:
-        places[cell.seq_len, cell.privacy].append(cell)
+        if cell.samples_per_s is not None:
+            places[cell.seq_len, cell.privacy].append(cell)
     return places
-
-
-def _in_order(place: tuple[tuple[int, PrivacyClass], list[Cell]]) -> tuple[int, int]:
-    (seq_len, privacy), _ = place
-    return seq_len, _CLASSES.index(privacy)
 
 
 BASELINE = "standard"
@@ -248,12 +243,22 @@ def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
     )
 
 
-def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
+def frontier(cells: Iterable[Cell]) -> Iterator[FrontierPoint]:
     """Find the largest batch that ran and the smallest that ran out of memory, per trainer and sequence length."""
     places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         places[cell.trainer, cell.seq_len].append(cell)
-    return tuple(_frontier_point(*place, members) for place, members in places.items())
+    for place, members in places.items():
+        ran = [cell.batch_size for cell in members if cell.outcome == "ok"]
+        too_large = {cell.batch_size: cell.outcome for cell in members if cell.outcome in OUT_OF_MEMORY}
+        largest_ok, smallest_oom = max(ran, default=None), min(too_large, default=None)
+        yield FrontierPoint(
+            *place,
+            largest_ok,
+            smallest_oom,
+            is_inferred=smallest_oom is not None and too_large[smallest_oom] == "oom_inferred",
+            is_monotone=largest_ok is None or smallest_oom is None or largest_ok < smallest_oom,
+        )
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
@@ -274,17 +279,3 @@ def _factor(cell: Cell, standard: Cell) -> CostFactor:
 
 def _ratio(value: float | None, standard: float | None) -> float | None:
     return value / standard if value is not None and standard else None
-
-
-def _frontier_point(trainer: str, seq_len: int, members: Sequence[Cell]) -> FrontierPoint:
-    ran = [cell.batch_size for cell in members if cell.outcome == "ok"]
-    too_large = {cell.batch_size: cell.outcome for cell in members if cell.outcome in OUT_OF_MEMORY}
-    largest_ok, smallest_oom = max(ran, default=None), min(too_large, default=None)
-    return FrontierPoint(
-        trainer,
-        seq_len,
-        largest_ok,
-        smallest_oom,
-        is_inferred=smallest_oom is not None and too_large[smallest_oom] == "oom_inferred",
-        is_monotone=largest_ok is None or smallest_oom is None or largest_ok < smallest_oom,
-    )

@@ -163,7 +163,7 @@ def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> Pair:
     a, b = one.result, other.result
     found = {}
     if a and b and a.outcome == b.outcome == "ok":
-        found = ratios(make_cell(a, ""), make_cell(b, ""))
+        found = ratios(*(make_cell(entry.name, entry.spec, entry.result, "") for entry in (one, other)))
         if memory_kind(a.measured.memory) != memory_kind(b.measured.memory):
             found.pop("memory", None)
     return Pair(

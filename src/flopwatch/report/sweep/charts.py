@@ -1,11 +1,12 @@
 """Draw SVG charts of a group: bars of MFU and memory, maps of the sizes that fit in memory, curves, Pareto fronts."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from operator import attrgetter
 from typing import NamedTuple
 
-from flopwatch.numbers import byte_size, number, percent, step_time
+from flopwatch.numbers import byte_size, count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
@@ -49,8 +50,8 @@ _PHASES = "The peak in each phase of a step. Peaks of different phases do not ad
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
     """Return the charts of a group, those of one kind together."""
     layout = layout_of(group)
-    shown, in_all = len(layout.panels), layout.panels_in_all
-    some = f" {shown} of {in_all} panels are shown, evenly spaced." if in_all > shown else ""
+    in_all = len({layout.panel_of(cell) for cell in group.cells})
+    some = f" {MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > MOST_PANELS else ""
     memory, rate = contents.METRICS["memory"], contents.throughput_metric(group)
     panels = [
         Panels(curve_panels(group, memory, colours), f"Peak memory by {layout.x_name}", _CROSSES + some),
@@ -84,7 +85,7 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     cells = chosen[max(chosen)]
     longest = max(max(cell.bytes_by_phase.values()) for cell in cells)
     where = f"sequence {cells[0].seq_len}, batch {cells[0].batch_size}"
-    return [_bars(cell.trainer, list(_phases(cell, colours)), longest, where) for cell in cells]
+    return [_bars(cell.trainer, list(_phases(cell, colours[cell.trainer])), longest, where) for cell in cells]
 
 
 _LEAST_SPAN = 8
@@ -104,29 +105,27 @@ def frontier_maps(group: Group) -> list[Drawing]:
 
 def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
     bound = "≥ " if cell.is_lower_bound else ""
-    words = f"{bound}{percent(cell.mfu)} | {percent(cell.hfu)}"
-    tip = f"{configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
-    return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, words, tip, cell.hfu)
+    mfu, hfu = percent(cell.mfu), percent(cell.hfu)
+    tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
+    return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, f"{bound}{mfu} | {hfu}", tip, cell.hfu)
 
 
-def _phases(cell: Cell, colours: Mapping[str, int]) -> Iterator[Bar]:
+def _phases(cell: Cell, kind: int) -> Iterator[Bar]:
     for phase in (*PHASES, *sorted(set(cell.bytes_by_phase) - set(PHASES))):
-        if phase in cell.bytes_by_phase:
-            held = cell.bytes_by_phase[phase]
-            tip = f"{configuration(cell)}, {phase}: {byte_size(held)}"
-            yield Bar(phase, colours[cell.trainer], held, byte_size(held), tip)
+        if held := cell.bytes_by_phase.get(phase):
+            yield Bar(phase, kind, held, byte_size(held), f"{configuration(cell)}, {phase}: {byte_size(held)}")
 
 
 def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> Drawing:
     parts = []
     for place, bar in enumerate(bars):
-        top = 6 + 22 * place
-        parts.append(svg.text(_LABEL - 7, top + 11.5, _cut(bar.label, 11), anchor="end"))
-        reach = max(bar.value, bar.behind or 0)
+        top, scale = 6 + 22 * place, (_END - _LABEL) / longest if longest else 0
+        label = bar.label if len(bar.label) <= 11 else bar.label[:10] + "…"
+        parts.append(svg.text(_LABEL - 7, top + 11.5, label, anchor="end"))
         if bar.behind:
-            parts.append(_rect(_LABEL, top + 3, _length(bar.behind, longest), 8, f"thin k{bar.kind % 8}", bar.tip))
-        parts.append(_rect(_LABEL, top, _length(bar.value, longest), 14, f"fill k{bar.kind % 8}", bar.tip))
-        end = _LABEL + _length(reach, longest)
+            parts.append(_rect(_LABEL, top + 3, scale * bar.behind, 8, f"thin k{bar.kind % 8}", bar.tip))
+        parts.append(_rect(_LABEL, top, scale * bar.value, 14, f"fill k{bar.kind % 8}", bar.tip))
+        end = _LABEL + scale * max(bar.value, bar.behind or 0)
         parts.append(svg.text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
     return Drawing(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
 
@@ -185,19 +184,14 @@ def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
 
 def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
     """For each sequence length, the cells at the batch size that the most trainers ran (on a tie, the largest)."""
-    by_place: dict[tuple[int, int], list[Cell]] = {}
+    by_place: dict[tuple[int, int], list[Cell]] = defaultdict(list)
     for cell in cells:
-        by_place.setdefault((cell.seq_len, cell.batch_size), []).append(cell)
+        by_place[cell.seq_len, cell.batch_size].append(cell)
     chosen: dict[int, list[Cell]] = {}
     for (seq_len, _), found in sorted(by_place.items()):
-        if len(found) >= len(chosen.get(seq_len, ())):
-            chosen[seq_len] = found
-    most = max((len(found) for found in chosen.values()), default=0)
+        chosen[seq_len] = max(found, chosen.get(seq_len, []), key=len)
+    most = max(map(len, chosen.values()), default=0)
     return {seq_len: chosen[seq_len] for seq_len in seq_lens if len(chosen.get(seq_len, ())) == most > 0}
-
-
-def _length(value: float, longest: float) -> float:
-    return (_END - _LABEL) * value / longest if longest else 0
 
 
 def _rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
@@ -205,11 +199,6 @@ def _rect(x: float, y: float, width: float, height: float, style: str, tip: str)
     return f'<rect class="{svg.esc(style)}" {size} rx="2"{svg.tipped(tip)}/>'
 
 
-def _cut(words: str, at_most: int) -> str:
-    return words if len(words) <= at_most else words[: at_most - 1] + "…"
-
-
-MOST_LINE_PANELS = 8
 MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
@@ -227,42 +216,41 @@ class Layout(NamedTuple):
     x_of: Callable[[Cell], int]
     panel_name: str
     panel_of: Callable[[Cell], int]
-    panels: list[int]
-    panels_in_all: int
 
 
 def layout_of(group: Group) -> Layout:
     """Use one panel per sequence length, or a single panel if there is only one batch size."""
-    seqs, batches = group.seq_lens, group.batch_sizes
-    if len(batches) == 1 and len(seqs) > 1:
-        return Layout("sequence", attrgetter("seq_len"), "batch", attrgetter("batch_size"), list(batches), 1)
-    panels = evenly(seqs, MOST_LINE_PANELS)
-    return Layout("batch", attrgetter("batch_size"), "sequence", attrgetter("seq_len"), panels, len(seqs))
+    batch, sequence = ("batch", attrgetter("batch_size")), ("sequence", attrgetter("seq_len"))
+    if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
+        return Layout(*sequence, *batch)
+    return Layout(*batch, *sequence)
 
 
 def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
     layout = layout_of(group)
-    kept = set(evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
-    cells = [cell for cell in group.cells if layout.panel_of(cell) in layout.panels and layout.x_of(cell) in kept]
-    measured = [cell for cell in cells if metric.value(cell) is not None]
-    if not measured or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
+    kept = evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS)
+    panels = evenly(sorted({layout.panel_of(cell) for cell in group.cells}), MOST_PANELS)
+    cells = [cell for cell in group.cells if layout.panel_of(cell) in panels and layout.x_of(cell) in kept]
+    values = [value for cell in cells if (value := metric.value(cell)) is not None]
+    if not values or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
         return []
-    in_bytes = metric.key == "memory"
-    capacity = contents.device_capacity(cells) if in_bytes else None
-    values = [metric.value(cell) or 0 for cell in measured]
-    y = svg.log_scale(
-        [*values, capacity] if capacity and capacity < 8 * max(values) else values, _BOTTOM, _TOP, least=_LEAST_FACTOR
-    )
-    x = svg.log_scale([layout.x_of(cell) for cell in cells], _LEFT + 10, _RIGHT - 8, room=1.0)
-    grid = _grid(x, y, layout.x_name, in_bytes=in_bytes, xs=sorted({layout.x_of(cell) for cell in cells}))
+    capacity = contents.device_capacity(cells) if metric.key == "memory" else None
+    shown = [*values, capacity] if capacity and capacity < 8 * max(values) else values
+    y = svg.log_scale(shown, _BOTTOM, _TOP, least=_LEAST_FACTOR)
+    xs = sorted({layout.x_of(cell) for cell in cells})
+    x = svg.log_scale(xs, _LEFT + 10, _RIGHT - 8, room=1.0)
+    ticks = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
+    grid = _grid(x, ticks, "{:g}".format, layout.x_name, y, in_bytes=metric.key == "memory")
     if capacity and y.low <= capacity <= y.high:
         grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
         grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
+    found = {value: [cell for cell in cells if layout.panel_of(cell) == value] for value in panels}
     return [
-        _panel(value, grid, _by_trainer(group, cells, layout, value), metric, colours, x, y, layout)
-        for value in layout.panels
-        if any(layout.panel_of(cell) == value for cell in measured)
+        Drawing(f"{layout.panel_name} {value}", "", drawn, _LINES_WIDTH, _HEIGHT)
+        for value, own in found.items()
+        if any(metric.value(cell) is not None for cell in own)
+        for drawn in [grid + "".join(_curves(group, own, metric, colours, x, y, layout.x_of))]
     ]
 
 
@@ -271,40 +259,40 @@ def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     rate = contents.throughput_metric(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
-    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
+    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_PANELS):
         cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
         x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
         y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
-        drawing = _pareto_grid(x, y) + "".join(_pareto_parts(group, cells, rate, colours, x, y))
+        grid = _grid(x, svg.binary_ticks(x.low, x.high, 4), _memory_tick, "peak memory", y, in_bytes=False)
+        drawing = grid + "".join(_pareto_parts(group, cells, rate, colours, x, y))
         panels.append(Drawing(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
     return panels
 
 
-def _panel(
-    value: int,
-    grid: str,
-    by_trainer: Mapping[str, Sequence[Cell]],
+def _curves(
+    group: Group,
+    cells: Sequence[Cell],
     metric: contents.Metric,
     colours: Mapping[str, int],
     x: svg.Scale,
     y: svg.Scale,
-    layout: Layout,
-) -> Drawing:
-    parts = [grid]
+    x_of: Callable[[Cell], int],
+) -> Iterator[str]:
+    by_trainer = {name: sorted((c for c in cells if c.trainer == name), key=x_of) for name in group.trainers}
+    known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
+    places = _side_by_side([(cell.trial, x(x_of(cell)), y(metric.value(cell) or 1)) for cell in known])
     crosses = []
-    cells = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
-    places = _side_by_side([(cell.trial, x(layout.x_of(cell)), y(metric.value(cell) or 1)) for cell in cells])
     for place, (trainer, own) in enumerate(by_trainer.items()):
-        parts += _curve(own, metric, colours[trainer], places, y)
+        yield from _curve(own, metric, colours[trainer], places, y)
         height = 6 + 16 * (place + 0.5) / len(by_trainer)
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
                 tip = f"{configuration(cell)}: {contents.outcome_word(cell.outcome)}"
-                crosses.append(_cross(x(layout.x_of(cell)), height, colours[trainer], tip))
+                crosses.append(_cross(x(x_of(cell)), height, colours[trainer], tip))
     if crosses:
-        parts.append(f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>')
-        parts.append(svg.text(_LEFT - 6, 17, "OOM", anchor="end"))
-    return Drawing(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
+        yield f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>'
+        yield svg.text(_LEFT - 6, 17, "OOM", anchor="end")
+        yield from crosses
 
 
 def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
@@ -359,28 +347,21 @@ def _pareto_parts(
             yield f'<polyline class="{style}" points="{points}"/>'
     for cell in sorted(cells, key=lambda cell: cell.trial in best):  # The Pareto front is drawn last, on top.
         px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
-        front_word = "\non the Pareto front" if cell.trial in best else ""
         tip = f"{configuration(cell)}, {cell.privacy}\n{contents.throughput(cell)}, {byte_size(cell.peak_bytes)}"
-        tip += f"\nstep {step_time(cell.seconds)}{front_word}"
+        tip += f"\nstep {step_time(cell.seconds)}" + ("\non the Pareto front" if cell.trial in best else "")
         style = "m" if cell.trial in best else "hollow"
         yield svg.marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
         if cell.trial in best and len(cells) <= 4 * _DENSE:
             yield svg.text(px - 5, py - 6, str(cell.batch_size), anchor="end")
 
 
-def _grid(x: svg.Scale, y: svg.Scale, x_name: str, *, in_bytes: bool, xs: Sequence[int]) -> str:
+def _grid(
+    x: svg.Scale, x_ticks: Iterable[float], x_text: Callable[[float], str], title: str, y: svg.Scale, *, in_bytes: bool
+) -> str:
     ticks = (svg.binary_ticks if in_bytes else svg.decimal_ticks)(y.low, y.high)
-    x_ticks: Sequence[float] = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
-    words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else _rate_tick)
-    words += "".join(svg.text(x(tick), _BOTTOM + 15, f"{tick:g}", anchor="middle") for tick in x_ticks)
-    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{x_name} (log)", anchor="middle", style="title")
-
-
-def _pareto_grid(x: svg.Scale, y: svg.Scale) -> str:
-    words = svg.axes(_LEFT, _RIGHT, y, svg.decimal_ticks(y.low, y.high), _rate_tick)
-    ticks = svg.binary_ticks(x.low, x.high, 4)
-    words += "".join(svg.text(x(tick), _BOTTOM + 15, _memory_tick(tick), anchor="middle") for tick in ticks)
-    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, "peak memory (log)", anchor="middle", style="title")
+    words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else count)
+    words += "".join(svg.text(x(tick), _BOTTOM + 15, x_text(tick), anchor="middle") for tick in x_ticks)
+    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{title} (log)", anchor="middle", style="title")
 
 
 def _memory_tick(value: float) -> str:
@@ -388,21 +369,6 @@ def _memory_tick(value: float) -> str:
     return f"{value / unit:g} {prefix}B"
 
 
-def _rate_tick(value: float) -> str:
-    for unit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{prefix}"
-    return f"{number(value) if value < 1 else f'{value:g}'}"
-
-
 def _cross(px: float, py: float, kind: int, tip: str) -> str:
     area = f'<rect x="{px - 5:.1f}" y="{py - 4:.1f}" width="10" height="8" fill="transparent"{svg.tipped(tip)}/>'
     return f'<path class="x k{kind % 8}" d="M{px - 2.6:.1f} {py - 2.6:.1f}l5.2 5.2m0 -5.2l-5.2 5.2"/>' + area
-
-
-def _by_trainer(group: Group, cells: Sequence[Cell], layout: Layout, value: int) -> dict[str, list[Cell]]:
-    own: dict[str, list[Cell]] = {trainer: [] for trainer in group.trainers}
-    for cell in sorted(cells, key=layout.x_of):
-        if layout.panel_of(cell) == value:
-            own[cell.trainer].append(cell)
-    return own

@@ -4,23 +4,15 @@ Each section is one function here. `present` shows them in a terminal, as Markdo
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.contents import METRICS, Metric, outcome_class, throughput
-from flopwatch.report.records import (
-    Cell,
-    Choice,
-    Environment,
-    Failure,
-    Group,
-    SweepSummary,
-    TrainerTotals,
-)
+from flopwatch.report.contents import METRICS, Metric, outcome_class, table_of, throughput
+from flopwatch.report.records import Cell, Choice, Environment, Failure, Group, SweepSummary, TrainerTotals
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import plural
 
@@ -113,24 +105,19 @@ def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Secti
     if not groups:
         none = "No trial ran to its end with a measured time, so there is nothing to choose from."
         return doc.Section("What to run", [doc.Text(none)], "run")
-    sections = doc.Lazy(groups, lambda one: _choices(one, colours, None if one in groups[:3] else False))
-    return doc.Section(
-        "What to run",
-        [
-            doc.Text(
-                "For each sequence length: the fastest trial, and the trial with the least memory among those with at "
-                "least 90 % of its throughput. Private trainers are never compared with trainers that are not private.",
-                "soft",
-            ),
-            doc.Several(sections, doc.Most(3, 6, 40), "more groups", [group.title for group in groups]),
-        ],
-        "run",
+    said = doc.Text(
+        "For each sequence length: the fastest trial, and the trial with the least memory among those with at least "
+        "90 % of its throughput. Private trainers are never compared with trainers that are not private.",
+        "soft",
     )
+    sections = doc.Lazy(groups, lambda one: _choices(one, colours, None if one in groups[:3] else False))
+    several = doc.Several(sections, doc.Most(3, 6, 40), "more groups", [group.title for group in groups])
+    return doc.Section("What to run", [said, several], "run")
 
 
 def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> doc.Section:
     columns: tuple[doc.Column | str, ...] = (
-        doc.Column("sequence", is_number=True, short="seq"),
+        _number("sequence", "seq"),
         "class",
         "fastest that ran",
         *doc.numbers("throughput"),
@@ -204,37 +191,37 @@ def _place(choice: Choice) -> str:
 
 def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
-    columns: tuple[doc.Column | str, ...] = (
-        "trainer",
-        "class",
-        doc.Column("outcomes", only=("html",)),
-        doc.Column("ok / run", is_number=True, short="ok/run"),
-        *doc.numbers("success"),
-        doc.Column("out of memory", is_number=True, short="OOM"),
-        *doc.numbers("failed", "not run", "mean peak"),
-        *([doc.Column("mean peak, shared", is_number=True, short="shared")] if shared else []),
-    )
-    rows = [_trainer_cells(one, colours)[: len(columns)] for one in summary.trainers]
+    columns: list[tuple[doc.Column | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
+        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
+        ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
+        (doc.Column("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
+        (
+            _number("ok / run", "ok/run"),
+            lambda one: doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}"),
+        ),
+        (_number("success"), lambda one: percent(one.success_rate)),
+        (_number("out of memory", "OOM"), lambda one: _amount(one.out_of_memory)),
+        (_number("failed"), lambda one: _amount(one.failed)),
+        (_number("not run"), lambda one: _amount(one.not_run)),
+        (_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes)),
+        (_number("mean peak, shared", "shared"), lambda one: byte_size(one.shared_mean_peak_bytes)),
+    ]
     of_all = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
     fair = f" To compare trainers, use the last column: it is the mean over {of_all} that every trainer ran."
     note = (
         "Success is the share of ok trials among those that ran. A trainer that ran only small configurations has a "
         f"small mean peak.{fair if shared else ''}"
     )
-    return doc.Section("Trainers", [doc.Table(columns, rows, note=note)], "trainers")
+    table = table_of(summary.trainers, columns if shared else columns[:-1], note=note)
+    return doc.Section("Trainers", [table], "trainers")
 
 
-def _trainer_cells(one: TrainerTotals, colours: Mapping[str, int]) -> list[doc.Cell | str]:
-    return [
-        doc.Cell(one.trainer, colour=colours.get(one.trainer, 0)),
-        doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy]),
-        doc.Cell("", shares=_shares(one.by_outcome)),
-        doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}"),
-        percent(one.success_rate),
-        *(doc.Cell(f"{some:,}", short=None if some else "·") for some in (one.out_of_memory, one.failed, one.not_run)),
-        byte_size(one.mean_peak_bytes),
-        byte_size(one.shared_mean_peak_bytes),
-    ]
+def _number(head: str, short: str | None = None) -> doc.Column:
+    return doc.Column(head, is_number=True, short=short)
+
+
+def _amount(trials: int) -> doc.Cell:
+    return doc.Cell(f"{trials:,}", short=None if trials else "·")
 
 
 def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Mapping[str, int]) -> doc.Section:
@@ -242,17 +229,13 @@ def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Map
     if len(groups) == 1:
         remark = f": {groups[0].title}{_size(groups[0])}"
         return doc.Section("Measurements", group_parts(groups[0], metrics, colours), "groups", remark=remark)
-    sections = doc.Lazy(
-        groups,
-        lambda one: doc.Section(
-            one.title, group_parts(one, metrics, colours), remark=_size(one), is_open=one is groups[0]
-        ),
-    )
-    return doc.Section(
-        "Measurements",
-        [doc.Several(sections, doc.Most(3, 6, 12), "more groups", [one.title for one in groups])],
-        "groups",
-    )
+
+    def section(one: Group) -> doc.Section:
+        parts = group_parts(one, metrics, colours)
+        return doc.Section(one.title, parts, remark=_size(one), is_open=one is groups[0])
+
+    several = doc.Several(doc.Lazy(groups, section), doc.Most(3, 6, 12), "more groups", [one.title for one in groups])
+    return doc.Section("Measurements", [several], "groups")
 
 
 def _size(group: Group) -> str:
@@ -261,16 +244,10 @@ def _size(group: Group) -> str:
 
 
 def _failures(summary: SweepSummary) -> doc.Section:
+    said = doc.Text("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft")
     sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
-    return doc.Section(
-        "What did not run, and why",
-        [
-            doc.Text("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft"),
-            doc.Several(sections, doc.Most(8, 20, 60), "more causes"),
-        ],
-        "failures",
-        "What did not run",
-    )
+    causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
+    return doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
 
 
 def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
@@ -299,18 +276,15 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
 
 
 def _preflight(rows: Sequence[Mapping[str, Any]]) -> doc.Section:
-    def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-        parameters = row.get("parameters")
-        return (
-            str(row["trainer"]),
-            str(row["model"]),
-            ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no",
-            count(parameters) if isinstance(parameters, int | float) else UNKNOWN,
-            _layer_words(row.get("layers")),
-            str(row.get("reason") or ""),
-        )
-
-    table = doc.Table(("trainer", "model", "supported", "parameters", "layers", "why not"), doc.Lazy(rows, cells))
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("trainer", lambda row: str(row["trainer"])),
+        ("model", lambda row: str(row["model"])),
+        ("supported", lambda row: ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"),
+        ("parameters", lambda row: count(row.get("parameters"))),
+        ("layers", lambda row: _layer_words(row.get("layers"))),
+        ("why not", lambda row: str(row.get("reason") or "")),
+    ]
+    table = table_of(rows, columns)
     return doc.Section("Preflight: which trainer supports which model", [table], "preflight", "Preflight")
 
 

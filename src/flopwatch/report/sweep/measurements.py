@@ -1,7 +1,7 @@
 """What the report of a sweep says about a group of comparable trials: charts, matrices, limits, costs, crossovers."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -151,9 +151,7 @@ def _factor_cells(one: CostFactor | None) -> list[doc.Cell]:
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
-        heads = ("batch", "noise", "sampling rate", "steps", "delta", "accountant", "epsilon")
-        rows = doc.Lazy(group.privacy_spent, _privacy_cells)
-        yield doc.Table([*doc.numbers(*heads), "trainers"], rows, "Privacy", most=_ROWS, pick=doc.spaced, fits=True)
+        yield contents.table_of(group.privacy_spent, _PRIVACY, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
         yield doc.Text(
             "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It "
             "holds if each logical batch is drawn by Poisson sampling. The trials themselves train on random data, so "
@@ -174,18 +172,17 @@ def _privacy(group: Group) -> Iterator[doc.Part]:
         )
 
 
-def _privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
-    spent = row.spent
-    return (
-        str(row.batch_size),
-        UNKNOWN if spent.noise_multiplier is None else f"{spent.noise_multiplier:.4g}",
-        f"{spent.sample_rate:.4g}",
-        f"{spent.steps:,}",
-        f"{spent.delta:.3g}",
-        spent.accountant,
-        contents.epsilon_text(spent.epsilon),
-        ", ".join(row.trainers),
-    )
+_PRIVACY_TEXTS: Mapping[str, Callable[[PrivacyRow], str]] = {
+    "batch": lambda row: str(row.batch_size),
+    "noise": lambda row: UNKNOWN if row.spent.noise_multiplier is None else f"{row.spent.noise_multiplier:.4g}",
+    "sampling rate": lambda row: f"{row.spent.sample_rate:.4g}",
+    "steps": lambda row: f"{row.spent.steps:,}",
+    "delta": lambda row: f"{row.spent.delta:.3g}",
+    "accountant": lambda row: row.spent.accountant,
+    "epsilon": lambda row: contents.epsilon_text(row.spent.epsilon),
+    "trainers": lambda row: ", ".join(row.trainers),
+}
+_PRIVACY = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY_TEXTS.items()]
 
 
 def _crossovers(group: Group) -> Iterator[doc.Part]:
