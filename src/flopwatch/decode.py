@@ -264,9 +264,7 @@ def clean_value(value: Any, depth: int = 0) -> Any:
 
 
 def _wrong(value: Any, wanted: str) -> BrokenRecordError:
-    shown = repr(value[:40] if isinstance(value, str) else value) if _is_short(value) else type(value).__name__
+    is_short = value is None or isinstance(value, str | float | bool)
+    is_short = is_short or (isinstance(value, int) and abs(value) < 10**20)
+    shown = repr(value[:40] if isinstance(value, str) else value) if is_short else type(value).__name__
     return BrokenRecordError(f"expected {wanted}, found {shown}")
-
-
-def _is_short(value: Any) -> bool:
-    return value is None or isinstance(value, str | float | bool) or (isinstance(value, int) and abs(value) < 10**20)

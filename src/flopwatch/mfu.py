@@ -100,20 +100,17 @@ def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any]) -> f
 
 
 def _mfu(model: nn.Module, flops: float, seconds: float, peak_flops_per_s: float | None) -> float | None:
-    peak = _peak_of(model) if peak_flops_per_s is None else peak_flops_per_s
-    return None if peak is None else calculate_mfu(flops, seconds, peak)
-
-
-def _peak_of(model: nn.Module) -> float | None:
+    if peak_flops_per_s is not None:
+        return calculate_mfu(flops, seconds, peak_flops_per_s)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type == "meta":
         raise InputError("the model has no float parameters on a real device; pass peak_flops_per_s")
     dtype = matmul_dtype(parameter.device.type, parameter.dtype)
     peak = peak_flops(parameter.device, dtype)
     if peak is None:
-        warnings.warn(explain_unknown(parameter.device, dtype), stacklevel=4)
+        warnings.warn(explain_unknown(parameter.device, dtype), stacklevel=3)
         return None
-    return peak.flops_per_s
+    return calculate_mfu(flops, seconds, peak.flops_per_s)
 
 
 _laws: weakref.WeakKeyDictionary[nn.Module, tuple[int, FlopLaw]] = weakref.WeakKeyDictionary()

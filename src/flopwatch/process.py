@@ -66,12 +66,8 @@ def start_unix_time() -> float | None:
     On Linux `psutil.create_time` would be wrong by up to a second, because it uses a boot time in whole seconds.
     """
     ticks = start_ticks(os.getpid())
-    if ticks is None:
-        return _start_by_psutil()
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _start_by_psutil() -> float | None:
+    if ticks is not None:
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     try:
         import psutil
 

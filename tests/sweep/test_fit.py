@@ -145,14 +145,14 @@ def test_the_preflight_is_asked_once_for_many_trials(tmp_path, holding):
 def test_without_a_limit_the_host_s_available_memory_becomes_one_and_stays_it(tmp_path, holding, monkeypatch):
     free = replace(holding, limits=Limits(60.0, None, None))
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 10 << 30)
-    limited = with_host_limit(tmp_path / "fit", free)
-    assert limited.spec.limits.memory_bytes == 9 << 30
-    assert limited.reason == "limit 9.00 GiB: the 10.0 GiB available on this host, less a margin"
-    fit_batch(tmp_path / "fit", limited.spec, Listener(), max_batch=1)
+    limited, reason = with_host_limit(tmp_path / "fit", free)
+    assert limited.limits.memory_bytes == 9 << 30
+    assert reason == "limit 9.00 GiB: the 10.0 GiB available on this host, less a margin"
+    fit_batch(tmp_path / "fit", limited, Listener(), max_batch=1)
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 20 << 30)
-    resumed = with_host_limit(tmp_path / "fit", free)
-    assert resumed.spec == limited.spec
-    assert "the same as in the first run" in resumed.reason
+    resumed, reason = with_host_limit(tmp_path / "fit", free)
+    assert resumed == limited
+    assert "the same as in the first run" in reason
 
 
 def test_a_limit_above_what_the_host_has_is_refused(tmp_path, holding, monkeypatch):

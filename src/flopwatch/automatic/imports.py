@@ -29,7 +29,7 @@ def when_imported(name: str, action: Callable[[], None]) -> Callable[[], None]:
     sys.meta_path.insert(0, finder)
 
     def cancel() -> None:
-        finder.action = _nothing
+        finder.action = lambda: None
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
 
@@ -42,10 +42,6 @@ def _run(name: str, action: Callable[[], None]) -> None:
         action()
     except Exception as error:
         _log.error("flopwatch: could not watch %s, which works as without flopwatch: %s", name, error)
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Finder:
@@ -64,11 +60,9 @@ class _Finder:
             spec = importlib.util.find_spec(name)
         finally:
             self._is_searching = False
-        if spec is not None and spec.loader is not None:
-            self._extend(spec.loader)
-        return spec
-
-    def _extend(self, loader: Any) -> None:
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
@@ -79,3 +73,4 @@ class _Finder:
             _run(self._name, self.action)
 
         loader.exec_module = execute_and_act
+        return spec

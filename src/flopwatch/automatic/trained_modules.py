@@ -22,7 +22,8 @@ def find_trained_modules(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     ['Sequential', 'Linear']
     """
     wanted = {id(parameter) for parameter in parameters}
-    modules = _all_modules()
+    # `isinstance` would read `__class__`, which runs code in objects that load something on first use.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     owners = [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
     ancestors = _with_ancestors(owners, modules)
     owned = {id(m): sum(id(p) in wanted for p in m.parameters()) for m in ancestors}
@@ -34,11 +35,6 @@ def find_trained_modules(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     inside = {id(child) for m in ancestors for child in m.children()}
     outermost = [m for m in ancestors if id(m) not in inside]
     return sorted(outermost, key=lambda m: -owned[id(m)])
-
-
-def _all_modules() -> list[nn.Module]:
-    # `isinstance` would read `__class__`, which runs code in objects that load something on first use.
-    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
 
 
 def _with_ancestors(owners: list[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:

@@ -269,7 +269,9 @@ class Watcher:
         self.guarded(self._called_now, kind, module, args, kwargs)
 
     def _called_now(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.monitor is None or self._is_evaluation(kind):
+        found: list[bool] = []
+        self._act("evaluation", lambda run: found.append(run.counter.is_evaluation(kind)))
+        if self.monitor is None or found == [True]:
             return
         if not self._is_timed:
             self._is_timed = True
@@ -281,7 +283,10 @@ class Watcher:
 
     def _is_of_first_trained(self, kind: CallKind, module: nn.Module) -> bool:
         """Note a call with gradients; whether it is of the first module with trained parameters in the step."""
-        if not self._has_trained(kind, module):
+        if kind.module not in self._owners:
+            trained = set(map(id, self._optimizers.parameters()))
+            self._owners[kind.module] = any(id(p) in trained for p in module.parameters())
+        if not self._owners[kind.module]:
             return False
         self.calls_with_grad += 1
         self._called[kind.module] = kind.name
@@ -293,22 +298,11 @@ class Watcher:
             if module is not None and self._is_of_first_trained(kind, module):
                 self._act("batches", partial(MonitoredRun.add_reading, reading=reading))
 
-    def _has_trained(self, kind: CallKind, module: nn.Module) -> bool:
-        if kind.module not in self._owners:
-            trained = set(map(id, self._optimizers.parameters()))
-            self._owners[kind.module] = any(id(p) in trained for p in module.parameters())
-        return self._owners[kind.module]
-
     def returned(self, kind: CallKind, output: Any) -> None:
         pass
 
     def region_called(self, has_grad: bool) -> None:
         pass
-
-    def _is_evaluation(self, kind: CallKind) -> bool:
-        found: list[bool] = []
-        self._act("evaluation", lambda run: found.append(run.counter.is_evaluation(kind)))
-        return found == [True]
 
     def compiled_model_called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A model that is or contains compiled code is called; calls of other modules are not seen then."""

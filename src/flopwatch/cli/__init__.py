@@ -4,10 +4,8 @@ import contextlib
 import errno
 import io
 import json
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +16,8 @@ from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
-_WIDEST_TEXT = 100
 STANDARD_OUTPUT = "-"
+RUNS_FOLDER = "flopwatch-runs"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,23 +114,3 @@ def write_file(path: str, content: str | bytes) -> None:
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
     click.secho(plain(message), fg="red", err=True)
-
-
-def text_width() -> int:
-    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
-
-
-def print_section(label: str, label_width: int, paragraphs: Iterable[str]) -> None:
-    """Print a label and, to the right of it, paragraphs wrapped to the terminal.
-
-    A paragraph that begins with a space is a line of a table. It is printed unwrapped, because a number that is broken
-    over two lines is hard to read.
-    """
-    indent = 2 + label_width
-    width = max(text_width() - indent, 20)
-    lines: list[str] = []
-    for paragraph in paragraphs:
-        wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
-        lines += [paragraph] if paragraph.startswith(" ") else [f"{'':{indent}}{line}" for line in wrapped]
-    click.secho(f"  {label:<{label_width}}", dim=True, nl=False)
-    click.echo("\n".join(lines)[indent:])

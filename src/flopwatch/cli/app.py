@@ -84,14 +84,15 @@ def _parameter(parameter: inspect.Parameter) -> click.Parameter:
     settings: dict[str, Any] = {
         "type": click.Path(path_type=Path) if kind is Path else str if is_list else kind,
         "required": is_required,
-        "callback": _list_or_none if is_list else None,
+        "callback": (lambda ctx, parameter, values: list(values) or None) if is_list else None,
         "metavar": declared.metavar,
     }
     if not is_required and not is_list:
         settings["default"] = parameter.default
     if declared.is_argument:
         settings["nargs"] = -1 if is_list else 1
-        return _Argument(parameter.name, declared.text, shell_complete=_names_of_files, **settings)
+        settings["shell_complete"] = lambda ctx, parameter, incomplete: [CompletionItem(incomplete, type="file")]
+        return _Argument(parameter.name, declared.text, **settings)
     names = declared.names or (f"--{parameter.name.replace('_', '-')}",)
     if kind is bool:
         settings |= {"is_flag": True, "type": None}
@@ -100,14 +101,6 @@ def _parameter(parameter: inspect.Parameter) -> click.Parameter:
         settings["multiple"] = is_list
     has_default = not is_required and parameter.default is not None and parameter.default is not False
     return click.Option([parameter.name, *names], help=declared.text, show_default=has_default, **settings)
-
-
-def _list_or_none(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    return list(values) or None
-
-
-def _names_of_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
 
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from flopwatch.cli import print_json
 from flopwatch.errors import InputError
 from flopwatch.flops.count import count_flops
@@ -29,23 +27,24 @@ _ROWS = 14
 
 
 def count_and_print(
-    model: str,
-    batch_size: int,
-    seq_len: int,
-    checkpoint: bool,
-    attention: str,
-    method: str,
-    device: str | None,
-    dtype: str | None,
-    step_time: float | None,
-    as_json: bool,
+    model: str, batch_size: int, seq_len: int, checkpoint: bool, step_time: float | None, as_json: bool, **given: Any
 ) -> None:
-    peak = _peak(device, dtype, step_time)
+    method, peak = given["method"], _peak(given["device"], given["dtype"], step_time)
     # Hides advice of transformers about training options, which is imported with a model of it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    built = _built(model, checkpoint=checkpoint, with_weights=method == "step")
-    count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=attention)  # type: ignore[arg-type]
-    facts = _facts(model, built, count, batch_size, seq_len)
+    built = load_model(model, device="cpu" if method == "step" else "meta")
+    if checkpoint:
+        _enable_checkpointing(built)
+    count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=given["attention"])
+    parameters = list(built.parameters())
+    facts: dict[str, Any] = {
+        "model": model,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "flops": count.to_json(),
+    }
     if peak is not None and step_time is not None:
         facts["step"] = {
             "seconds": step_time,
@@ -59,16 +58,11 @@ def count_and_print(
         print_document(_document(facts, count, peak))
 
 
-def _built(model: str, *, checkpoint: bool, with_weights: bool) -> nn.Module:
-    built = load_model(model, device="cpu" if with_weights else "meta")
-    if checkpoint:
-        enable = getattr(built, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise InputError(
-                f"{type(built).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint"
-            )
-        enable()
-    return built
+def _enable_checkpointing(model: Any) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise InputError(f"{type(model).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint")
+    enable()
 
 
 def _peak(device: str | None, dtype: str | None, step_time: float | None) -> Peak | None:
@@ -80,18 +74,6 @@ def _peak(device: str | None, dtype: str | None, step_time: float | None) -> Pea
     if peak is None:
         raise InputError(explain_unknown(dtype=dtype, name=device))
     return peak
-
-
-def _facts(spec: str, model: nn.Module, count: FlopCount, batch_size: int, seq_len: int) -> dict[str, Any]:
-    parameters = list(model.parameters())
-    return {
-        "model": spec,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "flops": count.to_json(),
-    }
 
 
 def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> doc.Document:

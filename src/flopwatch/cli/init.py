@@ -2,15 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 
 from flopwatch.cli import argument, flag
 from flopwatch.errors import InputError
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 
 def init(
@@ -76,8 +73,8 @@ def monitor_template() -> str:
         settings = [_yaml(name, defaults[name]) for name in names]
         width = max(map(len, settings))
         lines += [
-            f"  #{setting:<{width}}  # {_explanation(fields[name])}"
-            for name, setting in zip(names, settings, strict=True)
+            f"  #{setting:<{width}}  # {' '.join(filter(None, [field.description, _choices(field.annotation)]))}"
+            for field, setting in zip((fields[name] for name in names), settings, strict=True)
         ]
     return _MONITOR_HEAD + "\n".join(lines) + "\n"
 
@@ -92,10 +89,6 @@ def _yaml(name: str, value: Any) -> str:
 
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
     return f"{name}: {text.removesuffix('...' + chr(10)).strip()}"
-
-
-def _explanation(field: "FieldInfo") -> str:
-    return " ".join(filter(None, [field.description, _choices(field.annotation)]))
 
 
 def _choices(annotation: Any) -> str | None:

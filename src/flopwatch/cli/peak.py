@@ -1,16 +1,19 @@
 """`flopwatch peak` prints the peak FLOP/s of a device."""
 
+import shutil
+import textwrap
 from typing import Annotated
 
 import click
 
-from flopwatch.cli import flag, print_error, print_json, print_section
-from flopwatch.cli.run_logs.run_argument import types_of_newest_run
-from flopwatch.errors import InputError
+from flopwatch.cli import RUNS_FOLDER, flag, print_error, print_json
+from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import explain_unknown, list_peaks, peak_flops, product_notes
 from flopwatch.hardware.measured import MEASURABLE
 from flopwatch.numbers import percent
 from flopwatch.records.flops import Peak
+from flopwatch.runs.log_file import find_log, runs_below
+from flopwatch.runs.reading import read_around
 
 
 def peak(
@@ -31,7 +34,12 @@ def peak(
     A measured peak is used for MFU where no other is known. Without --dtype, --measure takes the compute types of the
     newest run in flopwatch-runs, or the type in which matmuls run by default.
     """
-    peaks = _measure(name, device, dtype, seconds, measure_again) if measure else _look_up(name, device, dtype)
+    if measure:
+        peaks = _measure(name, device, dtype, seconds, measure_again)
+    elif dtype is None:
+        peaks = list_peaks(device, name=name)
+    else:
+        peaks = list(filter(None, [peak_flops(device, dtype, name=name)]))
     if as_json:
         print_json({"peaks": [peak.to_json() for peak in peaks]})
     elif peaks:
@@ -39,13 +47,6 @@ def peak(
     if not peaks:
         print_error(explain_unknown(device, dtype, name=name))
         raise SystemExit(1)
-
-
-def _look_up(name: str | None, device: str | None, dtype: str | None) -> list[Peak]:
-    if dtype is None:
-        return list_peaks(device, name=name)
-    found = peak_flops(device, dtype, name=name)
-    return [] if found is None else [found]
 
 
 def _measure(name: str | None, device: str | None, dtype: str | None, seconds: float, refresh: bool) -> list[Peak]:
@@ -61,30 +62,27 @@ def _measure(name: str | None, device: str | None, dtype: str | None, seconds: f
 
 def _types_to_measure() -> list[str | None]:
     """The types of the newest run that can be measured; None is the type in which a matmul would run now."""
-    dtypes, run = types_of_newest_run()
-    if run is None:
-        return [None]
-    left_out = [dtype for dtype in dtypes if dtype not in MEASURABLE]
-    not_measured = f"; {', '.join(left_out)} cannot be measured" if left_out else ""
-    click.secho(f"For the compute types of {run}: {', '.join(dtypes)}{not_measured}", dim=True, err=True)
-    return [dtype for dtype in dtypes if dtype in MEASURABLE] or [None]
+    for run in reversed(runs_below(RUNS_FOLDER)):
+        try:
+            log = read_around(find_log(run))
+        except (FlopwatchError, OSError):
+            continue
+        dtypes = tuple(dict.fromkeys(name for record in reversed(log.provenances) for name in record.dtypes))
+        if dtypes:
+            left_out = [dtype for dtype in dtypes if dtype not in MEASURABLE]
+            not_measured = f"; {', '.join(left_out)} cannot be measured" if left_out else ""
+            click.secho(f"For the compute types of {run}: {', '.join(dtypes)}{not_measured}", dim=True, err=True)
+            return [dtype for dtype in dtypes if dtype in MEASURABLE] or [None]
+    return [None]
 
 
-_LABEL_WIDTH = 12
+_INDENT, _WIDEST_TEXT = 14, 100
 _SMALLEST_IN_TFLOPS = 1e13
 
 
 def print_peaks(peaks: list[Peak], notes: str = "") -> None:
     """Print the peaks of one device and their sources. Rich is not used, because its import is slow."""
     click.secho(f"\n{peaks[0].device}\n", bold=True)
-    _print_figures(peaks)
-    click.echo()
-    for label, text in _explanations(peaks, notes):
-        print_section(label, _LABEL_WIDTH, [text])
-    click.echo()
-
-
-def _print_figures(peaks: list[Peak]) -> None:
     in_tflops = max(peak.flops_per_s for peak in peaks) >= _SMALLEST_IN_TFLOPS
     unit, heading = (1e12, "dense TFLOP/s") if in_tflops else (1e9, "dense GFLOP/s")
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
@@ -92,6 +90,12 @@ def _print_figures(peaks: list[Peak]) -> None:
     for peak in peaks:
         rate = peak.flops_per_s / unit
         click.echo(f"  {peak.dtype:<{width}}  {rate:>{len(heading)},.{1 if rate >= 10 else 3}f}")
+    click.echo()
+    room = max(min(shutil.get_terminal_size().columns, _WIDEST_TEXT) - _INDENT, 20)
+    for label, text in _explanations(peaks, notes):
+        click.secho(f"  {label:<{_INDENT - 2}}", dim=True, nl=False)
+        click.echo(f"\n{'':{_INDENT}}".join(textwrap.wrap(text, room, break_on_hyphens=False)))
+    click.echo()
 
 
 def _explanations(peaks: list[Peak], notes: str) -> list[tuple[str, str]]:
@@ -103,6 +107,5 @@ def _explanations(peaks: list[Peak], notes: str) -> list[tuple[str, str]]:
     for peak in peaks:
         dtypes_by_source.setdefault(peak.source, []).append(peak.dtype)
     for source, dtypes in dtypes_by_source.items():
-        is_shared = len(dtypes_by_source) == 1
-        explained.append(("source", source if is_shared else f"{', '.join(dtypes)}: {source}"))
+        explained.append(("source", source if len(dtypes_by_source) == 1 else f"{', '.join(dtypes)}: {source}"))
     return [*explained, ("note", notes)] if notes else explained

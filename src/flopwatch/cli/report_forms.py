@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 from flopwatch.cli import STANDARD_OUTPUT, write_file
-from flopwatch.cli.run_logs.peak_option import peak_to_use
-from flopwatch.cli.run_logs.run_argument import chosen_run
+from flopwatch.cli.run_logs.run_argument import chosen_run, peak_to_use
 from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
@@ -41,22 +40,11 @@ _Makers = dict[str, Callable[[], str | bytes]]
 
 
 def put_out_report(
-    directory: str | None,
-    logs_dir: str | None,
-    html: str | None,
-    md: str | None,
-    as_json: bool,
-    output: str | None,
-    csv: str | None,
-    parquet: str | None,
-    wandb: str | None,
-    mlflow: str | None,
-    metric: str | None,
-    peak_tflops: float | None,
+    directory: str | None, logs_dir: str | None, as_json: bool, peak_tflops: float | None, **given: str | None
 ) -> None:
     """Write the files that were asked for, and print JSON or, if nothing else was asked for, the report."""
-    metrics = _metrics(metric)
-    paths = {"html": html, "md": md, "output": output, "csv": csv, "parquet": parquet}
+    metrics, wandb, mlflow = _metrics(given["metric"]), given["wandb"], given["mlflow"]
+    paths = {name: given[name] for name in ("html", "md", "output", "csv", "parquet")}
     _refuse_two_on_standard_output(paths, as_json=as_json)
     refuse_unusable(wandb, mlflow)
     if directory is None and logs_dir is None:
@@ -64,7 +52,7 @@ def put_out_report(
     folder = _sweep_folder(directory, logs_dir)
     is_logged = wandb is not None or mlflow is not None
     if (log := _log_of_run(folder)) is not None:
-        _refuse_options_of_sweeps(log, parquet=parquet, metric=metric, wandb=wandb, mlflow=mlflow)
+        _refuse_options_of_sweeps(log, {name: given[name] for name in ("parquet", "metric", "wandb", "mlflow")})
         makers, document = _forms_of_run(log, peak_to_use(peak_tflops))
     elif peak_tflops is not None:
         raise InputError(
@@ -139,7 +127,7 @@ def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
     return text.getvalue()
 
 
-def _refuse_options_of_sweeps(log: Path, **given: str | None) -> None:
+def _refuse_options_of_sweeps(log: Path, given: Mapping[str, str | None]) -> None:
     """Raise an error if an option was given that only the report of a sweep has."""
     wrong = [f"--{name}" for name, value in given.items() if value is not None]
     if wrong:

@@ -45,13 +45,15 @@ def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> Cpu
     processors = [fields for fields in blocks if fields.get("processor", "").isdigit()]
     if not processors:
         return CpuFacts()
+    if usable_cpus is None and hasattr(os, "sched_getaffinity"):
+        usable_cpus = os.sched_getaffinity(0)
     first = processors[0]
     clock_ghz, clock_source = _clock(root, first)
     return CpuFacts(
         name=first.get("model name", "cpu"),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
         identity=tuple((key, first.get(field, "")) for key, field in _IDENTITY.items()),
-        core_count=_core_count(root, processors, _affinity() if usable_cpus is None else usable_cpus),
+        core_count=_core_count(root, processors, usable_cpus),
         clock_ghz=clock_ghz,
         clock_source=clock_source,
     )
@@ -60,10 +62,6 @@ def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> Cpu
 def _fields(block: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in block.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _affinity() -> set[int] | None:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int] | None) -> float | None:
@@ -184,17 +182,13 @@ def _best_rate(cpu: CpuFacts, dtype: str) -> tuple[float, str] | None:
 
 
 def _why_half_rate(cpu: CpuFacts, flags: list[str]) -> str | None:
+    identity = dict(cpu.identity)
     for core in _rates()["half_rate_cores"]:
-        if core["flag"] in flags and _is_such_a_core(cpu, core):
+        if "name_contains" in core:
+            is_one = core["name_contains"] in cpu.name
+        else:
+            is_family = identity.get("vendor_id") == core["vendor_id"] and identity.get("family") == str(core["family"])
+            is_one = is_family and core["models"][0] <= int(identity.get("model") or -1) <= core["models"][1]
+        if is_one and core["flag"] in flags:
             return str(core["why"])
     return None
-
-
-def _is_such_a_core(cpu: CpuFacts, core: dict[str, Any]) -> bool:
-    if "name_contains" in core:
-        return str(core["name_contains"]) in cpu.name
-    identity = dict(cpu.identity)
-    if identity.get("vendor_id") != core["vendor_id"] or identity.get("family") != str(core["family"]):
-        return False
-    lowest, highest = core["models"]
-    return bool(lowest <= int(identity.get("model") or -1) <= highest)

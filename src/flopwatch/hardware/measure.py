@@ -15,7 +15,7 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
 from flopwatch.hardware.measured import cache_key, read_cached_peak, write_cached_peak
 from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
-from flopwatch.records.flops import Confidence, Peak
+from flopwatch.records.flops import Peak
 
 Shape = tuple[int, int, int]
 """Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
@@ -155,7 +155,8 @@ def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
 def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
     """The shapes whose three matrices fit into half of the free memory on CUDA, or into 1 GiB on other devices."""
     most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _MOST_BYTES_OFF_CUDA
-    return [shape for shape in SHAPES if _operand_bytes(shape, dtype) <= most] or [SHAPES[0]]
+    sizes = {(m, k, n): dtype.itemsize * (m * k + k * n + m * n) for m, k, n in SHAPES}
+    return [shape for shape, size in sizes.items() if size <= most] or [SHAPES[0]]
 
 
 @contextmanager
@@ -194,11 +195,6 @@ def _operands(
     left = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     right = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
     return left, right, torch.empty(rows, columns, device=device, dtype=dtype)
-
-
-def _operand_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    rows, inner, columns = shape
-    return dtype.itemsize * (rows * inner + inner * columns + rows * columns)
 
 
 def _seconds_by_events(run: Callable[[], None], device: torch.device) -> float:
@@ -269,9 +265,11 @@ def measure_peak(
         flops_per_s=best.flops_per_s,
         device=facts.name,
         dtype=compute_dtype,
-        source=_describe(best),
+        source=f"best matmul of {best.shapes_tried} shapes: {' x '.join(map(str, best.shape))}, median of "
+        f"{best.repeats} repeats, spread {best.spread:.1%}, {_versions()}",
         kind="measured",
-        confidence=_confidence(best.spread),
+        # Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it.
+        confidence="medium" if best.spread < 0.2 else "low",
     )
     write_cached_peak(key, peak)
     return peak
@@ -310,18 +308,8 @@ def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> st
 
 
 def _cache_key(facts: DeviceFacts, dtype: str) -> str:
-    threads = torch.get_num_threads()
-    return f"{cache_key(facts.name, facts.unit_count, dtype)}torch {torch.__version__}, {threads} threads"
+    return cache_key(facts.name, facts.unit_count, dtype) + _versions()
 
 
-def _describe(best: BestMatmul) -> str:
-    shape = " x ".join(map(str, best.shape))
-    return (
-        f"best matmul of {best.shapes_tried} shapes: {shape}, median of {best.repeats} repeats, "
-        f"spread {best.spread:.1%}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
-
-
-def _confidence(spread: float) -> Confidence:
-    """Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it."""
-    return "medium" if spread < 0.2 else "low"
+def _versions() -> str:
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"

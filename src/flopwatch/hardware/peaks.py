@@ -240,7 +240,8 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
     dtype = dtype or next((usual for usual in _USUAL_TRAINING_DTYPES if usual in record.peak_tflops), "fp32")
     rate = next((key for key in _MATMUL_RATES.get(dtype, (dtype,)) if key in record.peak_tflops), None)
     if rate is None:
-        return Unknown(f"{record.name} has no dense {dtype} rate; it has {_matmul_dtypes(record)}")
+        others = ", ".join(other for other in record.peak_tflops if other not in _RATES_BEHIND_A_DTYPE)
+        return Unknown(f"{record.name} has no dense {dtype} rate; it has {others}")
     fraction = _visible_fraction(record, facts)
     if fraction is None:
         return Unknown(
@@ -283,13 +284,8 @@ def _named(name: str) -> list[Accelerator]:
     records = load_accelerators()
     lowered = name.lower()
     called_so = [record for record in records if lowered in (record.id, record.name.lower())]
-    return called_so or [record for record in records if _reports(record, name, lowered)]
-
-
-def _reports(record: Accelerator, name: str, lowered: str) -> bool:
-    if record.contains and not any(part in lowered for part in record.contains):
-        return False
-    return any(_matches(pattern, name) for pattern in record.match)
+    likely = [each for each in records if not each.contains or any(part in lowered for part in each.contains)]
+    return called_so or [record for record in likely if any(_matches(pattern, name) for pattern in record.match)]
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -327,10 +323,6 @@ def _known(facts: DeviceFacts) -> str:
     if facts.gcn_arch is not None:
         parts.append(facts.gcn_arch)
     return ", ".join(parts) or "nothing"
-
-
-def _matmul_dtypes(record: Accelerator) -> str:
-    return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)
 
 
 # A peak is derived from the architecture only for product lines in which every product has the same rate per unit and

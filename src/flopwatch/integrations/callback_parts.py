@@ -1,10 +1,12 @@
-"""Helpers of the callbacks: they catch errors, replace methods on one object, and time the fetching of batches."""
+"""What the callbacks share: they own a monitor, catch errors, and replace methods on one object."""
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number
 
@@ -32,18 +34,14 @@ def harmless(method: Method) -> Method:
         except Exception as error:
             if getattr(self, "strict", False):
                 raise
-            _report_once(self, method.__name__, error)
+            part, reported = method.__name__, vars(self).setdefault("_flopwatch_reported_parts", set())
+            if part not in reported:
+                reported.add(part)
+                _log.error("flopwatch: %s failed, the training continues: %s: %s", part, type(error).__name__, error)
+                _log.debug("flopwatch: the traceback of the error in %s", part, exc_info=error)
             return None
 
     return guarded  # type: ignore[return-value]
-
-
-def _report_once(owner: Any, part: str, error: Exception) -> None:
-    reported = vars(owner).setdefault("_flopwatch_reported_parts", set())
-    if part not in reported:
-        reported.add(part)
-        _log.error("flopwatch: %s failed, the training continues: %s: %s", part, type(error).__name__, error)
-        _log.debug("flopwatch: the traceback of the error in %s", part, exc_info=error)
 
 
 _ABSENT = object()
@@ -84,27 +82,52 @@ def replace_method(
     return put_back
 
 
-class FetchTimer:
-    """Measures how long the framework takes to fetch a batch. An error in the measurement does not stop the fetch."""
+Selection = Literal["none", "basic", "all"]
 
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
-        self.strict = callback.strict
+
+class MonitorOwner:
+    """The part of a callback that makes a monitor when a training begins, and closes it when the training ends."""
+
+    def __init__(self, output_dir: str | Path | None, metrics: Selection, monitor_options: dict[str, Any]) -> None:
+        self._output_dir, self._metrics, self._monitor_options = output_dir, metrics, monitor_options
+        self._put_back: list[Callable[[], None]] = []
+        self.strict = bool(monitor_options.get("strict"))
+        self.monitor: TrainingMonitor | None = None
+
+    def _begin(self, folder: str, max_steps: int, log_every: float | None, **own: Any) -> TrainingMonitor:
+        own["output_dir"] = self._output_dir or Path(folder) / "flopwatch"
+        own["total_steps"] = max_steps if max_steps > 0 else None
+        if log_every:
+            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
+            own["log_every"] = int(log_every) + 1
+        self.monitor = TrainingMonitor(**(own | self._monitor_options))
+        self.strict = self.strict or self.monitor.config.strict
+        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
+        self.monitor.says_what_was_not_given(False)  # the callbacks have clearer words for what is missing
+        return self.monitor
+
+    def _is_alone(self, callbacks: Iterable[Any], kind: type) -> bool:
+        return not any(isinstance(other, kind) and other is not self for other in callbacks)
 
     @harmless
     def begin_wait(self) -> bool:
-        """Begin to time a fetch. Returns False if the monitor does not time this fetch."""
-        monitor = self._callback.monitor
-        return monitor is not None and bool(monitor.begin_wait())
+        """Begin to time the fetch of a batch. Returns False if the monitor does not time this fetch."""
+        return self.monitor is not None and bool(self.monitor.begin_wait())
 
     @harmless
     def end_wait(self, *, has_batch: bool = True) -> None:
         """End a fetch for which `begin_wait` returned True; `has_batch` is False if no batch was left."""
-        if self._callback.monitor is not None:
-            self._callback.monitor.end_wait(has_batch=has_batch)
+        if self.monitor is not None:
+            self.monitor.end_wait(has_batch=has_batch)
 
+    @harmless
+    def end(self) -> None:
+        """Restore the trainer's methods and close the monitor."""
+        while self._put_back:
+            self._put_back.pop()()
+        if self.monitor is not None:
+            self.monitor.close()
 
-Selection = Literal["none", "basic", "all"]
 
 _GROUPS = ("perf", "total", "time", "ranks")
 """Groups of metrics for the framework's log; not `training`, because the framework logs loss and learning rate."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, framework_metrics, harmless, replace_method
 from flopwatch.library_internals import find_trainer, guarded_part
-from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor, act_on_run
+from flopwatch.monitor.training_monitor import TimedIterator
 from flopwatch.optional import require
 
 _callbacks = require("transformers.trainer_callback", "hf")
@@ -19,7 +19,7 @@ _PRINTED = ("perf/mfu", "perf/tokens_per_second")
 """What the lines show that the `Trainer` prints; trackers get more."""
 
 
-class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
+class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
     """Adds exact MFU, tokens and rates to the log rows of a `Trainer`, and writes a local log.
 
     Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`. The
@@ -51,15 +51,10 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     """
 
     def __init__(self, output_dir: str | Path | None = None, *, metrics: Selection = "basic", **monitor_options: Any):
-        self._output_dir = None if output_dir is None else str(output_dir)
-        self._metrics = metrics
-        self._monitor_options = monitor_options
-        self._put_back: list[Callable[[], None]] = []
+        super().__init__(None if output_dir is None else str(output_dir), metrics, monitor_options)
         self._steps_to_log = 0
         self._added: dict[str, float] = {}
         """What we add to the row that the `Trainer` is logging."""
-        self.strict = bool(monitor_options.get("strict"))
-        self.monitor: TrainingMonitor | None = None
         self.totals: dict[str, Any] = {}
         self.lost_options: list[str] = []
 
@@ -67,13 +62,14 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()  # closes the monitor of an earlier training that raised
         self._steps_to_log = 0
-        self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
-        self.strict = self.strict or self.monitor.config.strict
-        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
-        self.monitor.says_what_was_not_given(False)  # the warning below is clearer than the monitor's
-        saved = _saved_totals(state, type(self).__name__)
-        if state.global_step > 0 and saved.get("step") == state.global_step:
-            self.monitor.load_state_dict(saved)
+        every = state.logging_steps if args.logging_strategy == "steps" else None
+        dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+        monitor = self._begin(args.output_dir, state.max_steps, every, model=kwargs["model"], dtype=dtype)
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        saved = saved[0] if isinstance(saved, list) else saved
+        totals = dict(saved.get("attributes", {}).get("totals", {}))
+        if state.global_step > 0 and totals.get("step") == state.global_step:
+            monitor.load_state_dict(totals)
         # The Trainer expects an entry for every stateful callback, but a checkpoint saved without this one has none.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.lost_options:
@@ -89,8 +85,11 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
                 "training loop of your own, use flopwatch.TrainingMonitor"
             )
             return
-        _move_to_front(self, trainer.callback_handler.callbacks)
-        self._change_rows(trainer.callback_handler.callbacks)
+        # To the front, so that values are added to a log row before W&B and TensorBoard get the row. The `Trainer` may
+        # be iterating over the list. Callbacks behind this one keep their index, so each is called once.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is self)))
+        self._change_rows(callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
         if hasattr(trainer, "get_batch_samples"):
             self._put_back.append(replace_method(trainer, "get_batch_samples", self._timing))
@@ -169,18 +168,6 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     def _note_totals(self) -> None:
         self.totals = {} if self.monitor is None else self.monitor.state_dict()
 
-    def _options(self, args: Any, state: Any, model: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "output_dir": self._output_dir or Path(args.output_dir) / "flopwatch",
-            "model": model,
-            "total_steps": state.max_steps if state.max_steps > 0 else None,
-            "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
-        }
-        if args.logging_strategy == "steps":
-            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
-            own["log_every"] = int(state.logging_steps) + 1
-        return own | self._monitor_options
-
     def _seeing(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def training_step_seen(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             self._see(inputs)
@@ -189,10 +176,8 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         return training_step_seen
 
     def _timing(self, get_batch_samples: Callable[..., Any]) -> Callable[..., Any]:
-        timer = FetchTimer(self)
-
         def get_timed_batch_samples(epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            return get_batch_samples(TimedIterator(epoch_iterator, timer), *args, **kwargs)
+            return get_batch_samples(TimedIterator(epoch_iterator, self), *args, **kwargs)
 
         return get_timed_batch_samples
 
@@ -211,14 +196,6 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
         return guarded
 
-    @harmless
-    def end(self) -> None:
-        """Restore the trainer's methods and close the monitor."""
-        while self._put_back:
-            self._put_back.pop()()
-        if self.monitor is not None:
-            self.monitor.close()
-
 
 class AutomaticCallback(FlopwatchCallback):
     """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own.
@@ -229,33 +206,19 @@ class AutomaticCallback(FlopwatchCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(self)
-        others = [] if trainer is None else trainer.callback_handler.callbacks
-        if not any(isinstance(other, FlopwatchCallback) and other is not self for other in others):
+        if trainer is None or self._is_alone(trainer.callback_handler.callbacks, FlopwatchCallback):
             super().on_train_begin(args, state, control, **kwargs)
 
     def _add_to(self, logs: dict[str, Any]) -> None:
         pass
 
     def _change_rows(self, callbacks: list[Any]) -> None:
-        self._give_rows([each for each in callbacks if _is_tracker(each)], lambda logs: {**logs, **self._added})
-
-
-def _is_tracker(callback: Any) -> bool:
-    return any(kind.__module__.startswith("transformers.integrations") for kind in type(callback).__mro__)
-
-
-def _move_to_front(callback: Any, callbacks: list[Any]) -> None:
-    """Move the callback to the front, so that it adds its values to a log row before W&B and TensorBoard get the row.
-
-    The `Trainer` may be iterating over the list. Callbacks behind this one keep their index, so each is called once.
-    """
-    callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is callback)))
-
-
-def _saved_totals(state: Any, name: str) -> dict[str, Any]:
-    saved = state.stateful_callbacks.get(name, {})
-    saved = saved[0] if isinstance(saved, list) else saved
-    return dict(saved.get("attributes", {}).get("totals", {}))
+        trackers = [
+            each
+            for each in callbacks
+            if any(kind.__module__.startswith("transformers.integrations") for kind in type(each).__mro__)
+        ]
+        self._give_rows(trackers, lambda logs: {**logs, **self._added})
 
 
 def _is_plain(value: Any) -> bool:

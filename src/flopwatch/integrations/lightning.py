@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, framework_metrics, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
 from flopwatch.library_internals import lightning_logs_this_step
-from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
+from flopwatch.monitor.training_monitor import act_on_run
 from flopwatch.optional import require
 
 
@@ -31,7 +31,7 @@ _FETCH = ".train_dataloader_next"
 """Lightning's profiler action for fetching a training batch has a name that ends like this."""
 
 
-class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
+class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[misc]
     """Sends exact MFU, tokens and rates to the loggers of a Lightning `Trainer`, and writes a local log.
 
     Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])`. Every `log_every_n_steps` the numbers go to all loggers
@@ -66,38 +66,29 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         metrics: Selection = "basic",
         **monitor_options: Any,
     ) -> None:
-        self._output_dir = output_dir
+        super().__init__(output_dir, metrics, monitor_options)
         self._wanted_model = model
-        self._metrics = metrics
-        self._monitor_options = monitor_options
         self._counted: nn.Module | None = None
         self._has_looked_for_model = False
         self._phases = ExitStack()
-        self._put_back: list[Callable[[], None]] = []
         self._totals: dict[str, Any] = {}
         self._loss: Any = None
         self._learning_rate: Any = None
         self._steps_done = 0
         self._is_fetching = False
-        self.strict = bool(monitor_options.get("strict"))
-        self._fetches = FetchTimer(self)
-        self.monitor: TrainingMonitor | None = None
 
     @harmless
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.end()
-        self._forget_step()
+        self._loss = self._learning_rate = None
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
-        self.monitor = TrainingMonitor(**self._options(trainer))
-        self.strict = self.strict or self.monitor.config.strict
-        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
-        self.monitor.says_what_was_not_given(False)  # if the model is missing, `find_model` raises a clearer error
+        folder, dtype = trainer.log_dir or trainer.default_root_dir, autocast_dtype(trainer.precision)
+        monitor = self._begin(folder, trainer.max_steps, trainer.log_every_n_steps, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
-            self.monitor.load_state_dict(self._totals)
+            monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
         # Lightning calls `start` and `stop` of its profiler around each fetch of a batch, even without profiling.
-        self._fetches = FetchTimer(self)
         self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
         self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
 
@@ -133,7 +124,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self.monitor.log_step(
             trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
         )
-        self._forget_step()
+        self._loss = self._learning_rate = None
         if lightning_logs_this_step(trainer):
             values = framework_metrics(self.monitor.log_now(), self._metrics)
             if values:
@@ -175,31 +166,14 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         """Restore the trainer's methods and close the monitor."""
         self._note_totals()  # because Lightning saves some checkpoints after this
         self._phases.close()
-        while self._put_back:
-            self._put_back.pop()()
-        if self.monitor is not None:
-            self.monitor.close()
+        super().end()
         self._counted = None
-
-    def _forget_step(self) -> None:
-        self._loss = self._learning_rate = None
-
-    def _options(self, trainer: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "output_dir": self._output_dir or Path(trainer.log_dir or trainer.default_root_dir) / "flopwatch",
-            "dtype": autocast_dtype(trainer.precision),
-            "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
-        }
-        if trainer.log_every_n_steps:
-            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
-            own["log_every"] = trainer.log_every_n_steps + 1
-        return own | self._monitor_options
 
     def _before_fetch(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def start_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
             started = start(action_name, *args, **kwargs)
             if action_name.endswith(_FETCH):
-                self._is_fetching = self._fetches.begin_wait()
+                self._is_fetching = self.begin_wait()
             return started
 
         return start_seen
@@ -208,7 +182,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         def stop_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
             if action_name.endswith(_FETCH) and self._is_fetching:
                 self._is_fetching = False
-                self._fetches.end_wait()
+                self.end_wait()
             return stop(action_name, *args, **kwargs)
 
         return stop_seen
@@ -241,7 +215,7 @@ class AutomaticCallback(FlopwatchCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._metrics = "basic" if trainer.loggers else "none"  # Lightning keeps what is logged, for nobody
-        if not any(isinstance(other, FlopwatchCallback) and other is not self for other in trainer.callbacks):
+        if self._is_alone(trainer.callbacks, FlopwatchCallback):
             super().on_train_start(trainer, pl_module)
 
 
@@ -252,14 +226,11 @@ def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
     whole = next((child for child in children if {id(p) for p in child.parameters()} == everything), None)
     forward_package = type(pl_module).forward.__module__.partition(".")[0]
     has_forward = forward_package not in ("lightning", "pytorch_lightning", "torch")
-    if has_forward and not (whole is not None and _takes_anything(pl_module, batch)):
+    kinds = {parameter.kind for parameter in inspect.signature(type(pl_module).forward).parameters.values()}
+    takes_anything = isinstance(batch, Mapping) or inspect.Parameter.VAR_POSITIONAL in kinds
+    if has_forward and not (whole is not None and takes_anything):
         return _uncompiled(pl_module)
     return pl_module if whole is None else whole
-
-
-def _takes_anything(module: nn.Module, batch: Any) -> bool:
-    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
-    return isinstance(batch, Mapping) or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

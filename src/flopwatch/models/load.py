@@ -63,7 +63,8 @@ def _from_config_file(file: Path, device: str) -> nn.Module:
     transformers = require("transformers", "hf")
     try:
         config = transformers.AutoConfig.for_model(**settings)
-        build = _builder(transformers, settings, config)
+        names = [name for name in settings.get("architectures") or [] if hasattr(transformers, name)]
+        build = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM.from_config
         with torch.device(device):
             model: nn.Module = build(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -71,15 +72,6 @@ def _from_config_file(file: Path, device: str) -> nn.Module:
             f"transformers {transformers.__version__} cannot build a model from {file}: {error}"
         ) from error
     return model.train()
-
-
-def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
-    """Return the class that the config names; if it names none, a function that builds a causal language model."""
-    names = settings.get("architectures") or []
-    for name in names:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return transformers.AutoModelForCausalLM.from_config
 
 
 def _from_factory(spec: str, device: str) -> nn.Module:

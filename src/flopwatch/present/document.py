@@ -5,7 +5,7 @@ so everything in the house may build one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
@@ -422,14 +422,35 @@ class Document:
         """A remark about what is left out, and what has it."""
         return f"{said}; {self.have_all[medium]}" if said and medium in self.have_all else said
 
-    def sections(self) -> Iterator[Section]:
+    def shown(self, parts: Sequence[Part], medium: Medium) -> Iterator[Part]:
+        """The parts that a medium shows. Where it shows the first ones only, a remark says what is left out."""
+        for part in parts:
+            if isinstance(part, Only):
+                yield from self.shown(part.parts, medium) if medium in part.media else ()
+            elif isinstance(part, Beside) and medium != "html":
+                yield from self.shown(part.parts, medium)
+            elif isinstance(part, Several):
+                most = part.most.of(medium)
+                yield from self.shown(part.parts[:most], medium)
+                names = [*part.names[most : most + 4], *(["..."] if len(part.parts) > most + 4 else [])]
+                said = f" ({'; '.join(names)})" if part.names and medium == "terminal" else ""
+                yield from self._rest(len(part.parts) - most, part.more + said, medium)
+            elif isinstance(part, Items):
+                most = part.most.of(medium)
+                yield replace(part, texts=part.texts[:most])
+                yield from self._rest(len(part.texts) - most, part.more, medium)
+            else:
+                yield part
+
+    def _rest(self, hidden: int, what: str, medium: Medium) -> Iterator[Text]:
+        if hidden > 0:
+            said = self.with_rest(f"{hidden:,} {what}", medium)
+            yield Text(said if medium == "terminal" else f"{said}.", "" if medium == "markdown" else "note")
+
+    def sections(self, parts: Sequence[Part] | None = None) -> Iterator[Section]:
         """The sections that a page shows."""
-        return _sections(self.parts)
-
-
-def _sections(parts: Sequence[Part]) -> Iterator[Section]:
-    for part in parts:
-        if isinstance(part, Section):
-            yield part
-        elif isinstance(part, Beside) or (isinstance(part, Only) and "html" in part.media):
-            yield from _sections(part.parts)
+        for part in self.shown(self.parts if parts is None else parts, "html"):
+            if isinstance(part, Section):
+                yield part
+            elif isinstance(part, Beside):
+                yield from self.sections(part.parts)

@@ -37,7 +37,7 @@ def fenced(text: str) -> str:
 
 
 def _lines(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
-    for part in parts:
+    for part in document.shown(parts, "markdown"):
         yield from _render(part, document, level)
 
 
@@ -56,13 +56,10 @@ def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
 
 @_render.register
 def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
-    shown = part.texts[: part.most.markdown]
-    for place, text in enumerate(shown, start=1):
+    for place, text in enumerate(part.texts, start=1):
         said = escaped(text) if isinstance(text, str) else f"**{escaped(text.text)}** {escaped(text.detail)}"
         yield f"{f'{place}.' if part.is_numbered else '-'} {said}"
     yield ""
-    if hidden := len(part.texts) - len(shown):
-        yield f"{escaped(document.with_rest(f'{hidden:,} {part.more}', 'markdown'))}.\n"
 
 
 @_render.register
@@ -100,29 +97,10 @@ def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
-    most = part.most.markdown
-    yield from _lines(part.parts[:most], document, level)
-    if len(part.parts) > most:
-        hidden = f"{len(part.parts) - most:,} {part.more}"
-        yield f"{escaped(document.with_rest(hidden, 'markdown'))}.\n"
-
-
-@_render.register
 def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
     yield from _lines(part.tables, document, level)
     if part.note:
         yield f"<sub>{escaped(part.note)}</sub>\n"
-
-
-@_render.register
-def _(part: doc.Beside, document: doc.Document, level: int) -> Iterator[str]:
-    return _lines(part.parts, document, level)
-
-
-@_render.register
-def _(part: doc.Only, document: doc.Document, level: int) -> Iterator[str]:
-    return _lines(part.parts, document, level) if "markdown" in part.media else iter(())
 
 
 @_render.register

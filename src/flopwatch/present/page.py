@@ -70,7 +70,7 @@ def in_words(text: str) -> str:
 
 
 def _html(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
-    for part in parts:
+    for part in document.shown(parts, "html"):
         yield from _render(part, document, level)
 
 
@@ -97,14 +97,11 @@ def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
 @_render.register
 def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
     tag = "ol" if part.is_numbered else "ul"
-    shown = part.texts[: part.most.html]
-    yield f"<{tag}>{''.join(f'<li>{_item(text)}</li>' for text in shown)}</{tag}>"
-    if hidden := len(part.texts) - len(shown):
-        yield _paragraph(document.with_rest(f"{hidden:,} {part.more}", "html") + ".")
-
-
-def _item(text: str | doc.Cell) -> str:
-    return in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
+    items = (
+        in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
+        for text in part.texts
+    )
+    yield f"<{tag}>{''.join(f'<li>{item}</li>' for item in items)}</{tag}>"
 
 
 @_render.register
@@ -163,14 +160,6 @@ def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
 
 
 @_render.register
-def _(part: doc.Several, document: doc.Document, level: int) -> Iterator[str]:
-    yield from _html(part.parts[: part.most.html], document, level)
-    if len(part.parts) > part.most.html:
-        hidden = len(part.parts) - part.most.html
-        yield _paragraph(document.with_rest(f"{hidden:,} {part.more}", "html") + ".")
-
-
-@_render.register
 def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
     buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
     yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
@@ -180,18 +169,13 @@ def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
 
 @_render.register
 def _(part: doc.Beside, document: doc.Document, level: int) -> Iterator[str]:
-    drawn = ["".join(_render(inner, document, level)) for inner in part.parts]
+    drawn = ["".join(_render(inner, document, level)) for inner in document.shown(part.parts, "html")]
     blocks = (
         text if text.startswith('<div class="block"') else f'<div class="fitting">{text}</div>'
         for text in drawn
         if text
     )
     yield f'<div class="blocks">{"".join(blocks)}</div>'
-
-
-@_render.register
-def _(part: doc.Only, document: doc.Document, level: int) -> Iterator[str]:
-    return _html(part.parts, document, level) if "html" in part.media else iter(())
 
 
 @_render.register

@@ -72,13 +72,8 @@ class Scale(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
-class LinearScale(NamedTuple):
-    """An axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
-
-    low: float
-    high: float
-    start: float
-    end: float
+class LinearScale(Scale):
+    """A linear axis; values beyond it are cut."""
 
     def __call__(self, value: float) -> float:
         if self.high <= self.low:
@@ -137,7 +132,7 @@ def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
 def axes(
     left: float,
     right: float,
-    y: Scale | LinearScale,
+    y: Scale,
     ticks: Sequence[float],
     tick_text: Callable[[float], str],
 ) -> str:

@@ -89,7 +89,7 @@ class _Form:
         return _Form(self.document, self.width, self.ascii_only, self.depth + 1)
 
     def parts(self, parts: Sequence[doc.Part]) -> Iterator[RenderableType]:
-        for part in parts:
+        for part in self.document.shown(parts, "terminal"):
             yield from _render(part, self)
 
     def paragraph(self, text: str, style: str = "", hang: str = "") -> Iterator[Text]:
@@ -128,8 +128,7 @@ def _(part: doc.Text, form: _Form) -> Iterator[RenderableType]:
 
 @_render.register
 def _(part: doc.Items, form: _Form) -> Iterator[RenderableType]:
-    shown = part.texts[: part.most.terminal]
-    for place, text in enumerate(shown, start=1):
+    for place, text in enumerate(part.texts, start=1):
         hang = f"{place}. " if part.is_numbered else "- "
         if isinstance(text, str):
             yield from form.paragraph(text, hang=hang)
@@ -137,10 +136,8 @@ def _(part: doc.Items, form: _Form) -> Iterator[RenderableType]:
         yield from form.paragraph(text.text, "bold", hang)
         for line in text.detail.splitlines():
             yield from form.paragraph(line, hang=" " * len(hang))
-        if place < len(shown):
+        if place < len(part.texts):
             yield Text()
-    if hidden := len(part.texts) - len(shown):
-        yield from form.note(form.document.with_rest(f"{hidden:,} {part.more}", "terminal"))
 
 
 @_render.register
@@ -187,31 +184,11 @@ def _(part: doc.Section, form: _Form) -> Iterator[RenderableType]:
 
 
 @_render.register
-def _(part: doc.Several, form: _Form) -> Iterator[RenderableType]:
-    most = part.most.terminal
-    yield from form.parts(part.parts[:most])
-    if hidden := len(part.parts) - most if len(part.parts) > most else 0:
-        names = [*part.names[most : most + 4], *(["..."] if hidden > 4 else [])]
-        said = f" ({'; '.join(names)})" if part.names else ""
-        yield from form.note(form.document.with_rest(f"{hidden:,} {part.more}{said}", "terminal"))
-
-
-@_render.register
 def _(part: doc.Tabs, form: _Form) -> Iterator[RenderableType]:
     yield from form.parts(part.tables)
     if part.note:
         yield from form.note(part.note)
         yield Text()
-
-
-@_render.register
-def _(part: doc.Beside, form: _Form) -> Iterator[RenderableType]:
-    return form.parts(part.parts)
-
-
-@_render.register
-def _(part: doc.Only, form: _Form) -> Iterator[RenderableType]:
-    return form.parts(part.parts) if "terminal" in part.media else iter(())
 
 
 @_render.register

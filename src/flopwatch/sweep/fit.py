@@ -12,7 +12,6 @@ from flopwatch.numbers import byte_size
 from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine, visible_gpus
-from flopwatch.sweep.engines.protocol import Engine
 from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
 from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
@@ -147,18 +146,12 @@ class Found:
     stopped: str = ""
 
 
-def search(
-    measure: Callable[[int], Probe],
-    max_batch: int = MOST_BATCH,
-    tolerance: float = TOLERANCE,
-    speed_probes: int = _SPEED_PROBES,
-) -> Found:
+def search(measure: Callable[[int], Probe], max_batch: int = MOST_BATCH, speed_probes: int = _SPEED_PROBES) -> Found:
     """Find the largest batch that fits, then the fastest.
 
     Args:
         measure: Runs a trial of one batch size.
         max_batch: The largest batch to try.
-        tolerance: The largest allowed relative error of the answer.
         speed_probes: How many further batches may be tried to find the fastest.
 
     >>> def measure(batch_size):
@@ -171,23 +164,19 @@ def search(
     probes: list[Probe] = []
     for_speed = 0
     while not _why_stopped(probes):
-        batch_size = next_for_largest(probes, max_batch, tolerance)
+        batch_size = next_for_largest(probes, max_batch)
         if batch_size is None and for_speed < speed_probes:
             batch_size = next_for_fastest(probes)
             for_speed += batch_size is not None
         if batch_size is None:
             break
         probes.append(measure(batch_size))
-    return _found(probes, for_speed, is_largest_known=next_for_largest(probes, max_batch, tolerance) is None)
-
-
-def _found(probes: Sequence[Probe], for_speed: int, *, is_largest_known: bool) -> Found:
     fitting = _fitting(probes)
     fastest, as_fast = fastest_of(probes)
     return Found(
         largest=fitting[-1].batch_size if fitting else None,
         too_large=_too_large(probes),
-        is_largest_known=is_largest_known,
+        is_largest_known=next_for_largest(probes, max_batch) is None,
         fastest=fastest,
         as_fast=as_fast,
         probes=tuple(probes),
@@ -214,32 +203,29 @@ def _fitting(probes: Sequence[Probe]) -> list[Probe]:
     return sorted(fitting, key=lambda probe: probe.batch_size)
 
 
-def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float = TOLERANCE) -> int | None:
+def next_for_largest(probes: Sequence[Probe], max_batch: int) -> int | None:
     """The batch to try next; None if the largest batch that fits is known within the tolerance."""
     fitting = _fitting(probes)
     low = fitting[-1].batch_size if fitting else 0
     too_large = _too_large(probes)
     high = max_batch + 1 if too_large is None else too_large
-    if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
+    if high - low <= 1 or (too_large is not None and low >= (1 - TOLERANCE) * (high - 1)):
         return None
     # Try two small batches first to fit a line to their memory. A third did not help (benchmarks/sweeps/fit_trials.py).
-    first = next((size for size in _FIRST_BATCHES if low < size < high), None)
-    guess = first or _guess(probes, fitting, too_large, tolerance)
+    guess = next((size for size in _FIRST_BATCHES if low < size < high), None)
+    if guess is None and len(probes) > _PATIENCE:
+        guess = 2 * low if too_large is None else _middle(low, too_large)
+    elif guess is None and too_large is None:
+        guess = _guess_above(fitting)
+    elif guess is None:
+        misses = next((number for number, probe in enumerate(reversed(probes)) if probe.fits), len(probes))
+        guess = _guess_between(fitting, high, misses)
     return max(low + 1, min(guess, high - 1))
 
 
-def _guess(probes: Sequence[Probe], fitting: Sequence[Probe], too_large: int | None, tolerance: float) -> int:
-    low, is_patient = fitting[-1].batch_size, len(probes) <= _PATIENCE
-    if too_large is None:
-        return _guess_above(fitting, tolerance) if is_patient else 2 * low
-    if not is_patient:
-        return _middle(low, too_large)
-    return _guess_between(fitting, too_large, _misses_since_a_fit(probes), tolerance)
-
-
-def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
+def _guess_above(fitting: Sequence[Probe]) -> int:
     low, edge = fitting[-1].batch_size, _edge(edge_of_line, fitting)
-    just_closing = _just_closing(low, tolerance)
+    just_closing = _just_closing(low)
     if edge is None:
         return 4 * low
     if edge >= just_closing:
@@ -249,12 +235,12 @@ def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
 
-def _just_closing(low: int, tolerance: float) -> int:
+def _just_closing(low: int) -> int:
     """The smallest batch that would end the search if it did not fit."""
-    return math.floor(low / (1 - tolerance)) + 1
+    return math.floor(low / (1 - TOLERANCE)) + 1
 
 
-def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
+def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int) -> int:
     """Guess a batch in the bracket: above the largest batch that fitted, and below `too_large`, which did not fit.
 
     The guess is the largest batch that fits according to a line through the measured memory peaks; after two trials in
@@ -263,25 +249,16 @@ def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolera
     would end the search if it fits. A prediction far above the bracket is ignored.
     """
     low = fitting[-1].batch_size
-    nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
-    if low >= (1 - tolerance) * (nearly - 1):
+    nearly = math.ceil((1 - TOLERANCE) * (too_large - 1))  # the search ends if this batch fits
+    if low >= (1 - TOLERANCE) * (nearly - 1):
         return nearly  # a trial of this batch ends the search, whether the batch fits or not
     curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
     for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
         if edge is not None and edge < nearly:
-            return max(edge, min(edge + 1, _just_closing(low, tolerance)))
+            return max(edge, min(edge + 1, _just_closing(low)))
         if edge is not None and edge <= _NEAR_MISS * too_large:
             return nearly
     return _middle(low, too_large)
-
-
-def _misses_since_a_fit(probes: Sequence[Probe]) -> int:
-    since = 0
-    for probe in reversed(probes):
-        if probe.fits:
-            break
-        since += 1
-    return since
 
 
 def _middle(low: int, high: int) -> int:
@@ -334,32 +311,25 @@ def next_for_fastest(probes: Sequence[Probe]) -> int | None:
     return round(math.sqrt(low * high)) if high / low > _WORTHWHILE_GAP else None
 
 
-@dataclass(frozen=True, slots=True)
-class HostLimit:
-    """`spec` with a limit of host memory; `reason` is its source, empty if the user gave the limit or there is none."""
-
-    spec: TrialSpec
-    reason: str
-
-
-def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
+def with_host_limit(folder: Path, spec: TrialSpec) -> tuple[TrialSpec, str]:
     """Add a memory limit to a CPU configuration that has none: the available memory of this host less a margin.
 
     A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable.
+
+    Returns:
+        The configuration, and where the limit comes from; empty if the user gave the limit or there is none.
     """
     if spec.limits.memory_bytes is not None or not _is_on_cpu(spec):
-        return HostLimit(spec, "")
+        return spec, ""
     earlier = _earlier_limit(folder, spec)
     if earlier is not None:
-        return HostLimit(
-            _limited(spec, earlier), f"limit {byte_size(earlier)}, the same as in the first run of this fit"
-        )
+        return _limited(spec, earlier), f"limit {byte_size(earlier)}, the same as in the first run of this fit"
     available = available_bytes()
     if available is None:
         raise InputError("the available memory of this host is unknown; give a limit, such as --memory 8GiB")
     limit = safe_limit_bytes(available)
     reason = f"limit {byte_size(limit)}: the {byte_size(available)} available on this host, less a margin"
-    return HostLimit(_limited(spec, limit), reason)
+    return _limited(spec, limit), reason
 
 
 def _is_on_cpu(spec: TrialSpec) -> bool:
@@ -392,7 +362,6 @@ def fit_batch(
     stop: Stop | None = None,
     max_batch: int = MOST_BATCH,
     preflight: Callable[[Plan], Refusal] | None = None,
-    make_engine: Callable[[], Engine] = LocalEngine,
     on_probe: Callable[[Probe], Any] = lambda probe: None,
 ) -> Found:
     """Find the largest and the fastest batch with real trials. Results of earlier runs in the folder are used again.
@@ -405,7 +374,6 @@ def fit_batch(
         max_batch: The largest batch to try.
         preflight: Called once, before the first trial that must run. It returns a function that takes a trial and
             returns why the trial cannot run, or None if it can.
-        make_engine: Makes the engine that runs the trials.
         on_probe: Called with the result of each batch size, including results of earlier runs.
     """
     stop = stop or Stop()
@@ -419,7 +387,7 @@ def fit_batch(
             write_trial_list(folder, plan.trials, "fit")
             if not refusals:
                 refusals.append(preflight(plan) if preflight else lambda trial: None)
-            run_plan(plan, make_engine(), observer, stop, refusals[0])
+            run_plan(plan, LocalEngine(), observer, stop, refusals[0])
         probe = probe_of(_result(folder, plan.trials[0]))
         on_probe(probe)
         return probe
@@ -453,12 +421,11 @@ def _refuse_too_little_memory(spec: TrialSpec) -> None:
 
 def probe_of(result: TrialResult) -> Probe:
     """The part of a trial's result that the search needs."""
-    measured, size = result.measured, result.spec.batch_size
+    measured = result.measured
     times, rate = measured.steps, measured.samples_per_s
-    is_oom = result.outcome in OUT_OF_MEMORY
     return Probe(
-        batch_size=size,
-        fits=True if result.outcome == "ok" else False if is_oom else None,
+        batch_size=result.spec.batch_size,
+        fits=True if result.outcome == "ok" else False if result.outcome in OUT_OF_MEMORY else None,
         outcome=result.outcome,
         reason=result.reason,
         peak_bytes=measured.memory.peak_bytes,

@@ -3,8 +3,7 @@
 from typing import Annotated
 
 from flopwatch.cli import flag, print_json
-from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
-from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
+from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.report.run_page.explanation import explanation_document
 from flopwatch.report.run_page.why import where_the_time_went

@@ -1,14 +1,18 @@
-"""The argument RUN_DIR of the commands that read a run's log: a run, a folder of runs, or nothing for the newest."""
+"""What the commands that read a run's log share: the argument RUN_DIR and the option `--peak-tflops`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument
-from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.cli import RUNS_FOLDER, argument, flag
+from flopwatch.errors import InputError
+from flopwatch.hardware.measured import fastest_measured
+from flopwatch.records.flops import Peak
+from flopwatch.records.run import Provenance, RunStart
+from flopwatch.runs.given_peak import ChoosePeak, override
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
-from flopwatch.runs.reading import read_around
 
 RunDir = Annotated[
     str | None,
@@ -16,7 +20,6 @@ RunDir = Annotated[
         "The folder of a run, or its log file; of a folder of runs, the newest. Default: flopwatch-runs.", "[RUN_DIR]"
     ),
 ]
-RUNS_FOLDER = "flopwatch-runs"
 
 
 def chosen_run(run_dir: str | None) -> str:
@@ -40,14 +43,30 @@ def chosen_run(run_dir: str | None) -> str:
     return folder
 
 
-def types_of_newest_run() -> tuple[tuple[str, ...], str | None]:
-    """The compute types of the newest run in `flopwatch-runs`, and its folder; nothing if there is none."""
-    for run in reversed(runs_below(RUNS_FOLDER)):
-        try:
-            log = read_around(find_log(run))
-        except (FlopwatchError, OSError):
-            continue
-        dtypes = tuple(dict.fromkeys(name for record in reversed(log.provenances) for name in record.dtypes))
-        if dtypes:
-            return dtypes, str(run)
-    return (), None
+PEAK_TFLOPS = flag(
+    "Read the log as if the run had known this dense peak of one device, in TFLOP/s, for all compute types.",
+    metavar="X",
+)
+_MOST_TERAFLOPS = 1e6
+
+
+def peak_to_use(peak_tflops: float | None) -> ChoosePeak:
+    """How to choose the peak of a log: as given, as logged, or as measured on such a device after the run."""
+    if peak_tflops is None:
+        return _measured_if_unknown
+    if not 0 < peak_tflops < _MOST_TERAFLOPS:
+        raise InputError(f"--peak-tflops must be a positive number of TFLOP/s, such as 989.4, got {peak_tflops:g}")
+    return override(peak_tflops * 1e12)
+
+
+def _measured_if_unknown(start: RunStart | None, provenance: Provenance) -> Peak | None:
+    if provenance.peak is not None or start is None or not provenance.dtypes:
+        return None
+    name, units = start.environment.get("device_name"), start.environment.get("device_units")
+    if not isinstance(name, str) or (start.world_size > 1 and start.environment.get("device") == "cpu"):
+        return None  # ranks may share the CPU, and the log does not say how many do
+    peak = fastest_measured(name, units, provenance.dtypes[0])
+    if peak is None:
+        return None
+    others = f", used for {', '.join(provenance.dtypes[1:])} too" if len(provenance.dtypes) > 1 else ""
+    return replace(peak, source=f"{peak.source}; not known to the run itself{others}")

@@ -5,9 +5,8 @@ import signal
 import time
 from typing import TYPE_CHECKING, Annotated
 
-from flopwatch.cli import flag
-from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
-from flopwatch.cli.run_logs.run_argument import RUNS_FOLDER, RunDir, chosen_run
+from flopwatch.cli import RUNS_FOLDER, flag
+from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
 from flopwatch.records.run import Record

@@ -3,8 +3,7 @@
 from typing import Annotated
 
 from flopwatch.cli import flag, print_json
-from flopwatch.cli.run_logs.peak_option import PEAK_TFLOPS, peak_to_use
-from flopwatch.cli.run_logs.run_argument import RunDir, chosen_run
+from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.report.run_page.why import why as why_is
 from flopwatch.runs import find_log, read_around
 from flopwatch.runs.given_peak import with_peak

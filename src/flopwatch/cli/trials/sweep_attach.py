@@ -6,12 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.live import Live
 
 from flopwatch.cli.streams import lasting_output
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
@@ -68,16 +66,12 @@ class FollowedTable(LiveTable):
         self._counted[result.name] = result.outcome
         super().ended(result)
 
-    def look(self, follower: Follower, state: RunnerState | None) -> None:
-        for result in follower.new_results():
-            self.ended(result)
-        if state is not None:
-            stopping, now = state.stopping, self._clock()
-            self._stopping.kill, self._stopping.finish = stopping == "kill", stopping in ("finish", "kill")
-            self._stopping.is_over_budget = stopping == "budget"
-            self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
-        engine_state = state.engine_state if state is not None else "no process runs this sweep"
-        self.ticked(follower.running(state), 0, engine_state)
+    def take(self, state: RunnerState) -> None:
+        """Show what the runner says about itself."""
+        stopping, now = state.stopping, self._clock()
+        self._stopping.kill, self._stopping.finish = stopping == "kill", stopping in ("finish", "kill")
+        self._stopping.is_over_budget = stopping == "budget"
+        self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
 
 
 def attach(sweep: Path) -> None:
@@ -86,37 +80,31 @@ def attach(sweep: Path) -> None:
     try:
         with lasting_output():
             if console.is_terminal:
-                _draw(follower, sweep, console)
+                table = FollowedTable(follower, sweep)
+                with table.live(console):
+                    _follow(follower, table)
             else:
-                _print(follower, console)
+                _follow(follower, PlainLines(follower.plan, print_line(console)))
         _print_state(sweep)
     except KeyboardInterrupt:
         folder = shlex.quote(str(sweep))
         click.echo(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
 
 
-def _draw(follower: Follower, sweep: Path, console: Console) -> None:
-    table = FollowedTable(follower, sweep)
-    with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
-        for state in _states(follower):
-            table.look(follower, state)
-
-
-def _print(follower: Follower, console: Console) -> None:
-    lines = PlainLines(follower.plan, print_line(console))
-    for state in _states(follower):
+def _follow(follower: Follower, screen: FollowedTable | PlainLines) -> None:
+    """Show the sweep until its runner ends, and then the last results."""
+    state = follower.runner()
+    while True:
         for result in follower.new_results():
-            lines.ended(result)
-        if state is not None:
-            lines.ticked(follower.running(state), state.waiting, state.engine_state)
-
-
-def _states(follower: Follower) -> Iterator[RunnerState | None]:
-    """Yield the state of the runner until it ends, and then None, so that the caller reads the last results too."""
-    while (state := follower.runner()) is not None:
-        yield state
+            screen.ended(result)
+        if state is None:
+            screen.ticked(follower.running(None), 0, "no process runs this sweep")
+            return
+        if isinstance(screen, FollowedTable):
+            screen.take(state)
+        screen.ticked(follower.running(state), state.waiting, state.engine_state)
         time.sleep(_LOOK_EVERY_SECONDS)
-    yield None
+        state = follower.runner()
 
 
 def _print_state(sweep: Path) -> None:

@@ -85,23 +85,11 @@ def run_command(words: list[str] | None, output: Path | None, **given: Any) -> N
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
     """The values of the given flags that describe the matrix, by the names of the settings in a YAML file."""
-    same = (
-        "batch_sizes",
-        "seq_lens",
-        "models",
-        "dtypes",
-        "steps",
-        "retries",
-        "retry_on",
-        "until",
-        "max_repeats",
-        "budget",
-    )
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
-    flags = {name: given[name] for name in same} | {
-        "trainers": _trainers(given["trainers"], given["command"]),
+    trainers: list[Any] = given["trainers"].split(",") if given["trainers"] else []
+    flags = {name: given[name] for name in Matrix.model_fields if name in given} | {
+        "trainers": [*trainers, *([{"command": given["command"]}] if given["command"] else [])] or None,
         "gpus": given["gpus_per_trial"],
-        "exclude": given["exclude"] or None,
         "trace": False if given["no_trace"] else None,
         "limits": _given(limits) or None,
     }
@@ -110,11 +98,6 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
-    named: list[Any] = trainers.split(",") if trainers else []
-    return [*named, {"command": command}] if command else named or None
 
 
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> Matrix:

@@ -24,7 +24,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
-from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.records.trial import TrialResult
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
@@ -38,24 +38,6 @@ _MOST_RUNNING = 12
 _LONGEST_LINE = 1000
 
 
-@contextlib.contextmanager
-def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterator[tuple[Observer | None, Stop]]:
-    """An observer that shows the sweep, and the `Stop` that Ctrl-C sets."""
-    console = console or Console()
-    stop = Stop()
-    if not console.is_terminal:
-        lines = PatientLines(print_line(console))
-        with contextlib.closing(lines), _interrupts(stop, lines):
-            yield PlainLines(plan, lines), stop
-        return
-    table = LiveTable(plan, output, stop)
-    with (
-        _interrupts(stop, print_line(console)),
-        Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False),
-    ):
-        yield table, stop
-
-
 class CommandScreen(Screen):
     """Shows a sweep in the terminal, and warnings on stderr."""
 
@@ -65,8 +47,17 @@ class CommandScreen(Screen):
     def show_preflight(self, found: Mapping[Any, PreflightResult]) -> None:
         print_preflight(found)
 
-    def watch(self, sweep: Path, plan: Plan) -> contextlib.AbstractContextManager[tuple[Observer | None, Stop]]:
-        return watched(plan, sweep)
+    @contextlib.contextmanager
+    def watch(self, sweep: Path, plan: Plan) -> Iterator[tuple[Observer | None, Stop]]:
+        console, stop = Console(), Stop()
+        if not console.is_terminal:
+            lines = PatientLines(print_line(console))
+            with contextlib.closing(lines), _interrupts(stop, lines):
+                yield PlainLines(plan, lines), stop
+            return
+        table = LiveTable(plan, sweep, stop)
+        with _interrupts(stop, print_line(console)), table.live(console):
+            yield table, stop
 
 
 def print_line(console: Console) -> Any:
@@ -172,6 +163,9 @@ class LiveTable:
 
     def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
         self._since.pop(result.name, None)
+
+    def live(self, console: Console) -> Live:
+        return Live(get_renderable=self.drawn, console=console, refresh_per_second=4, transient=False)
 
     def drawn(self) -> Group | Text:
         """The table, or a message if drawing fails, because an exception in rich's thread would end the display."""
@@ -285,25 +279,20 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
 
 def _prediction(plan: Plan) -> str:
     """A sentence about how long the sweep will take, estimated from similar trials with a result in this folder."""
-    seconds = [_usual_seconds(plan, trial.spec) for trial in plan.todo]
-    known = [value for value in seconds if value is not None]
     if not plan.todo:
         return "No trial is left to run."
+    times: dict[tuple[str, str], list[float]] = {}
+    for result in plan.kept.values():
+        if result.seconds is not None:
+            times.setdefault((result.spec.trainer, result.spec.model), []).append(result.seconds)
+    usual = {kind: median(seconds) for kind, seconds in times.items()}
+    kinds = [(trial.spec.trainer, trial.spec.model) for trial in plan.todo]
+    known = [usual[kind] for kind in kinds if kind in usual]
     if not known:
         return "The time can be estimated after the first trials."
-    total = sum(known) / len(known) * len(seconds)
+    total = sum(known) / len(known) * len(kinds)
     source = f"estimated from {plural(len(plan.kept), 'trial')} in this folder"
     return f"About {duration(total, rough=True)} if they run one after the other ({source})."
-
-
-def _usual_seconds(plan: Plan, spec: TrialSpec) -> float | None:
-    """Median seconds of earlier trials with the trainer and the model of `spec`; None if there are none."""
-    times = [
-        result.seconds
-        for result in plan.kept.values()
-        if result.seconds is not None and (result.spec.trainer, result.spec.model) == (spec.trainer, spec.model)
-    ]
-    return median(times) if times else None
 
 
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:

@@ -88,7 +88,11 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
         with contextlib.suppress(OSError):  # raised if the follower has exited
             follower.stdin.close()
     try:
-        status = _waited(follower)
+        try:
+            status = follower.wait(_SILENT_SECONDS)
+        except subprocess.TimeoutExpired:
+            click.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
+            status = follower.wait(_PATIENCE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(follower.pid, signal.SIGKILL)
@@ -97,7 +101,9 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
         return 1, f"logging the trials was ended {why}"
     if status < 0:
         return status, f"the process that logs trials was ended by signal {-status}"
-    return status, _last_line(said)
+    said.seek(0)
+    lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
+    return status, one_line(lines[-1]) if lines else "the process that logs trials printed nothing"
 
 
 def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
@@ -106,20 +112,6 @@ def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflo
         words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
         again = shlex.join(["flopwatch", "report", str(folder), *words])
         click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
-
-
-def _waited(follower: "subprocess.Popen[bytes]") -> int:
-    try:
-        return follower.wait(_SILENT_SECONDS)
-    except subprocess.TimeoutExpired:
-        click.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
-    return follower.wait(_PATIENCE_SECONDS)
-
-
-def _last_line(said: IO[bytes]) -> str:
-    said.seek(0)
-    lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
-    return one_line(lines[-1]) if lines else "the process that logs trials printed nothing"
 
 
 def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> list[TrialLog]:
@@ -166,33 +158,25 @@ def main() -> int:
     folder, offset, wandb, mlflow = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4] or None
 
     over = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
-    _wait_for_plan(folder, over)
+
+    def wait_for_end() -> None:
+        sys.stdin.buffer.read()
+        over.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    # A new sweep rejects a folder with files, such as W&B's, so the sweep must have created it.
+    while not (folder / SWEEP).exists() and not over.wait(0.1):
+        pass
     try:
         logs = open_logs(folder, wandb, mlflow)
     except Exception as error:
         _print_line(f"nothing was logged: {error}")
         return 1
-    found = _log_to_all(logs, _runs(folder, offset, over))
+    created = read_trial_list(folder).created
+    results = follow_results(folder, offset, over.is_set)
+    found = _log_to_all(logs, (trial_run(result, folder.resolve().name, created) for result in results))
     _print_line("; ".join(logged_text(log.name, logged) for log, logged in zip(logs, found, strict=True)))
     return 1 if any(logged.failures for logged in found) else 0
-
-
-def _wait_for_end(over: threading.Event) -> None:
-    sys.stdin.buffer.read()
-    over.set()
-
-
-def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the sweep has created `folder`, because a new sweep rejects a folder with files, such as W&B's."""
-    while not (folder / SWEEP).exists() and not over.wait(0.1):
-        pass
-
-
-def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun]:
-    created = read_trial_list(folder).created
-    for result in follow_results(folder, offset, over.is_set):
-        yield trial_run(result, folder.resolve().name, created)
 
 
 def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:

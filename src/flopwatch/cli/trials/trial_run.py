@@ -12,8 +12,6 @@ from flopwatch.cli import print_json
 from flopwatch.cli.streams import lasting_output
 from flopwatch.cli.trials.sweep_screens import print_preflight
 from flopwatch.cli.trials.trial_screens import (
-    ProbeStatus,
-    interruptible,
     phases_shown,
     print_found,
     print_result,
@@ -35,7 +33,6 @@ from flopwatch.sweep.fit import Found, fit_batch, with_host_limit
 from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, result_file, write_trial_list
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
-from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.runner.run import Refusal
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
@@ -70,11 +67,11 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
     beneath = {"warmup_steps": 2, "trace": False}
     spec = _only_spec("`flopwatch fit` tries", beneath, parse_overrides(words or []), _flags(given | {"batch_size": 1}))
     check_names([spec], with_modules=not given["no_preflight"])
-    limited = with_host_limit(output, spec)
+    spec, reason = with_host_limit(output, spec)
     with lasting_output():
-        if limited.reason and not as_json:
-            click.echo(limited.reason)
-        found = _searched(output, limited.spec, max_batch, with_preflight=not given["no_preflight"], quiet=as_json)
+        if reason and not as_json:
+            click.echo(reason)
+        found = _searched(output, spec, max_batch, with_preflight=not given["no_preflight"], quiet=as_json)
         if as_json:
             print_json({**asdict(found), "folder": str(output)})
         else:
@@ -85,16 +82,11 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    trainers: list[Any] = [{"command": given["command"]}] if given["command"] else [given["trainer"]]
     return {
-        "trainers": trainers,
-        "batch_sizes": [given["batch_size"]],
-        "seq_lens": [given["seq_len"]],
-        "models": [given["model"]],
-        "dtypes": [given["dtype"]],
-        "device": given["device"],
+        **{name: [given[name]] for name in ("batch_size", "seq_len", "model", "dtype")},
+        **{name: given[name] for name in ("device", "steps")},
+        "trainers": [{"command": given["command"]} if given["command"] else given["trainer"]],
         "checkpointing": [given["checkpoint"]],
-        "steps": given["steps"],
         "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
     }
 
@@ -127,22 +119,13 @@ def _from_file(file: Path, *, has_folder: bool) -> tuple[TrialSpec, Path, str]:
     folder = file.resolve().parent.parent.parent
     if not has_folder and not is_sweep_folder(folder):
         raise InputError(f"{file} is not in the folder of a sweep; name a folder for the result with --output")
-    _go_to(job.cwd)
+    if job.cwd is not None:
+        try:
+            os.chdir(job.cwd)  # paths in the settings of a sweep are relative to the folder where it was started
+        except OSError as error:
+            said = f"cannot change to the folder where the sweep was started, {job.cwd} ({error.strerror})"
+            click.echo(f"{said}; running in the current folder", err=True)
     return job.spec, folder, job.name
-
-
-def _go_to(folder: str | None) -> None:
-    """Change to the folder where the sweep was started, because paths in its settings are relative to that folder."""
-    if folder is None:
-        return
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        click.echo(
-            f"cannot change to the folder where the sweep was started, {folder} ({error.strerror}); running in the "
-            "current folder",
-            err=True,
-        )
 
 
 def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool) -> tuple[TrialResult, str]:
@@ -161,8 +144,9 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)
         write_trial_list(folder, [placed], "trial")
-        with interruptible() as asked_to_stop, phases_shown(folder, placed, quiet=quiet) as show:
-            result = supervise(folder, name, cancel=lambda: show() or asked_to_stop())
+        with phases_shown(lambda trial: trial.name, quiet=quiet) as status:
+            status.started(placed)
+            result = supervise(folder, name, cancel=lambda: status.why_stopped(placed))
         if earlier is not None and is_worse(result, earlier):
             place = put_back(folder, name, aside)
             return result, f"The earlier result ({earlier.outcome}) was kept; this attempt is in {folder / place}"
@@ -171,18 +155,16 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
 
 
 def _searched(output: Path, spec: TrialSpec, max_batch: int, *, with_preflight: bool, quiet: bool) -> Found:
-    stop = Stop()
-    with interruptible() as asked_to_stop, ProbeStatus(stop, asked_to_stop, quiet=quiet) as status:
+    def preflight(plan: Plan) -> Refusal:
+        return preflight_trials(output, plan.todo, (lambda found: None) if quiet else print_preflight)
+
+    with phases_shown(lambda trial: f"batch {trial.spec.batch_size}", quiet=quiet) as status:
         return fit_batch(
             output,
             spec,
             status,
-            stop=stop,
+            stop=status.stop,
             max_batch=max_batch,
-            preflight=(lambda plan: _preflight(output, plan, quiet=quiet)) if with_preflight else None,
+            preflight=preflight if with_preflight else None,
             on_probe=lambda probe: None if quiet else click.echo(probe_line(probe)),
         )
-
-
-def _preflight(output: Path, plan: Plan, *, quiet: bool) -> Refusal:
-    return preflight_trials(output, plan.todo, (lambda found: None) if quiet else print_preflight)

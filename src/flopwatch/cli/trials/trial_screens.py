@@ -3,9 +3,7 @@
 import contextlib
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.status import Status
@@ -33,9 +31,10 @@ def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns the reason to stop; None before a signal."""
+def phases_shown(named: Callable[[Trial], str], *, quiet: bool) -> Iterator["PhaseStatus"]:
+    """Show the phases of trials below a name if stderr is a terminal, and catch SIGINT, SIGTERM and SIGHUP."""
     asked: list[str] = []
+    status = PhaseStatus(named, asked, quiet=quiet)
     words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
     def note(number: int, frame: object) -> None:
@@ -43,21 +42,11 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 
     before = {number: signal.signal(number, note) for number in words}
     try:
-        yield lambda: asked[0] if asked else None
+        yield status
     finally:
+        status.ended()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callable[[], None]]:
-    """Show a spinner with the phase of the trial if stderr is a terminal. Yields a function that updates the phase."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda: None
-        return
-    with console.status(Text(f"{one_line(trial.name)}: start")) as status:
-        yield lambda: status.update(Text(one_line(f"{trial.name}: {read_progress(folder_of(trial)).text}", 200)))
 
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:
@@ -115,38 +104,33 @@ _EDGE = 0.03
 """The memory of a trial differs by up to this share between runs (measured by benchmarks/sweeps/memory.py)."""
 
 
-class ProbeStatus:
-    """Shows the phase of the running trial on a terminal, and stops the search for the batch size on Ctrl-C."""
+class PhaseStatus:
+    """The observer of `phases_shown`. Once `asked` has a reason, its `stop` ends the running trials."""
 
-    def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
-        self._stop, self._asked_to_stop = stop, asked_to_stop
+    def __init__(self, named: Callable[[Trial], str], asked: Sequence[str], *, quiet: bool) -> None:
+        self._named, self._asked, self.stop = named, asked, Stop()
         console = Console(stderr=True)
         self._status: Status | None = None if quiet or not console.is_terminal else console.status("")
 
-    def __enter__(self) -> "ProbeStatus":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._status is not None:
-            self._status.stop()
-
     def started(self, trial: Trial) -> None:
         if self._status is not None:
-            self._status.update(f"batch {trial.spec.batch_size}: start")
+            self._status.update(Text(f"{one_line(self._named(trial))}: start"))
             self._status.start()
 
-    def ended(self, result: TrialResult) -> None:
+    def ended(self, result: TrialResult | None = None) -> None:
         if self._status is not None:
             self._status.stop()
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        if self._asked_to_stop():
-            self._stop.kill = True
+        self.stop.kill = bool(self._asked)
         if self._status is not None:
-            words = [
-                f"batch {trial.spec.batch_size}: {read_progress(folder_of(trial)).text}" for trial in running.values()
-            ]
+            words = [f"{self._named(trial)}: {read_progress(folder_of(trial)).text}" for trial in running.values()]
             self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
+
+    def why_stopped(self, trial: Trial) -> str | None:
+        """Show the phase of the trial; return the reason to end it, or None before a signal."""
+        self.ticked({trial.name: trial}, 0, "")
+        return self._asked[0] if self._asked else None
 
 
 def probe_line(probe: Probe) -> str:
@@ -157,16 +141,12 @@ def probe_line(probe: Probe) -> str:
     """
     if probe.fits is None:
         return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
-    parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
+    parts = [f"batch {probe.batch_size}: {probe.outcome}{', barely fits' if probe.is_bare else ''}"]
     if probe.fits and probe.peak_bytes is not None:
         parts.append(byte_size(probe.peak_bytes))
     if probe.samples_per_s is not None and probe.fits:
         parts.append(f"{number(probe.samples_per_s)} samples/s")
     return ", ".join(parts)
-
-
-def _outcome(probe: Probe) -> str:
-    return f"{probe.outcome}, barely fits" if probe.is_bare else probe.outcome
 
 
 def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
@@ -198,10 +178,11 @@ def sentences(found: Found, max_batch: int) -> list[str]:
             if found.too_large == 1
             else said
         )
-    said.append(_largest(found, max_batch))
-    said += _edge(found)
-    if (fastest := _fastest(found)) is not None:
-        said.append(fastest)
+    said += [_largest(found, max_batch), *_edge(found)]
+    rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
+    if rate is not None:
+        same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
+        said.append(f"Fastest: {found.fastest}, {number(rate)} samples/s{same}.")
     return said
 
 
@@ -239,11 +220,3 @@ def _limit(found: Found, before: str = ": ") -> str:
     known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
     on_device = any(probe.outcome == "oom_device" for probe in found.probes)
     return f"{before}{byte_size(known[0])} {'of the device' if on_device else 'limit'}" if known else ""
-
-
-def _fastest(found: Found) -> str | None:
-    rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
-    if rate is None:
-        return None
-    same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
-    return f"Fastest: {found.fastest}, {number(rate)} samples/s{same}."

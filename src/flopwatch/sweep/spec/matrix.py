@@ -87,16 +87,10 @@ class Matrix(BaseModel):
     trainers: Annotated[list[TrainerEntry], Several] = [TrainerEntry(trainer="standard")]
     models: Annotated[list[str], Several] = ["small"]
     batch_sizes: Annotated[list[PositiveInt], Several] = [4, 8]
-    seq_lens: Annotated[list[PositiveInt], Several] = [
-        512,
-        1024,
-    ]
+    seq_lens: Annotated[list[PositiveInt], Several] = [512, 1024]
     dtypes: Annotated[list[str], Several] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
-    micro_batch_sizes: Annotated[
-        list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
-        Several,
-    ] = [None]
+    micro_batch_sizes: Annotated[list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]], Several] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     seeds: Annotated[list[Seed], Several] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
@@ -120,6 +114,9 @@ class Matrix(BaseModel):
     max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 5
     budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
 
+
+_SAME_IN_ALL = ("device", "steps", "warmup_steps", "threads", "cpus", "trace", "batch")
+"""Settings that every trial takes over as they are."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,
@@ -245,6 +242,7 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     """The values of each axis. The keys are the names of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
+    lists = {name: value if isinstance(value, list) else [value] for name, value in matrix.options.items()}
     return {
         "entry": entries,
         "model": matrix.models,
@@ -255,7 +253,7 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
         "seq_len": matrix.seq_lens,
         "batch_size": matrix.batch_sizes,
         "micro_batch_size": matrix.micro_batch_sizes,
-        "options": _option_points(matrix.options),
+        "options": [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())],
     }
 
 
@@ -284,11 +282,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
             ) from None
 
 
-def _option_points(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lists = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
-    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-
-
 def _spec(
     matrix: Matrix,
     *,
@@ -305,22 +298,16 @@ def _spec(
     chosen = {**options, **own.options}
     return TrialSpec(
         **settings,
+        **{name: getattr(matrix, name) for name in _SAME_IN_ALL},
         trainer=trainer,
         label=label,
         command=own.command,
-        device=matrix.device,
-        steps=matrix.steps,
-        warmup_steps=matrix.warmup_steps,
-        threads=matrix.threads,
         gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
-        cpus=matrix.cpus,
         options=chosen,
-        trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
         nodes=place.nodes,
         processes=place.processes,
         layout=None if trainer == "command" else place.layout,  # a command starts its own processes
-        batch=matrix.batch,
         privacy=matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
     )
 

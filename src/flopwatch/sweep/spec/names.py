@@ -43,28 +43,18 @@ def check_label(label: str) -> str:
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     """A unique name for each trial: trainer, batch size, length, and every other setting that varies among them."""
-    varying = _varying_settings(specs)
-    names = [_name(spec, varying) for spec in specs]
-    counts = Counter(names)
-    keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
-    digits = _digits([(names[place], key) for place, key in keys.items()])
-    return [f"{name}_{keys[place][:digits]}" if place in keys else name for place, name in enumerate(names)]
-
-
-def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """The number of hash digits to append to equal names to make them unique: six, or more if six are too few."""
-    digits = 6
-    while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
-        digits += 2
-    return digits
-
-
-def _varying_settings(specs: Sequence[TrialSpec]) -> list[str]:
     seen: dict[str, set[str]] = {}
     for spec in specs:
         for key, value in _other_settings(spec).items():
             seen.setdefault(key, set()).add(str(value))
-    return [key for key, values in seen.items() if len(values) > 1]
+    varying = [key for key, values in seen.items() if len(values) > 1]
+    names = [_name(spec, varying) for spec in specs]
+    counts = Counter(names)
+    keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
+    digits = 6  # of the key, behind equal names; more if six do not make the names unique
+    while digits < _WHOLE_KEY and len({(names[place], key[:digits]) for place, key in keys.items()}) < len(keys):
+        digits += 2
+    return [f"{name}_{keys[place][:digits]}" if place in keys else name for place, name in enumerate(names)]
 
 
 def _other_settings(spec: TrialSpec) -> dict[str, Any]:
@@ -148,7 +138,8 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
     for count in range(1, len(parts) + 1):
         part = ".".join(parts[:count])
         try:
-            found = _find_spec(part, place)
+            finds = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            found = next(filter(None, (find(part, place) for find in finds)), None)
         except Exception:  # an import hook of another package may raise anything
             return None
         if found is None:
@@ -161,15 +152,6 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
         if place is None and count < len(parts):
             return None  # the rest of the name may be an attribute of the module, such as `path` of `os`
     return found
-
-
-def _find_spec(module: str, place: Any) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        found: ModuleSpec | None = find(module, place) if find else None
-        if found is not None:
-            return found
-    return None
 
 
 def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
@@ -219,10 +201,10 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
     ours = [spec for spec in specs if spec.trainer != COMMAND]
     for dtype in _distinct(spec.dtype for spec in ours):
         if dtype not in DTYPES:
-            raise InputError(f"there is no dtype {_shown(dtype)}{did_you_mean(dtype, DTYPES)}")
+            raise InputError(f"there is no dtype {one_line(dtype, 100)!r}{did_you_mean(dtype, DTYPES)}")
     for device in _distinct(spec.device for spec in ours):
         if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
-            raise InputError(f"there is no device {_shown(device)}{did_you_mean(device, DEVICES)}")
+            raise InputError(f"there is no device {one_line(device, 100)!r}{did_you_mean(device, DEVICES)}")
     for spec in {repr(spec.options): spec for spec in ours if spec.trainer in LABELS}.values():
         read_options(spec.options)
     if with_modules:
@@ -255,7 +237,3 @@ def _check_placeholders(spec: TrialSpec) -> None:
 
 def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
-
-
-def _shown(name: str) -> str:
-    return repr(one_line(name, 100))

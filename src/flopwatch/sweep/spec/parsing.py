@@ -10,7 +10,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -44,13 +43,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
                 )
         if isinstance(place.get(last), dict):
             raise InputError(f"{word!r} sets all of {key.strip()!r}, but other settings set parts of it; leave one out")
-        place[last] = _value(text)
+        parts = [_scalar(part) for part in text.split(",")]
+        place[last] = parts if len(parts) > 1 else parts[0]
     return found
-
-
-def _value(text: str) -> Any:
-    parts = [_scalar(part) for part in text.split(",")]
-    return parts if len(parts) > 1 else parts[0]
 
 
 def _scalar(text: str) -> Any:
@@ -226,7 +221,7 @@ def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]
                 raise InputError(f"`exclude` names {name!r}, which no trial has{did_you_mean(name, sorted(known))}")
         elif name in _NAMES:
             known = {str(getattr(spec, field)) for spec in specs for field in _NAMES[name]}
-            near = get_close_matches(value, known | set(_KNOWN[name]), n=1)
+            near = difflib.get_close_matches(value, known | set(_KNOWN[name]), n=1)
             is_known = value in known or value in _KNOWN[name] or (name == "trainer" and _canonical(value))
             if not is_known and (near or name == "trainer"):
                 hint = did_you_mean(value, sorted(known | set(_KNOWN[name])))
