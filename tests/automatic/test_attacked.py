@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import flopwatch
 from flopwatch.automatic import WatchedProcess
-from flopwatch.automatic.compiled_calls import note_call, take_calls
+from flopwatch.automatic.trained import note_call, take_calls
 from flopwatch.records.run import Summary
 
 STEP_FLOPS = 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from flopwatch.automatic.optimizers import has_optimizer
+from flopwatch.automatic.trained import has_optimizer
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
 from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading

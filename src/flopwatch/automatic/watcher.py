@@ -28,10 +28,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from flopwatch.automatic.compiled_calls import note_call, take_calls
 from flopwatch.automatic.first_step import FirstStep, UnclearBatches
-from flopwatch.automatic.optimizers import Optimizers, exists
-from flopwatch.automatic.trained_modules import find_trained_modules
+from flopwatch.automatic.trained import Optimizers, exists, find_trained_modules, note_call, take_calls
 from flopwatch.flops.tracing.live import may_compile
 from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun

@@ -19,7 +19,7 @@ _COMMANDS = {
     "watch": ("run_logs.watch", "Watch a run in the terminal until it ends."),
     "why": ("run_logs.why", "Show where the rest of the peak went, and what to try next."),
     "trace": ("run_logs.traces", "Trace a few steps of a run and print the use of their time."),
-    "explain": ("run_logs.explain", "Print how a logged MFU was calculated."),
+    "explain": ("run_logs.why", "Print how a logged MFU was calculated."),
     "compare": ("run_logs.compare", "Compare step time, rates and MFU of two runs or two sweeps."),
     "flops": ("flops", "Count the FLOPs of one training step, by module."),
     "peak": ("peak", "Print the peak FLOP/s of a device."),

@@ -420,7 +420,8 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
             raise InputError("; ".join(f"the sink {name} cannot be used: {why}" for name, why in reasons.items()))
         sinks += made
         failures |= reasons
-    console = None if config.quiet or any(_is_console(want) for want in wanted) else _default_console()
+    has_console = any(getattr(want, "name", want) == "console" for want in wanted)
+    console = None if config.quiet or has_console else _default_console()
     describe = what_ran if config.log_what_ran else None
     log = JsonlSink(log_path, config.local_log_every, config.local_log_seconds, describe=describe)
     outlets = Outlets([log, *sinks, *([] if console is None else [console])], console=console)
@@ -429,10 +430,6 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
         message = f"the sink {name!r} is not used: {reason}"
         outlets.notify("error", f"sink_failed:{name}", message)
     return outlets
-
-
-def _is_console(sink: str | Sink) -> bool:
-    return getattr(sink, "name", sink) == "console"
 
 
 def _default_console() -> "ConsoleSink | None":

@@ -471,8 +471,9 @@ class MonitoredRun:
             return
         self._take_doubt_of_ranks()
         for window in self.ranks.complete(give_up=give_up):
+            values = {**self.datasets.take(), **device_memory_gib(self.pricer.peaks.device)}
             row = self.rows.row(
-                window, self.pricer.peak, self._more_values(), with_percentiles=now, later_seconds=self._later_seconds()
+                window, self.pricer.peak, values, with_percentiles=now, later_seconds=self._later_seconds()
             )
             self.outlets.send(row)
             # With several ranks no notice is given, but the reasons are in the row's notes.
@@ -484,9 +485,6 @@ class MonitoredRun:
         """Time of the steps that are in no row yet and whose values have not been read."""
         late = sum(passed_seconds(late.window.steps, self._timer) + _seconds_of(late.begun) for late in self._late)
         return passed_seconds(self._noted, self._timer) + late
-
-    def _more_values(self) -> dict[str, Number]:
-        return {**self.datasets.take(), **device_memory_gib(self.pricer.peaks.device)}
 
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:

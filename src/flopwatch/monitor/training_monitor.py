@@ -142,7 +142,7 @@ class Step:
         run = monitor._run
         batch, self._batch = self._batch, None  # the loop may keep this object longer than its batch
         if kind is not None:
-            monitor._abandon_step()
+            monitor._do("step", lambda run: run.abandon_step())
         elif self._more or batch is None or run is None or not monitor._logs_steps_itself:
             monitor.log_step(self.number, batch=batch, lengths=self._lengths, **self._values())
         else:  # the same as `log_step`, without the cost of another call with keyword arguments
@@ -364,9 +364,6 @@ class TrainingMonitor:
             run.counter.begin_step()
         except Exception as error:
             self._failed("start_step", error)
-
-    def _abandon_step(self) -> None:
-        self._do("step", lambda run: run.abandon_step())
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Time how long the loader takes for each batch: `for batch in monitor.batches(loader)`.

@@ -2,12 +2,12 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, is_inference_mode_enabled, nn
+from torch import is_inference_mode_enabled, nn
 from torch.nn.parameter import is_lazy
 
 from flopwatch.clock import Clock
@@ -363,7 +363,8 @@ class StepCounter:
         model = self.model
         self._is_late = is_late
         parameters = () if model is None else nn.Module.parameters(model)
-        self._live = self._new_live(parameters)
+        attention = self._config.attention
+        self._live = ObservedStep(attention) if self._observes else LiveStep(attention, parameters)
         self._set_axes()
         if self._optimizer_call is not None and is_late:  # the step's first call comes from a closure
             self._live.enter_optimizer(*self._optimizer_call)
@@ -381,11 +382,6 @@ class StepCounter:
         assert self._live is not None
         with suppress(Exception):  # what the module takes may be no batch
             self._live.set_axes(self._reader.read(batch_of_call(module, args, kwargs)).plan.axes)
-
-    def _new_live(self, parameters: Iterable[Tensor]) -> LiveStep | ObservedStep:
-        if self._observes:
-            return ObservedStep(self._config.attention)
-        return LiveStep(self._config.attention, parameters)
 
     def doubt_step(self, reason: str) -> None:
         """Say why the step that ends now is not exact."""
@@ -426,9 +422,10 @@ class StepCounter:
         clear_left_behind()
         if module is self.model:
             self._on_call(kind.has_grad)
-        if self._is_between():
+        if self._opens_steps and not self._is_open:  # between two steps
             return
-        if self._is_first_call() and self.starts_free:
+        is_first = self._may_count and self._live is None and self._is_open and len(self._calls.calls) == 1
+        if is_first and self.starts_free:
             is_new = not self.evidence.knows_call(kind) and self._schedule.may_add(self._steps)
             if self._is_wanted or is_new:
                 self._begin_count(is_extra=self._is_extra or not self._is_wanted, is_late=True)
@@ -447,9 +444,6 @@ class StepCounter:
     def region_called(self, has_grad: bool) -> Callable[[Any], None] | None:
         return self._passes.region_begins() if has_grad else None
 
-    def _is_first_call(self) -> bool:
-        return self._may_count and self._live is None and self._is_open and len(self._calls.calls) == 1
-
     def returned(self, kind: CallKind, output: Any) -> None:
         self._passes.forward_ends(output)
         if self.is_evaluation(kind):
@@ -460,10 +454,6 @@ class StepCounter:
     def is_evaluation(self, kind: CallKind) -> bool:
         """Whether a call between two steps is part of an evaluation."""
         return (not self._opens_steps or not self._is_open) and self._evaluations.has(kind, self._calls.calls)
-
-    def _is_between(self) -> bool:
-        """Whether no step is open, in a loop that opens its steps."""
-        return self._opens_steps and not self._is_open
 
     def abandon_step(self) -> None:
         """Drop the current step, because its body has raised."""
