@@ -177,11 +177,11 @@ DOCUMENTED_BY_LIBRARY = {"_values", "_node_ip_address"}
 PATH_PARTS = {"_C", "_autograd", "_dynamo", "_library", "_ops", "_python_dispatch", "_subclasses"}
 """Modules on the way to a name, which are not counted beside the name itself."""
 REGISTERED_OPS = {
-    *("_ctc_loss", "_ctc_loss_backward", "_fused_sdp_choice", "_grouped_mm", "_pin_memory", "_to_copy", "_unsafe_view"),
+    *("_ctc_loss", "_ctc_loss_backward", "_fused_sdp_choice", "_grouped_mm", "_pin_memory", "_to_copy"),
 }
 
 
-def test_no_more_than_28_private_names_are_left_each_counted_once():
+def test_no_more_than_27_private_names_are_left_each_counted_once():
     """Counted: what begins with an underscore, or comes from a module that does, unless the library documents it."""
     counted = set(PRIVATE_NAMES) | LIBRARY_NAMES
     found = {
@@ -191,4 +191,4 @@ def test_no_more_than_28_private_names_are_left_each_counted_once():
     }
     assert found - PATH_PARTS - REGISTERED_OPS - DOCUMENTED_BY_LIBRARY <= counted
     assert found >= LIBRARY_NAMES
-    assert (len(PRIVATE_NAMES), len(counted)) == (22, 28)
+    assert (len(PRIVATE_NAMES), len(counted)) == (21, 27)

@@ -40,8 +40,7 @@ from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.flops.tracing.tally import Tally
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method
 from flopwatch.torch_internals.autograd import current_graph_task_id
-from flopwatch.torch_internals.ops import check_schemas
-from flopwatch.torch_internals.probes import what_is_missing
+from flopwatch.torch_internals.probes import check_countable, untested_release
 
 
 def count_by_step(
@@ -194,7 +193,7 @@ class _Trace:
 def _as_count(
     method: Method, tally: Tally, stack: ModuleStack, attention: AttentionConvention, steering: Steering
 ) -> FlopCount:
-    for note in (*stack.notes(), *what_is_missing()):
+    for note in (*stack.notes(), untested_release()):
         tally.note(note)
     return with_steering(tally.as_count(method, attention), steering)
 
@@ -228,7 +227,7 @@ def count_as_is(
 
 def _count_by_first_that_works(model: nn.Module, batch: Any, options: dict[str, Any]) -> FlopCount:
     try:
-        check_schemas()
+        check_countable()
     except MeasurementError as error:
         return _estimated(model, batch, str(error), options)
     try:

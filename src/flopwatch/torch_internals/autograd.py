@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from operator import methodcaller
 from types import CodeType, FrameType
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from flopwatch.torch_internals.probes import apart, checked, declare, resets, results, works
+from flopwatch.torch_internals.probes import CHECKS, apart, declare
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
@@ -35,57 +36,54 @@ def engine_code() -> CodeType | None:
             frame = frame.f_back
 
     def run() -> bool:
-        _small_backward(look)
+        product = torch.ones(1, requires_grad=True) * 2
+        product.register_hook(look)
+        product.backward(torch.ones(1))
         return True
 
     apart(run)
     return found[0] if found else None
 
 
-def _small_backward(hook: Callable[[Any], None]) -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    product = leaf * 2
-    product.register_hook(hook)
-    product.backward(torch.ones(1))
-
-
-_TASK = declare(
-    "torch._C._current_graph_task_id",
-    "distinguish forward and backward ops",
-    "the backward pass is recognised by the Python call stack, and no step is counted live",
+_TASK = declare("torch._C._current_graph_task_id", "distinguish forward and backward ops")
+_NODE = declare(
+    "torch._C._current_autograd_node", "attribute backward ops to the modules whose forward pass made the running node"
+)
+_NEXT = declare(
+    "torch._C._autograd._get_sequence_nr",
+    "the number of the next autograd node: attribute backward ops, and notice work outside of model calls",
+)
+_SEQUENCE = declare(
+    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node got when its forward op ran"
 )
 
-
-def _task_by_stack() -> int:
-    """The id of the frame that started the running backward pass, or -1. Works only in the thread that started it."""
-    engine = engine_code()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is engine:
-            return id(frame)
-        frame = frame.f_back
-    return -1
-
-
-def _probe_task(task: Callable[[], int]) -> bool:
-    inside: list[int] = []
-    _small_backward(lambda _: inside.append(task()))
-    _small_backward(lambda _: inside.append(task()))
-    return task() == -1 and len(set(inside)) == 2 and min(inside) >= 0
-
-
-current_graph_task_id: Callable[[], int] = checked(_TASK, lambda: getattr(torch._C, _TASK), _probe_task, _task_by_stack)
+current_graph_task_id: Callable[[], int] = getattr(torch._C, _TASK, lambda: -1)
 """A number that identifies the running backward pass; -1 outside of one."""
+current_autograd_node: Callable[[], Any] = getattr(torch._C, _NODE, lambda: None)
+"""The autograd node that is running; None outside of a backward pass."""
+recorded_operations: Callable[[], int | None] = getattr(cast("Any", torch._C)._autograd, _NEXT, lambda: None)
+"""The number of autograd nodes that this thread has made, which is the number of the next one; None if unknown."""
+sequence_nr: Callable[[Any], int] = methodcaller(_SEQUENCE)
+"""The number that an autograd node got when its forward op ran."""
 
 
-@functools.cache
-def sees_graph_tasks() -> bool:
-    current_graph_task_id()
-    return results[_TASK]
+def _probe_nodes() -> bool:
+    """Whether two small backward passes have numbers of their own, and each shows its node, which has its number."""
+    tasks: list[int] = []
+    for _ in range(2):
+        number = recorded_operations()
+        product = torch.ones(1, requires_grad=True) * 2
+        running: list[Any] = []
+        product.register_hook(lambda _, seen=running: seen.extend((current_autograd_node(), current_graph_task_id())))
+        product.backward(torch.ones(1))
+        tasks.append(running[1])
+        if running[0] != product.grad_fn or sequence_nr(product.grad_fn) != number:
+            return False
+    outside = current_graph_task_id(), current_autograd_node()
+    return outside == (-1, None) and len(set(tasks)) == 2 and min(tasks) >= 0
 
 
-resets.append(sees_graph_tasks.cache_clear)
-
+CHECKS[_TASK, _NODE, _NEXT, _SEQUENCE] = _probe_nodes
 
 _ENGINE = declare(
     "torch.autograd.Variable._execution_engine",
@@ -94,110 +92,12 @@ _ENGINE = declare(
 )
 
 
-def _find_end() -> Callable[[Callable[[], object]], bool]:
-    engine = getattr(torch.autograd.Variable, _ENGINE)
-
-    def queue(callback: Callable[[], object]) -> bool:
-        engine.queue_callback(callback)
-        return True
-
-    return queue
-
-
-def _probe_end(queue: Callable[[Callable[[], object]], bool]) -> bool:
-    order: list[str] = []
-
-    def inside(_: Any) -> None:
-        queue(lambda: order.append("end"))
-        order.append("inside")
-
-    _small_backward(inside)
-    return order == ["inside", "end"]
-
-
-at_end_of_backward: Callable[[Callable[[], object]], bool] = checked(_ENGINE, _find_end, _probe_end, lambda _: False)
-"""Let a function be called when the running backward pass has ended; False if that is not possible."""
-
-_NO_ATTRIBUTION = "FLOPs of the backward pass are not attributed to modules"
-_NODE = declare(
-    "torch._C._current_autograd_node",
-    "attribute backward ops to the modules whose forward pass made the running node",
-    f"{_NO_ATTRIBUTION}; attention's backward pass counts as if all inputs needed gradients",
-)
-
-
-def _probe_node(current: Callable[[], Any]) -> bool:
-    inside: list[Any] = []
-    leaf = torch.ones(1, requires_grad=True)
-    product = leaf * 2
-    product.register_hook(lambda _: inside.append(current()))
-    product.backward(torch.ones(1))
-    return current() is None and inside == [product.grad_fn]
-
-
-current_autograd_node: Callable[[], Any] = checked(_NODE, lambda: getattr(torch._C, _NODE), _probe_node, lambda: None)
-"""The autograd node that is running; None outside of a backward pass."""
-
-_NEXT = declare(
-    "torch._C._autograd._get_sequence_nr",
-    "the number of the next autograd node: attribute backward ops, and notice work outside of model calls",
-    f"{_NO_ATTRIBUTION}; work outside of the model's calls is not noticed",
-)
-
-
-def _probe_next(count: Callable[[], int]) -> bool:
-    leaf = torch.ones(1, requires_grad=True)
-    before = count()
-    first = leaf * 2
-    between = count()
-    second = first * 3
-    return before + 1 == between == count() - 1 and second.requires_grad
-
-
-recorded_operations: Callable[[], int | None] = checked(
-    _NEXT, lambda: getattr(cast("Any", torch._C)._autograd, _NEXT), _probe_next, lambda: None
-)
-"""The number of autograd nodes that this thread has made, which is the number of the next one; None if unknown."""
-
-_SEQUENCE = declare(
-    "torch.autograd.graph.Node._sequence_nr",
-    "the number that an autograd node got when its forward op ran",
-    _NO_ATTRIBUTION,
-)
-
-
-def _probe_sequence(number: Callable[[Any], int]) -> bool:
-    leaf = torch.ones(1, requires_grad=True)
-    first = (leaf * 2).grad_fn
-    second = (leaf * 2).grad_fn
-    return number(second) == number(first) + 1
-
-
-sequence_nr: Callable[[Any], int] = checked(
-    _SEQUENCE, lambda: lambda node: node._sequence_nr(), _probe_sequence, lambda _: -1
-)
-"""The number that an autograd node got when its forward op ran; -1 if unknown."""
-
-
-@functools.cache
-def _numbers_agree() -> bool:
-    """Whether the number of a node is the one that `recorded_operations` returned before."""
-
-    def probe() -> bool:
-        leaf = torch.ones(1, requires_grad=True)
-        announced = recorded_operations()
-        return announced is not None and sequence_nr((leaf * 2).grad_fn) == announced
-
-    return apart(probe)
-
-
-resets.append(_numbers_agree.cache_clear)
-
-
-def knows_nodes() -> bool:
-    """Whether backward ops can be attributed to the modules that made their nodes."""
-    current_autograd_node()
-    return results[_NODE] and _numbers_agree()
+def at_end_of_backward(callback: Callable[[], object]) -> bool:
+    """Let a function be called when the running backward pass has ended; False if that is not possible."""
+    queue = getattr(getattr(torch.autograd.Variable, _ENGINE, None), "queue_callback", None)
+    if queue is not None:
+        queue(callback)
+    return queue is not None
 
 
 def saves_through_hooks() -> bool:
@@ -340,24 +240,9 @@ def is_compiled_function(value: Any) -> bool:
 
 
 def requested_compilations() -> Mapping[Any, Any] | None:
-    """Torch's table of requested compilations; None if the compiler is not loaded.
-
-    Only the type of the table is checked, because a compilation would take seconds.
-    """
-    if _table:
-        return _table[0]
+    """Torch's table of requested compilations; None if the compiler is not loaded."""
     compiler = _compiler()
     if compiler is None:
         return None
     table = getattr(compiler, _BACKENDS, None)
-    if type(table) is dict and not table:
-        return table
-    if not works(_BACKENDS, lambda: isinstance(table, dict)):
-        return {None: "unknown"}
-    _table.append(cast("Mapping[Any, Any]", table))
-    return _table[0]
-
-
-_table: list[Mapping[Any, Any]] = []
-"""The table once it was found, because it is looked at several times in each step. Torch clears it, but keeps it."""
-resets.append(_table.clear)
+    return table if isinstance(table, dict) else {None: "unknown"}

@@ -2,14 +2,14 @@
 
 import functools
 import sys
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from flopwatch.errors import MeasurementError
-from flopwatch.torch_internals.probes import PRIVATE_NAMES, apart, declare, unusable, works
+from flopwatch.torch_internals.probes import CHECKS, PRIVATE_NAMES, apart, declare
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
@@ -101,23 +101,9 @@ def _idle(*_: Any) -> None:
     return None
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name. Unlike the public iterator, the dict also has parameters that are None."""
-    return module.__dict__[module_tables().parameters]  # type: ignore[no-any-return]
-
-
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return module.__dict__[module_tables().buffers]  # type: ignore[no-any-return]
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    return module.__dict__[module_tables().modules]  # type: ignore[no-any-return]
-
-
 COMPILED_CALL = declare(
     "torch.nn.Module._compiled_call_impl",
     "follow which module runs; know that `module.compile()` was called",
-    "FLOPs of hooks count for the calling module, and `module.compile()` is not noticed",
 )
 """`nn.Module.__call__` calls this attribute if it is set; `module.compile()` sets it."""
 
@@ -135,9 +121,7 @@ def _probe_compiled_call() -> bool:
     return module("plain") == "compiled" and inner == ["plain"] and getattr(nn.Identity(), COMPILED_CALL) is None
 
 
-def call_slot() -> str:
-    """The attribute of a module by which its calls can be redirected."""
-    return COMPILED_CALL if works(COMPILED_CALL, _probe_compiled_call) else "forward"
+CHECKS[(COMPILED_CALL,)] = _probe_compiled_call
 
 
 def compiled_call(module: nn.Module) -> Any:
@@ -153,14 +137,11 @@ _CALL = declare(
 
 
 def arguments_by_name(depth: int) -> dict[str, Any]:
-    """The arguments that the running call of a module got by name. The hook of the call is `depth` functions above.
-
-    The check is made at the first use: a probe would call a module, and with it the training's hooks for all modules.
-    """
+    """The arguments that the running call of a module got by name. The hook of the call is `depth` functions above."""
     caller = sys._getframe(depth + 1)
     found = caller.f_locals.get("kwargs")
     is_call = isinstance(found, dict) and caller.f_code.co_filename == nn.modules.module.__file__
-    return cast("dict[str, Any]", found) if works(_CALL, lambda: is_call) and is_call else {}
+    return cast("dict[str, Any]", found) if is_call else {}
 
 
 _TRANSFORMS = declare(
@@ -170,46 +151,20 @@ _TRANSFORMS = declare(
 )
 
 
-def _probe_transforms() -> bool:
-    seen: list[Any] = []
-
-    def look(value: torch.Tensor) -> torch.Tensor:
-        seen.append(_unwrapped(value).shape)
-        return value
-
-    torch.func.vmap(look)(torch.zeros(3, 2))
-    return seen == [(3, 2)] and not _transforms().is_functorch_wrapped_tensor(torch.zeros(1))
-
-
-def _transforms() -> Any:
-    return getattr(torch._C, _TRANSFORMS)
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    while _transforms().is_functorch_wrapped_tensor(tensor):
-        tensor = _transforms().get_unwrapped(tensor)
-    return tensor
+_transforms = getattr(torch._C, _TRANSFORMS, None)
+_transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level", lambda: None)
 
 
 def is_in_transform() -> bool:
     """Whether the code runs inside of a transformation of `torch.func`, such as `vmap`."""
-    return works(_TRANSFORMS, _probe_transforms) and _transforms().maybe_current_level() is not None
+    return _transform_level() is not None
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape of a tensor inside of a transformation, with the samples over which `torch.func.vmap` maps."""
-    return _unwrapped(tensor).shape
-
-
-def global_hook_tables() -> list[OrderedDict[int, Any]]:
-    """The non-empty tables of hooks that are registered for all modules."""
-    tables = [table for table in vars(nn.modules.module).values() if isinstance(table, OrderedDict) and table]
-    return [table for table in tables if all(isinstance(key, int) for key in table)]
-
-
-def class_before_sharding(cls: type[nn.Module]) -> type[nn.Module]:
-    """The user's class of a sharded module. `fully_shard` creates a class with the bases (FSDPModule, user's class)."""
-    return cast("type[nn.Module]", cls.__mro__[2])
+    while cast("Any", _transforms).is_functorch_wrapped_tensor(tensor):
+        tensor = cast("Any", _transforms).get_unwrapped(tensor)
+    return tensor.shape
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------
@@ -226,9 +181,9 @@ def default_store() -> Any:
     from torch.distributed import distributed_c10d
 
     found = getattr(distributed_c10d, _STORE, None)
-    if not works(_STORE, lambda: callable(found)):
-        raise unusable(_STORE, PRIVATE_NAMES[_STORE].without)
-    return cast("Any", found)()
+    if found is None:
+        raise MeasurementError(f"torch {torch.__version__} has no `{_STORE}`: {PRIVATE_NAMES[_STORE].without}")
+    return found()
 
 
 _FSDP_STATE = declare(
@@ -246,6 +201,4 @@ def fsdp_groups(module: Any) -> list[Any]:
     state = getattr(module, _FSDP_STATE, lambda: None)()
     held = getattr(state, "__dict__", {}).values()
     groups = [one for each in held for one in (each if isinstance(each, list | tuple) else (each,))]
-    found = [group for group in groups if hasattr(group, "mesh_info")]
-    works(_FSDP_STATE, lambda: state is not None)
-    return found
+    return [group for group in groups if hasattr(group, "mesh_info")]

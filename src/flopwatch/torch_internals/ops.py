@@ -1,11 +1,11 @@
 """Private names of torch's dispatcher and of tensors, with their checks."""
 
-import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -14,18 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from flopwatch.torch_internals.probes import checked, declare, resets, results, unusable, works
+from flopwatch.torch_internals.probes import CHECKS, declare
 
 OpOverload: Any = type(torch.ops.aten.mm.default)
 OpOverloadPacket: Any = type(torch.ops.aten.mm)
 
 # --- The dispatcher ---------------------------------------------------------------------------------------------------
 
-_SCHEMA = declare(
-    "torch._ops.OpOverload._schema",
-    "names, defaults and written arguments of an op",
-    "FLOPs are not counted by trace or step, but estimated",
-)
+_SCHEMA = declare("torch._ops.OpOverload._schema", "names, defaults and written arguments of an op")
 
 
 def _probe_schema() -> bool:
@@ -43,17 +39,12 @@ def _probe_schema() -> bool:
     )
 
 
+CHECKS[(_SCHEMA,)] = _probe_schema
+
+
 def op_schema(op: Any) -> Any:
-    """The names and defaults of an op's arguments, and which of them it writes to.
-
-    `CountingMode` calls `check_schemas` when it begins, so this function does not check again for every op.
-    """
+    """The names and defaults of an op's arguments, and which of them it writes to."""
     return op._schema
-
-
-def check_schemas() -> None:
-    if not works(_SCHEMA, _probe_schema):
-        raise unusable(_SCHEMA, "ops cannot be counted one by one")
 
 
 def op_name(op: Any) -> str:
@@ -98,41 +89,24 @@ CTC_LOSS_BACKWARD = aten_packet("_ctc_loss_backward")
 GROUPED_MM = aten_packet("_grouped_mm")
 PIN_MEMORY = aten_packet("_pin_memory")
 TO_COPY = aten_packet("_to_copy")
-UNSAFE_VIEW = aten_packet("_unsafe_view")
 FUSED_SDP_CHOICE = aten_packet("_fused_sdp_choice")
 """Returns the kernel that `scaled_dot_product_attention` would choose, as the integer value of an `SDPBackend`."""
 
 _STACK = declare(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "switch off the user's dispatch modes while counting; leave the mode of a step that is counted live",
-    "your own dispatch modes, such as another FLOP counter, receive flopwatch's ops too, and no step is counted live",
 )
-
-
-def _probe_stack(stack: Callable[[], Iterable[Any]]) -> bool:
-    with _IdleMode() as outer, _IdleMode() as inner:  # type: ignore[no-untyped-call]
-        seen = list(stack())
-    return [id(mode) for mode in seen] == [id(outer), id(inner)] and not list(stack())
-
-
-class _IdleMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-dispatch_mode_stack: Callable[[], list[Any]] = checked(
-    _STACK, lambda: getattr(sys.modules[TorchDispatchMode.__module__], _STACK), _probe_stack, list
-)
+dispatch_mode_stack: Callable[[], list[Any]] = getattr(sys.modules[TorchDispatchMode.__module__], _STACK, list)
 """The active dispatch modes, the innermost last."""
 
 
-@functools.cache
-def sees_dispatch_modes() -> bool:
-    dispatch_mode_stack()
-    return results[_STACK]
+def _probe_stack() -> bool:
+    with TorchDispatchMode() as outer, TorchDispatchMode() as inner:
+        seen = list(dispatch_mode_stack())
+    return [id(mode) for mode in seen] == [id(outer), id(inner)] and not dispatch_mode_stack()
 
 
-resets.append(sees_dispatch_modes.cache_clear)
+CHECKS[(_STACK,)] = _probe_stack
 
 
 @contextmanager
@@ -201,48 +175,12 @@ _VERSION = declare(
 _never_again = itertools.count()
 
 
-def _probe_version(_: Any) -> bool:
-    tensor = torch.zeros(2)
-    before = getattr(tensor, _VERSION)
-    view = tensor[:1]
-    unchanged = getattr(tensor, _VERSION)
-    view.add_(1)
-    return bool(before == unchanged < getattr(tensor, _VERSION))
+def _counter_of(kind: type) -> Callable[[torch.Tensor], int]:
+    return attrgetter(_VERSION) if hasattr(kind, _VERSION) else lambda _: next(_never_again)
 
 
-tensor_version: Callable[[torch.Tensor], int] = checked(
-    _VERSION, lambda: lambda tensor: tensor._version, _probe_version, lambda _: next(_never_again)
-)
+tensor_version = _counter_of(torch.Tensor)
 """A counter that every in-place write increments. If torch has none, each call returns a new number."""
-
-_KERNELS = declare(
-    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
-    "run the meta kernel of an op on fake tensors directly, which halves the time of a trace",
-    "a trace takes about twice as long",
-)
-
-
-def _find_kernels() -> Any:
-    return getattr(sys.modules[FakeTensorMode.__module__], _KERNELS)
-
-
-def _probe_kernels() -> bool:
-    mode = FakeTensorMode()
-    fake = FakeTensor(mode, torch.empty(2, 3, device="meta"), torch.device("cpu"))
-    with _find_kernels()(mode):
-        view = torch.ops.aten.t.default(fake)
-    is_shared = view.untyped_storage() is fake.untyped_storage()
-    return type(view) is torch.Tensor and tuple(view.shape) == (3, 2) and is_shared and fake.device.type == "cpu"
-
-
-def runs_kernels_on_fakes() -> bool:
-    return results[_KERNELS] if _KERNELS in results else works(_KERNELS, _probe_kernels)
-
-
-def kernels_on_fakes(mode: FakeTensorMode) -> Any:
-    """A context in which an op runs its meta kernel on fake tensors, without their own dispatch."""
-    return _find_kernels()(mode)
-
 
 FAKE_TENSOR_LOGGER = FakeTensorMode.__module__
 """The logger in which torch writes a long message about an op with wrong shapes, before it raises the error."""

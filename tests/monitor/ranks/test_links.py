@@ -20,7 +20,6 @@ from flopwatch.monitor.ranks import link as links
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.meeting import RunKey
 from flopwatch.monitor.ranks.reports import report_of
-from flopwatch.torch_internals import probes
 from testbeds.wait_until import wait_until
 
 SECONDS = 60.0
@@ -111,12 +110,10 @@ def test_without_torchs_private_function_the_store_is_found_where_the_launcher_s
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
-    probes.forget_probes()
     opened = open_links(store, 2, range(2))
     opened[0].announce(RunPlan(5))
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
-    probes.forget_probes()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,13 +30,9 @@ from flopwatch.flops.tracing.outside import Outside
 from flopwatch.flops.tracing.replica import ModuleStack, unwrap
 from flopwatch.library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals.modules import (
+    COMPILED_CALL,
     LocalBatchNorm,
-    call_slot,
-    class_before_sharding,
     module_tables,
-    own_buffers,
-    own_modules,
-    own_parameters,
 )
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -126,11 +122,11 @@ class Copies:
         tables = module_tables()
         for name in (*tables.running_hooks, *tables.hook_options, *tables.backward_hooks):
             twin.__dict__[name] = self._remember(getattr(original, name), OrderedDict())
-        twin.__dict__[tables.parameters] = self.value(own_parameters(original))
-        twin.__dict__[tables.buffers] = self.value(own_buffers(original))
+        twin.__dict__[tables.parameters] = self.value(vars(original)[tables.parameters])
+        twin.__dict__[tables.buffers] = self.value(vars(original)[tables.buffers])
         twin.__dict__[tables.modules] = {
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
-            for name, child in own_modules(original).items()
+            for name, child in vars(original)[tables.modules].items()
         }
         # Copy attributes after submodules: a module that is both must get its path from its place in the module tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
@@ -138,9 +134,7 @@ class Copies:
         self._outside.add_class(type(twin))
         self._copied_modules.append((original, twin))
         # A call of the module calls this attribute, so the running module is known without a hook.
-        slot = call_slot()
-        call = twin.forward if slot == "forward" else functools.partial(_call_past, twin, slot)
-        twin.__dict__[slot] = functools.partial(_call_inside, call, self._stack, path)
+        twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
         return twin
 
     def value(self, value: Any) -> Any:
@@ -275,21 +269,17 @@ def _is_left_out(name: str, value: Any) -> bool:
     )
 
 
-def _call_inside(call: Callable[..., Any], stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
-    with stack.inside(path):
-        return call(*args, **kwargs)
-
-
-def _call_past(module: nn.Module, slot: str, *args: Any, **kwargs: Any) -> Any:
-    """Continue the call of a module as if its attribute `slot`, to which its calls are redirected, were not set.
+def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Continue the call of a module as if its attribute to which calls are redirected were not set.
 
     The `__call__` of its own class has run already. Some of transformers' classes checkpoint the layer there.
     """
-    redirected, module.__dict__[slot] = module.__dict__[slot], None
-    try:
-        return nn.Module.__call__(module, *args, **kwargs)
-    finally:
-        module.__dict__[slot] = redirected
+    with stack.inside(path):
+        redirected, module.__dict__[COMPILED_CALL] = module.__dict__[COMPILED_CALL], None
+        try:
+            return nn.Module.__call__(module, *args, **kwargs)
+        finally:
+            module.__dict__[COMPILED_CALL] = redirected
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -304,5 +294,5 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
                 "or use fully_shard"
             )
         if isinstance(module, FSDPModule):
-            cls = class_before_sharding(cls)
+            cls = cast("type[nn.Module]", cls.__mro__[2])  # a new class with the bases (FSDPModule, own class)
     return LocalBatchNorm if cls is nn.SyncBatchNorm else cls

@@ -27,7 +27,6 @@ from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
     is_checkpoint_recomputing,
-    knows_nodes,
     recorded_operations,
     sequence_nr,
 )
@@ -38,13 +37,13 @@ from flopwatch.torch_internals.ops import (
     OpOverload,
     TorchDispatchMode,
     can_decompose,
-    check_schemas,
     op_name,
     op_packet,
     python_body,
     receive_higher_order_ops,
     short_op_name,
 )
+from flopwatch.torch_internals.probes import check_countable
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -191,8 +190,7 @@ class CountingMode(TorchDispatchMode):
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
-        check_schemas()
-        self._knows_nodes = knows_nodes()
+        check_countable()
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
         self._functions = CustomFunctions(lambda: self._phase() == "recompute")
@@ -345,11 +343,10 @@ class CountingMode(TorchDispatchMode):
     def _module(self, phase: Phase) -> str:
         """Return the module path of an op; in a backward pass, of the module that made the running autograd node."""
         if phase == "backward":
-            node = current_autograd_node() if self._knows_nodes else None
+            node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
-        if self._knows_nodes:
-            # Autograd makes the op's node before a dispatch mode runs, so the node has the newest sequence number.
-            self._module_of_node.setdefault((recorded_operations() or 0) - 1, self._stack.current)
+        # Autograd makes the op's node before a dispatch mode runs, so the node has the newest sequence number.
+        self._module_of_node.setdefault((recorded_operations() or 0) - 1, self._stack.current)
         return self._stack.current
 
     @staticmethod

@@ -44,7 +44,6 @@ from flopwatch.torch_internals.autograd import (
     requested_compilations,
     runs_compiled_backward,
     runs_forward_again,
-    sees_graph_tasks,
     sequence_nr,
 )
 from flopwatch.torch_internals.ops import (
@@ -57,9 +56,9 @@ from flopwatch.torch_internals.ops import (
     has_kernel,
     op_name,
     op_packet,
-    sees_dispatch_modes,
     short_op_name,
 )
+from flopwatch.torch_internals.probes import why_not_countable
 
 _WHOLE = frozenset(
     (
@@ -136,9 +135,7 @@ _has_compiled: list[bool] = []
 
 def obstacle() -> str | None:
     """Why steps cannot be counted as they run; None if they can."""
-    if not sees_dispatch_modes() or not sees_graph_tasks():
-        return "steps cannot be counted as they run with this release of torch"
-    return None
+    return "steps cannot be counted as they run with this release of torch" if why_not_countable() else None
 
 
 def is_capturing() -> bool:

@@ -26,8 +26,7 @@ from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
-from flopwatch.torch_internals.ops import check_schemas
-from flopwatch.torch_internals.probes import apart
+from flopwatch.torch_internals.probes import apart, check_countable
 
 _IN_USE = "the training uses torch's profiler, of which a process can run only one"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -179,7 +178,7 @@ class ObservedStep:
             self._failure = f"the kernel {kernels.name_of(kernel)} is not in the profiler's record of ops"
 
     def _begin_recording(self) -> None:
-        check_schemas()
+        check_countable()
         recording = profile(record_shapes=True)
         with _without_messages():
             recording.__enter__()

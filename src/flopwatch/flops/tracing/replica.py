@@ -16,7 +16,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from flopwatch.flops.tracing.hooks import left_hooks_note
 from flopwatch.random_state import same_random_states
 from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
-from flopwatch.torch_internals.modules import global_hook_tables
 from flopwatch.torch_internals.ops import modes_off
 
 
@@ -85,7 +84,8 @@ class ModuleStack:
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Switch off hooks that are registered for all modules, because they would also run for the copy of the model."""
-    tables = global_hook_tables()
+    tables = [table for table in vars(nn.modules.module).values() if isinstance(table, OrderedDict) and table]
+    tables = [table for table in tables if all(isinstance(key, int) for key in table)]
     saved = [OrderedDict(table) for table in tables]
     try:
         for table in tables:
