@@ -94,9 +94,10 @@ def _what_this_torch_lacks(
 ) -> Iterator[None]:
     """`make matrix` shows in its table which private names of torch failed their check in the portable suite."""
     yield
-    internals = sys.modules.get("flopwatch.torch_internals")
-    if internals is not None and _only_portable(request.config):
-        record_testsuite_property("missing", "\t".join(getattr(internals, "what_is_missing", list)()))
+    probes = sys.modules.get("flopwatch.torch_internals.probes")
+    if probes is not None and _only_portable(request.config):
+        found = filter(None, (probes.why_not_countable(), probes.untested_release()))
+        record_testsuite_property("missing", "\t".join(found))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,7 +113,7 @@ def pytest_runtest_setup() -> None:
     live = sys.modules.get("flopwatch.flops.tracing.live")
     if live is not None:
         live._has_compiled.clear()
-        live.regions._state.missed = None
+        live.regions.state.missed = None
         # A monitor leaves its hook when code was compiled beside it, and torch warns of it in the next compiling test.
         sys.modules["torch"].nn.modules.module._global_forward_pre_hooks.clear()
 

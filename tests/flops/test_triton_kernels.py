@@ -42,7 +42,8 @@ def triton(monkeypatch):
     jit = ModuleType("triton.runtime.jit")
     jit.JITFunction = JITFunction
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", jit)
-    monkeypatch.setattr(registry, "_kernels", {})
+    yield
+    registry.kernel_formulas.clear()
 
 
 def scale_rows(x, out, BLOCK=16):  # noqa: N803

@@ -309,6 +309,6 @@ def test_compiled_code_in_another_thread_belongs_to_no_step(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _nothing_was_missed():
-    regions._state.missed = None
+    regions.state.missed = None
     yield
-    regions._state.missed = None
+    regions.state.missed = None

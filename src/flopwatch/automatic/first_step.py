@@ -51,7 +51,7 @@ class FirstStep:
             self._calls.take()
             self._nodes = recorded_operations()
             is_apart = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
-            if obstacle() is None and not is_apart and not regions.is_calling():
+            if obstacle() is None and not is_apart and not regions.state.is_calling:
                 self._live = LiveStep(self._attention)
                 if self._optimizer is not None:  # the call comes from its closure
                     self._live.enter_optimizer(*self._optimizer)

@@ -23,7 +23,7 @@ from flopwatch.torch_internals.ops import stored_count
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step. To save time, lists with more plain values than this are reduced to a hash.
 _LONGEST_LIST = 32
-# If an array has more elements than this, only about this many of them are hashed, to save time.
+# If an array has more elements than this, only about this many, evenly spaced, are hashed, to save time.
 _MOST_ELEMENTS = 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # Objects nested deeper than this are described by their type only, so that cyclic references come to an end.
@@ -94,7 +94,9 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if isinstance(value, set | frozenset):
         return "value", name, tuple(sorted(map(repr, value)))
     if type(value).__module__ == "numpy":
-        return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
+        flat = value.reshape(-1)
+        some = flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]
+        return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), hash(some.tobytes())
     if callable(value) or isinstance(value, type):
         # Two functions with the same code can differ in their closure values, so these values are described too.
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
@@ -125,40 +127,30 @@ def _closed_over(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _numpy_hash(value: Any) -> int:
-    """Return a hash of an array; of a large array, only evenly spaced elements are hashed."""
-    flat = value.reshape(-1)
-    return hash((flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]).tobytes())
-
-
-def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+def tensors_of(batch: Any, path: str = "", depth: int = 0) -> dict[str, torch.Tensor]:
     """Return all tensors by their path, such as `targets.0.boxes`; a batch that is one tensor has the path `0`."""
+    if isinstance(batch, torch.Tensor):
+        return {path or "0": batch}
     found: dict[str, torch.Tensor] = {}
-    for path, value in _leaves(batch, "", 0):
-        if isinstance(value, torch.Tensor):
-            found[path or "0"] = value
+    for name, child in _children(batch, depth):
+        found |= tensors_of(child, inside(path, name), depth + 1)
     return found
 
 
-def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    children = _children(value) if depth <= _DEEPEST else None
-    if children is None:
-        yield path, value
-        return
-    for name, child in children:
-        yield from _leaves(child, f"{path}.{name}" if path else str(name), depth + 1)
+def inside(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, torch.Tensor | str | bytes):
-        return None
+def _children(value: Any, depth: int) -> list[tuple[Any, Any]]:
+    if depth > _DEEPEST:
+        return []
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return None
+    return []
 
 
 def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: str = "", depth: int = 0) -> Any:
@@ -168,13 +160,10 @@ def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: st
     """
     if isinstance(batch, torch.Tensor):
         return change(path or "0", batch)
-    children = _children(batch) if depth <= _DEEPEST else None
-    if children is None:
-        return batch
     changed = {
-        name: map_tensors(child, change, f"{path}.{name}" if path else str(name), depth + 1) for name, child in children
+        name: map_tensors(child, change, inside(path, name), depth + 1) for name, child in _children(batch, depth)
     }
-    return _rebuilt(batch, changed)
+    return _rebuilt(batch, changed) if changed else batch
 
 
 def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:

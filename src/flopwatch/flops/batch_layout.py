@@ -6,7 +6,7 @@ and fixes all other slots at their size in the example batch. Layouts are guesse
 so `fit.py` verifies them by counting the FLOPs of batches with other values of the variables.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from flopwatch.flops.batch_contents import (
     Description,
     describe,
     images_of_row,
+    inside,
     map_tensors,
     named,
     read_shape,
@@ -104,24 +105,29 @@ class Layout:
         return list(dict.fromkeys(paths))
 
 
-def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None:
+def _pieces(value: Any, structure: Any) -> list[tuple[Any, Any, Any]]:
+    """Return the name, the value and the structure of everything in a container; of equal items, only of the first."""
     kind = structure[0]
-    if kind == "tensor":
+    if kind == "dict":
+        return [(name, item, inner) for (name, item), (_, inner) in zip(value.items(), structure[1], strict=True)]
+    if kind == "items":
+        return [(0, value[0], structure[1])]
+    if kind == "list":
+        return [(index, *each) for index, each in enumerate(zip(value, structure[1], strict=True))]
+    if kind == "parts":
+        held = value if isinstance(value, dict) else None
+        return [(name, getattr(value, name) if held is None else held[name], inner) for name, inner in structure[2]]
+    return []
+
+
+def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None:
+    if structure[0] == "tensor":
         is_integer = not (value.is_floating_point() or value.is_complex())
         found += [Slot(path or "0", dim, size, is_integer, value.dim()) for dim, size in enumerate(value.shape)]
-    elif kind == "dict":
-        for (name, item), (_, inner) in zip(value.items(), structure[1], strict=True):
-            _add_slots(item, f"{path}.{name}" if path else str(name), found, inner)
-    elif kind == "items":
+    elif structure[0] == "items":
         found.append(Slot(path, None, len(value)))
-        _add_slots(value[0], f"{path}.0", found, structure[1])
-    elif kind == "list":
-        for index, (item, inner) in enumerate(zip(value, structure[1], strict=True)):
-            _add_slots(item, f"{path}.{index}" if path else str(index), found, inner)
-    elif kind == "parts":
-        for name, inner in structure[2]:
-            item = getattr(value, name) if not isinstance(value, dict) else value[name]
-            _add_slots(item, f"{path}.{name}" if path else str(name), found, inner)
+    for name, item, inner in _pieces(value, structure):
+        _add_slots(item, inside(path, name), found, inner)
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
@@ -181,42 +187,22 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
     """Resize a batch of one sample to the sizes that the layout gives for these values of its variables."""
-    sizes = iter(layout.sizes_at(values))
-    return _resized(batch, layout.structure, sizes)
+    return _resized(batch, layout.structure, iter(layout.sizes_at(values)))
 
 
-def _resized(value: Any, structure: Any, sizes: Any) -> Any:
+def _resized(value: Any, structure: Any, sizes: Iterator[int]) -> Any:
     kind = structure[0]
     if kind == "tensor":
         for dim in range(value.dim()):
             value = _stretched(value, dim, next(sizes))
         return value
+    count = next(sizes) if kind == "items" else 1
+    pieces = [_resized(item, inner, sizes) for _, item, inner in _pieces(value, structure)]
     if kind == "dict":
-        pairs = zip(value.items(), structure[1], strict=True)
-        return {name: _resized(item, inner, sizes) for (name, item), (_, inner) in pairs}
-    if kind == "items":
-        count = next(sizes)
-        return [_resized(value[0], structure[1], sizes)] * count
-    if kind == "list":
-        items = [_resized(item, inner, sizes) for item, inner in zip(value, structure[1], strict=True)]
-        return tuple(items) if isinstance(value, tuple) else items
-    if kind == "parts":  # a user-defined object stays unchanged, because its parts may depend on each other
-        for _ in range(_size_count(structure)):
-            next(sizes)
-    return value
-
-
-def _size_count(structure: Any) -> int:
-    kind = structure[0]
-    if kind == "tensor":
-        return int(structure[2])
-    if kind == "items":
-        return 1 + _size_count(structure[1])
-    if kind == "list":
-        return sum(map(_size_count, structure[1]))
-    if kind in ("dict", "parts"):
-        return sum(_size_count(inner) for _, inner in structure[-1])
-    return 0
+        return dict(zip(value, pieces, strict=True))
+    if kind in ("items", "list"):
+        return tuple(pieces) if kind == "list" and isinstance(value, tuple) else pieces * count
+    return value  # a user-defined object stays unchanged, because its parts may depend on each other
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -180,7 +180,8 @@ def count_by_estimate(
         raise InputError(f"the FLOPs of {type(model).__name__} cannot be estimated, because it has no weight matrix")
     scores = _attention_products(model, streams, attention)
     by_module: dict[str, PhaseFlops] = {}
-    any_trained_before = _trains_embeddings(model)
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    any_trained_before = any(own.requires_grad for module in embeddings for own in module.parameters(recurse=False))
     trained_norms = _layers_with_trained_norms(model)
     for product in _in_order(products, scores):
         any_trained_before = any_trained_before or _layer(product.module) in trained_norms
@@ -193,11 +194,7 @@ def count_by_estimate(
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    return _as_count(by_module, attention, checkpointed=training and checkpoints)
-
-
-def _as_count(by_module: dict[str, PhaseFlops], attention: AttentionConvention, *, checkpointed: bool) -> FlopCount:
+    checkpointed = training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     total = sum(by_module.values(), PhaseFlops())
     recompute = total.forward if checkpointed else 0
     notes = ["the FLOPs are estimated from the shapes of the weights; docs/accuracy.md lists the errors of estimates"]
@@ -265,10 +262,13 @@ def _attention_products(
     for path, module in model.named_modules():
         widths = _attention_widths(module)
         if widths:
-            queries, keys = _attention_lengths(path, streams)
+            stream = streams[stream_of(path, streams)]
+            queries = keys = stream.attended_now
+            if "encoder" in streams and any(word in path.lower() for word in ("encdec", "cross", "encoder_attn")):
+                keys = streams["encoder"].attended_now
             half = attention == "causal" and queries == keys and _is_causal(model, path, module)
             pairs = queries * (keys + 1) // 2 if half else queries * keys
-            products.append(_Product(path, streams[stream_of(path, streams)].batch_size * pairs * sum(widths), False))
+            products.append(_Product(path, stream.batch_size * pairs * sum(widths), False))
     return products
 
 
@@ -298,12 +298,6 @@ def _features(module: nn.Module) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _attention_lengths(path: str, streams: Mapping[str, Stream]) -> tuple[int, int]:
-    own = streams[stream_of(path, streams)].attended_now
-    crosses = any(word in path.lower() for word in ("encdec", "cross", "encoder_attn"))
-    return (own, streams["encoder"].attended_now) if crosses and "encoder" in streams else (own, own)
-
-
 def _is_causal(model: nn.Module, path: str, module: nn.Module) -> bool:
     if any(word in path for word in ("vision", "visual")):
         return False
@@ -321,15 +315,6 @@ def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product
             ordered.append(waiting.pop(0))
         ordered.append(product)
     return ordered + waiting
-
-
-def _trains_embeddings(model: nn.Module) -> bool:
-    return any(
-        parameter.requires_grad
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    )
 
 
 def _layers_with_trained_norms(model: nn.Module) -> set[str]:

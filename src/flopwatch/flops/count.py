@@ -50,7 +50,9 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
 
     layout = separate_lengths(model, batch, counted, suggest_layouts(batch)[0])
     columns = real_columns(batch, layout)
-    rows = [_row(batch, layout, columns, index) for index in range(layout.sizes[SAMPLES])]
+    rows = [one_sample(batch, layout, index) for index in range(layout.sizes[SAMPLES])]
+    for variable, of_rows in columns.items():
+        rows = [select_positions(row, layout, variable, own) for row, own in zip(rows, of_rows, strict=True)]
     keys = [_cost_key(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
     # The FLOPs of single rows do not add up if samples are compared with each other, as in a contrastive loss.
     is_additive = _is_additive(batch, rows, counted, count)
@@ -104,13 +106,6 @@ def target_lengths(labels: torch.Tensor) -> torch.Tensor:
     """Return the length of each row up to its last label that the loss does not ignore; at least 1."""
     positions = torch.ones_like(labels).cumsum(1)
     return ((labels != IGNORED_LABEL) * positions).amax(1).clamp(min=1)
-
-
-def _row(batch: Any, layout: Layout, columns: Mapping[str, Sequence[torch.Tensor]], index: int) -> Any:
-    row = one_sample(batch, layout, index)
-    for variable, of_rows in columns.items():
-        row = select_positions(row, layout, variable, of_rows[index])
-    return row
 
 
 def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:

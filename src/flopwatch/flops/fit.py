@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, MeasurementError
-from flopwatch.flops.batch_contents import altered_batches, read_shape
+from flopwatch.flops.batch_contents import altered_batches
 from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout, Sample, suggest_layouts, take_sample
 from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
 from flopwatch.flops.live_formula import solve
@@ -72,7 +72,7 @@ def fit_flops_law(
     layouts = suggest_layouts(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
     counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options)
-    own = counts.add_example(batch, read_shape(batch))
+    own = counts.add_example(batch)
     law = _first_that_holds(model, batch, counts, layouts, own)
     return _with_steering_doubts(model, batch, counts, law, own)
 
@@ -96,7 +96,7 @@ def _first_that_holds(
         for attempt in attempts:
             try:
                 coefficients = _solved(counts, attempt)
-                wrong = _first_wrong(counts, attempt, coefficients)
+                wrong = next((shape for shape in attempt.held_out if _is_wrong(counts, shape, coefficients)), None)
             except FlopwatchError as error:
                 reason, takes_shapes = f"the model fails on another shape: {error}", False
                 break
@@ -269,14 +269,9 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
     # 40 more positions are enough: the largest images need 30 placeholders, and 3 text tokens around them.
     length = _range_of(sample, "s")[1] + 40
 
-    def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:
-        return StepShape(batch_size, length, tuple(grids) * batch_size)
-
-    return (
-        list(IMAGE_TERMS),
-        [with_grids(grids) for grids in fit_grids],
-        [with_grids(other_grids[0], 2), with_grids(other_grids[1])],
-    )
+    fitted = [StepShape(1, length, tuple(grids)) for grids in fit_grids]
+    held_out = [StepShape(2, length, tuple(other_grids[0]) * 2), StepShape(1, length, tuple(other_grids[1]))]
+    return list(IMAGE_TERMS), fitted, held_out
 
 
 def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
@@ -301,9 +296,6 @@ def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]
     }
 
 
-def _first_wrong(counts: ShapeCounts, attempt: _Attempt, coefficients: dict[str, dict[str, Any]]) -> StepShape | None:
-    for shape in attempt.held_out:
-        flops = counts(shape)
-        if any(evaluate(coefficients.get(phase, {}), shape) != getattr(flops, phase) for phase in PHASES):
-            return shape
-    return None
+def _is_wrong(counts: ShapeCounts, shape: StepShape, coefficients: dict[str, dict[str, Any]]) -> bool:
+    flops = counts(shape)
+    return any(evaluate(coefficients.get(phase, {}), shape) != getattr(flops, phase) for phase in PHASES)

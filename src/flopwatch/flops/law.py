@@ -53,12 +53,11 @@ _EXPONENTS: Mapping[str, Mapping[str, int]] = {
 }
 _NAMES = {tuple(sorted(powers.items())): name for name, powers in _EXPONENTS.items()}
 
-_IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
+IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
     "images": len,
     "patches": lambda grids: sum(t * h * w for t, h, w in grids),
     "patch pairs": lambda grids: sum(t * (h * w) ** 2 for t, h, w in grids),
 }
-IMAGE_TERMS = tuple(_IMAGE_TERMS)
 
 PHASES = ("forward", "backward", "recompute")
 
@@ -82,8 +81,8 @@ def exponents_of(term: str) -> dict[str, int]:
 
 
 def term_value(term: str, shape: StepShape) -> int:
-    if term in _IMAGE_TERMS:
-        return _IMAGE_TERMS[term](shape.grids)
+    if term in IMAGE_TERMS:
+        return IMAGE_TERMS[term](shape.grids)
     values = shape.values
     return prod(int(values.get(name, 0) ** power) for name, power in exponents_of(term).items())
 
@@ -205,8 +204,8 @@ class FlopLaw:
         grids = self._grids(image_grids, len(rows))
 
         def amount(term: str) -> int:
-            if term in _IMAGE_TERMS:
-                return _IMAGE_TERMS[term](grids)
+            if term in IMAGE_TERMS:
+                return IMAGE_TERMS[term](grids)
             powers = exponents_of(term)
             samples = powers.pop(SAMPLES, 0)
             if samples == 1:
@@ -241,7 +240,7 @@ class FlopLaw:
         once = StepShape(rows, row_length, self.sample_grids * documents.count, tuple(others))
 
         def amount(term: str) -> int:
-            powers = exponents_of(term) if term not in _IMAGE_TERMS else {}
+            powers = exponents_of(term) if term not in IMAGE_TERMS else {}
             if powers.pop(SAMPLES, 0) != 1:
                 return term_value(term, once)
             main = powers.pop("s", 0)

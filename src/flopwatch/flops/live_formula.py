@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
+from math import prod
+from operator import add, mul
 
 from flopwatch.flops.tracing.scaling import Scale
 
@@ -89,28 +91,42 @@ def _with(exponents: Exponents, place: int) -> Exponents:
     return tuple(power + (index == place) for index, power in enumerate(exponents))
 
 
-def _rounded(values: tuple[int, ...], rounding: Rounding) -> tuple[int, ...]:
-    if rounding is None:
-        return values
-    place, stride, up = rounding
-    return tuple(
-        (value + up * (stride - 1)) // stride if index == place else value for index, value in enumerate(values)
-    )
+@dataclass(frozen=True)
+class _Family:
+    """The polynomial of one family of calls: its variables, its monomials, and which variable is rounded."""
+
+    variables: _Variables
+    basis: Sequence[Exponents]
+    rounding: Rounding
+
+    def terms(self, sizes: tuple[int, ...]) -> list[int] | None:
+        """The values of the monomials for one call; None if its sizes are not those that were counted."""
+        values = self.variables.values(sizes)
+        if values is None:
+            return None
+        if self.rounding is not None:
+            place, stride, up = self.rounding
+            values = (*values[:place], (values[place] + up * (stride - 1)) // stride, *values[place + 1 :])
+        return [prod(map(pow, values, exponents)) for exponents in self.basis]
+
+
+def _features(calls: Calls, families: Mapping[Hashable, _Family]) -> list[int] | None:
+    """The sums of the monomials over the calls of a step."""
+    sums = {family: [0] * len(own.basis) for family, own in families.items()}
+    for family, sizes in calls:
+        terms = families[family].terms(sizes)
+        if terms is None:
+            return None
+        sums[family] = list(map(add, sums[family], terms))
+    return [value for own in sums.values() for value in own]
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula that gives all counts it was fitted to, and predicted at least `PREDICTIONS` of them.
-
-    Attributes:
-        counts: How many counts determined and verified it.
-    """
+    """A formula that gives all `counts` it was fitted to, and predicted at least `PREDICTIONS` of them."""
 
     counts: int
-    _families: tuple[Hashable, ...]
-    _variables: Mapping[Hashable, _Variables]
-    _bases: Mapping[Hashable, Sequence[Exponents]]
-    _roundings: Mapping[Hashable, Rounding]
+    _families: Mapping[Hashable, _Family]
     _relations: Sequence[tuple[int, Sequence[Fraction]]]
     _pivots: Sequence[int]
     _coefficients: Mapping[Hashable, Sequence[Fraction]]
@@ -118,13 +134,15 @@ class Formula:
 
     def values(self, calls: Calls) -> dict[Hashable, int] | None:
         """What a step with these calls costs, by output; None if it is not inside the verified sizes."""
-        row = self._row(calls)
-        if row is None or len(calls) > self._most_calls:
+        if {family for family, _ in calls} != self._families.keys() or len(calls) > self._most_calls:
+            return None
+        row = _features(calls, self._families)
+        if row is None:
             return None
         known = [row[pivot] for pivot in self._pivots]
-        if any(row[place] != sum(map(_times, factors, known)) for place, factors in self._relations):
+        if any(row[place] != sum(map(mul, factors, known)) for place, factors in self._relations):
             return None
-        result = {name: sum(map(_times, factors, known)) for name, factors in self._coefficients.items()}
+        result = {name: sum(map(mul, factors, known)) for name, factors in self._coefficients.items()}
         if any(Fraction(value).denominator != 1 or value < 0 for value in result.values()):
             return None
         return {name: int(value) for name, value in result.items()}
@@ -140,46 +158,11 @@ class Formula:
 
     def covers(self, family: Hashable, sizes: tuple[int, ...]) -> bool:
         """Whether a call has sizes inside of those that were verified."""
-        return family in self._variables and self._variables[family].values(sizes) is not None
-
-    def _row(self, calls: Calls) -> list[int] | None:
-        if {family for family, _ in calls} != set(self._families):
-            return None
-        return _features(calls, self._families, self._variables, self._bases, self._roundings)
-
-
-def _times(factor: Fraction, value: int) -> Fraction:
-    return factor * value
-
-
-def _features(
-    calls: Calls,
-    families: Sequence[Hashable],
-    variables: Mapping[Hashable, _Variables],
-    bases: Mapping[Hashable, Sequence[Exponents]],
-    roundings: Mapping[Hashable, Rounding],
-) -> list[int] | None:
-    sums: dict[Hashable, list[int]] = {family: [0] * len(bases[family]) for family in families}
-    for family, sizes in calls:
-        values = variables[family].values(sizes)
-        if values is None:
-            return None
-        rounded = _rounded(values, roundings[family])
-        own = sums[family]
-        for place, exponents in enumerate(bases[family]):
-            term = 1
-            for value, power in zip(rounded, exponents, strict=True):
-                term *= value**power
-            own[place] += term
-    return [value for family in families for value in sums[family]]
+        return family in self._families and self._families[family].variables.values(sizes) is not None
 
 
 class FormulaFit:
-    """The live counts of steps that call the same modules, and the formula that they determine.
-
-    Attributes:
-        formula: The formula; None while it is not determined or not verified.
-    """
+    """The live counts of steps that call the same modules, and the formula that they determine and verify, or None."""
 
     def __init__(self) -> None:
         self.formula: Formula | None = None
@@ -207,48 +190,35 @@ class FormulaFit:
         variables = {family: _variables(sizes[family]) for family in families}
         if any(len(each.places) > _MOST_VARIABLES for each in variables.values()):
             return None
-        for roundings in self._roundings(families, variables, len(counts)):
-            is_rounded = any(roundings.values())
-            for bases in _bases_of(families, variables):
-                if is_rounded and max(map(len, bases.values())) > _FEW_TERMS:
+        kinds = {family: list(_bases(len(variables[family].places))) for family in families}
+        for rounding in _roundings(variables, len(counts)):
+            # Bases of one size for all families: a model and its teacher are polynomials of the same kind.
+            for number in range(max(map(len, kinds.values()), default=0)):
+                tried = {
+                    family: _Family(variables[family], own[min(number, len(own) - 1)], rounding.get(family))
+                    for family, own in kinds.items()
+                }
+                if rounding and max(len(own.basis) for own in tried.values()) > _FEW_TERMS:
                     break
-                found = _solved(counts, families, variables, bases, roundings)
-                if found is not None:
+                if (found := _solved(counts, tried)) is not None:
                     return found
         return None
 
-    @staticmethod
-    def _roundings(
-        families: Sequence[Hashable], variables: Mapping[Hashable, _Variables], counts: int
-    ) -> Iterator[Mapping[Hashable, Rounding]]:
-        yield dict.fromkeys(families)
-        if counts not in _TRIED_AGAIN_AT or len(families) > 2:
-            return
-        places = [(family, place) for family in families for place in range(len(variables[family].places))]
-        for family, place in places:
-            for stride, up in product(_STRIDES, (1, 0)):
-                yield {**dict.fromkeys(families), family: (place, stride, up)}
 
-
-def _bases_of(
-    families: Sequence[Hashable], variables: Mapping[Hashable, _Variables]
-) -> Iterator[dict[Hashable, list[Exponents]]]:
-    """Bases of one size for all families: a model and its teacher are polynomials of the same kind."""
-    kinds = {family: list(_bases(len(variables[family].places))) for family in families}
-    for number in range(max(map(len, kinds.values()), default=0)):
-        yield {family: own[min(number, len(own) - 1)] for family, own in kinds.items()}
+def _roundings(variables: Mapping[Hashable, _Variables], counts: int) -> Iterator[Mapping[Hashable, Rounding]]:
+    yield {}
+    if counts in _TRIED_AGAIN_AT and len(variables) <= 2:
+        for family, own in variables.items():
+            for place, stride, up in product(range(len(own.places)), _STRIDES, (1, 0)):
+                yield {family: (place, stride, up)}
 
 
 def _solved(
-    counts: Sequence[tuple[Calls, Mapping[Hashable, int]]],
-    families: Sequence[Hashable],
-    variables: Mapping[Hashable, _Variables],
-    bases: Mapping[Hashable, Sequence[Exponents]],
-    roundings: Mapping[Hashable, Rounding],
+    counts: Sequence[tuple[Calls, Mapping[Hashable, int]]], families: Mapping[Hashable, _Family]
 ) -> Formula | None:
     """Solve for the coefficients; None if a count is not given by them, or too few counts are left to verify them."""
     names = list(dict.fromkeys(name for _, outputs in counts for name in outputs))
-    rows = [_features(calls, families, variables, bases, roundings) for calls, _ in counts]
+    rows = [_features(calls, families) for calls, _ in counts]
     if any(row is None for row in rows):
         return None
     features: list[list[int]] = [row for row in rows if row is not None]
@@ -264,7 +234,7 @@ def _solved(
         elif not isinstance(name, Scale):  # how FLOPs depend on padding may stay unknown
             return None
     most = max(len(calls) for calls, _ in counts)
-    return Formula(len(counts), tuple(families), variables, bases, roundings, relations, pivots, coefficients, most)
+    return Formula(len(counts), families, relations, pivots, coefficients, most)
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[tuple[int, list[Fraction]]]]:

@@ -68,8 +68,7 @@ def count_by_step(
 
     with undisturbed(parameter.device for parameter in model.parameters()):
         replica, own_batch, own_loss = copies.all_of(model, _apart(batch), loss_fn)
-        steering.name_weights((*replica.parameters(), *replica.buffers()))
-        steering.name_batch(own_batch)
+        steering.name(own_batch, (*replica.parameters(), *replica.buffers()))
         noticed = threads_followed(modes_of_thread, mode.add_threads)
         reads = PythonReads(steering) if training else nullcontext()
         with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed, ExitStack() as ends:
@@ -178,7 +177,7 @@ class _Trace:
         # A model that calls `torch.manual_seed` also seeds its own device, though the trace does not use it.
         with undisturbed(parameter.device for parameter in self.model.parameters()), quiet_fakes():
             replica, fake_batch, loss_fn = copies.all_of(self.model, _apart(self.batch), self.loss_fn)
-            steering.name_batch(fake_batch)
+            steering.name(fake_batch)
             # In inference, torch runs an encoder layer as one op, which a function mode (`PythonReads`) would prevent.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from flopwatch.errors import InputError
-from flopwatch.flops.batch_contents import BatchShape
+from flopwatch.flops.batch_contents import read_shape
 from flopwatch.flops.batch_layout import Grid, Layout, Sample, grids_of, repeated
 from flopwatch.flops.law import FlopLaw, StepShape
 from flopwatch.flops.methods import count_as_is
@@ -36,8 +36,7 @@ class ShapeCounts:
         self.sample = sample
         self._options = options
         self._known: OrderedDict[StepShape, PhaseFlops] = OrderedDict()
-        self._example: tuple[BatchShape, tuple[Grid, ...]] | None = None
-        self._example_cost: PhaseFlops | None = None
+        self._example: tuple[int, tuple[Grid, ...], PhaseFlops] | None = None
         self.notes: dict[str, None] = {}
         self.doubts: dict[str, None] = {}
         self._methods: dict[Method, None] = {}
@@ -51,22 +50,20 @@ class ShapeCounts:
         self._known.move_to_end(shape)
         return self._known[shape]
 
-    def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
+    def add_example(self, batch: Any) -> FlopCount:
         """Count the FLOPs of the user's own batch, unaltered. All other shapes will be counted with the same method."""
         count = self.count(batch)
         self._options = {**self._options, "method": count.method}
-        self._example = shape, grids_of(batch)
-        self._example_cost = _phases_of(count)
+        self._example = read_shape(batch).batch_size, grids_of(batch), _phases_of(count)
         return count
 
     def example_shape(self, layout: Layout) -> StepShape:
         """Return the shape of the user's batch in this layout, and store the batch's FLOPs under this shape."""
         assert self._example is not None
-        assert self._example_cost is not None
-        size, grids = self._example
+        batch_size, grids, cost = self._example
         others = tuple((name, layout.sizes[name]) for name in layout.lengths if name != "s")
-        shape = StepShape(size.batch_size, layout.sizes.get("s"), grids, others)
-        self._known[shape] = self._example_cost
+        shape = StepShape(batch_size, layout.sizes.get("s"), grids, others)
+        self._known[shape] = cost
         return shape
 
     def law(
@@ -79,13 +76,19 @@ class ShapeCounts:
         if lengths is None and "s" in layout.sizes:
             known = [shape.seq_len for shape in self._known if shape.seq_len is not None]
             lengths = (min(known), max(known))
+        other_lengths = [
+            f"the length of {path!r} does not depend on seq_len; it is {layout.sizes[name]}, as in the example"
+            for name in layout.lengths
+            if name != "s"
+            for path in layout.paths_along(name)
+        ]
         return FlopLaw(
             exact=bool(coefficients) and not self.doubts,
             seq_lens=lengths,
             attention=self._options["attention"],
             coefficients=coefficients,
             sample_grids=self.sample.grids,
-            notes=tuple(filter(None, (*self.doubts, note, *self._other_lengths(layout), *self.notes))),
+            notes=tuple(filter(None, (*self.doubts, note, *other_lengths, *self.notes))),
             method=next((method for method in _LEAST_RELIABLE_FIRST if method in self._methods), "trace"),
             coverage=self._coverage,
             count_shape=self,
@@ -119,21 +122,10 @@ class ShapeCounts:
 
     def _batch(self, shape: StepShape) -> Any:
         sample = self.sample
-        own_grids = sample.grids
-        if not shape.grids or shape.grids == own_grids * shape.batch_size:
+        if not shape.grids or shape.grids == sample.grids * shape.batch_size:
             return sample.batch(shape.values)
         one = sample.with_grids(_grids_of_one_sample(shape), shape.seq_len or 0)
         return repeated(one, shape.batch_size)
-
-    @staticmethod
-    def _other_lengths(layout: Layout) -> list[str]:
-        """Return notes on sequences, such as a decoder's target, whose length is not set by `seq_len`."""
-        return [
-            f"the length of {path!r} does not depend on seq_len; it is {layout.sizes[name]}, as in the example"
-            for name in layout.lengths
-            if name != "s"
-            for path in layout.paths_along(name)
-        ]
 
 
 def _phases_of(count: FlopCount) -> PhaseFlops:

@@ -65,15 +65,13 @@ class Steering:
         if origin:
             (self.reads if _is_library_reading() else self.sizes).update(origin)
 
-    def name_batch(self, batch: Any) -> None:
-        """Record on each real tensor of a batch the name of its argument, as the origin of its values."""
+    def name(self, batch: Any, weights: Iterable[torch.Tensor] = ()) -> None:
+        """Record on each real tensor of a batch its argument's name, as the origin of its values; on weights too."""
+        for tensor in weights:
+            _set_origin(tensor, frozenset({WEIGHTS}))
         for path, tensor in tensors_of(batch).items():
             if not isinstance(tensor, FakeTensor):
                 _set_origin(tensor, frozenset({path.partition(".")[0]}))
-
-    def name_weights(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """If input sizes depend on values, mark the results too; if the op is a matrix product, update `sizes`."""

@@ -1,4 +1,4 @@
-"""Every private name of torch that flopwatch uses, what it is for, and what happens without it.
+"""Every private name of torch that flopwatch uses; docs/design.md says what each is for, and what happens without it.
 
 A name is private if it, or the module that it is taken from, begins with an underscore. `PRIVATE_NAMES` lists them;
 `tests/test_private_names.py` checks that no other module uses one, and `tests/test_without_private_names.py` removes

@@ -45,17 +45,10 @@ def engine_code() -> CodeType | None:
     return found[0] if found else None
 
 
-_TASK = declare("torch._C._current_graph_task_id", "distinguish forward and backward ops")
-_NODE = declare(
-    "torch._C._current_autograd_node", "attribute backward ops to the modules whose forward pass made the running node"
-)
-_NEXT = declare(
-    "torch._C._autograd._get_sequence_nr",
-    "the number of the next autograd node: attribute backward ops, and notice work outside of model calls",
-)
-_SEQUENCE = declare(
-    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node got when its forward op ran"
-)
+_TASK = declare("torch._C._current_graph_task_id")
+_NODE = declare("torch._C._current_autograd_node")
+_NEXT = declare("torch._C._autograd._get_sequence_nr")
+_SEQUENCE = declare("torch.autograd.graph.Node._sequence_nr")
 
 current_graph_task_id: Callable[[], int] = getattr(torch._C, _TASK, lambda: -1)
 """A number that identifies the running backward pass; -1 outside of one."""
@@ -85,11 +78,7 @@ def _probe_nodes() -> bool:
 
 CHECKS[_TASK, _NODE, _NEXT, _SEQUENCE] = _probe_nodes
 
-_ENGINE = declare(
-    "torch.autograd.Variable._execution_engine",
-    "know when a backward pass has ended",
-    "the time between the passes of a step is not measured",
-)
+_ENGINE = declare("torch.autograd.Variable._execution_engine")
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> bool:
@@ -123,11 +112,7 @@ def is_checkpoint_recomputing() -> bool:
     return False
 
 
-_AOT = declare(
-    "torch._functorch._aot_autograd",
-    "tell the backward pass of compiled code from hooks on its results, by the files of the running functions",
-    "steps with compiled code are not exact",
-)
+_AOT = declare("torch._functorch._aot_autograd")
 
 
 def sees_compiled_backward() -> bool:
@@ -161,35 +146,12 @@ def runs_forward_code(code: CodeType) -> bool:
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
-_EVAL_FRAME = declare(
-    "torch._dynamo.eval_frame",
-    "recognise what `torch.compile` returns: its class and its functions are defined in this module",
-    "a model from `torch.compile(model)` is not unwrapped",
-)
-_BACKENDS = declare(
-    "torch._dynamo.eval_frame.cached_backends",
-    "know whether this process uses `torch.compile`",
-    "once the compiler is loaded, calls of modules are not recorded, as in a training that is compiled",
-)
-
-
-_OUTPUT_GRAPH = declare(
-    "torch._dynamo.output_graph.OutputGraph.call_user_compiler",
-    "count the graphs of compiled code",
-    "the FLOPs of compiled code are not known",
-)
-_COUNTERS = declare(
-    "torch._dynamo.utils.counters",
-    "know whether code was compiled before the monitor existed",
-    "the FLOPs of code that was compiled before the monitor existed are missing",
-)
-
-
-_KERNELS = declare(
-    "torch._higher_order_ops.triton_kernel_wrap.kernel_side_table",
-    "know which Triton kernel a graph of the compiler launches",
-    "the FLOPs of steps with Triton kernels in compiled code are not known",
-)
+_EVAL_FRAME = declare("torch._dynamo.eval_frame")
+"""The module in which the class and the functions are defined that `torch.compile` returns."""
+_BACKENDS = declare("torch._dynamo.eval_frame.cached_backends")
+_OUTPUT_GRAPH = declare("torch._dynamo.output_graph.OutputGraph.call_user_compiler")
+_COUNTERS = declare("torch._dynamo.utils.counters")
+_KERNELS = declare("torch._higher_order_ops.triton_kernel_wrap.kernel_side_table")
 
 
 def graph_kernel(kernel: int, constants: int) -> tuple[Any, Mapping[str, Any]]:

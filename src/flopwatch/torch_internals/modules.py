@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flopwatch.errors import MeasurementError
-from flopwatch.torch_internals.probes import CHECKS, PRIVATE_NAMES, apart, declare
+from flopwatch.torch_internals.probes import CHECKS, apart, declare
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
@@ -101,10 +101,7 @@ def _idle(*_: Any) -> None:
     return None
 
 
-COMPILED_CALL = declare(
-    "torch.nn.Module._compiled_call_impl",
-    "follow which module runs; know that `module.compile()` was called",
-)
+COMPILED_CALL = declare("torch.nn.Module._compiled_call_impl")
 """`nn.Module.__call__` calls this attribute if it is set; `module.compile()` sets it."""
 
 
@@ -129,11 +126,7 @@ def compiled_call(module: nn.Module) -> Any:
     return getattr(module, COMPILED_CALL, None)
 
 
-_CALL = declare(
-    "torch.nn.Module._call_impl",
-    "the arguments that a module is given by name, which a hook for all modules does not get",
-    "calls that differ only in arguments given by name count as equal, until a counted step shows the difference",
-)
+_CALL = declare("torch.nn.Module._call_impl")
 
 
 def arguments_by_name(depth: int) -> dict[str, Any]:
@@ -144,13 +137,7 @@ def arguments_by_name(depth: int) -> dict[str, Any]:
     return cast("dict[str, Any]", found) if is_call else {}
 
 
-_TRANSFORMS = declare(
-    "torch._C._functorch",
-    "the whole size of a tensor inside of `torch.func.vmap`, where its shape is that of one sample",
-    "calls inside of `vmap` with another number of samples count as equal, until a counted step shows the difference",
-)
-
-
+_TRANSFORMS = declare("torch._C._functorch")
 _transforms = getattr(torch._C, _TRANSFORMS, None)
 _transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level", lambda: None)
 
@@ -169,11 +156,7 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
-_STORE = declare(
-    "torch.distributed.distributed_c10d._get_default_store",
-    "find the other ranks through the store that the training's ranks share",
-    "the store is looked for at MASTER_ADDR and MASTER_PORT; if these are not set, each rank reports only itself",
-)
+_STORE = declare("torch.distributed.distributed_c10d._get_default_store")
 
 
 def default_store() -> Any:
@@ -182,15 +165,14 @@ def default_store() -> Any:
 
     found = getattr(distributed_c10d, _STORE, None)
     if found is None:
-        raise MeasurementError(f"torch {torch.__version__} has no `{_STORE}`: {PRIVATE_NAMES[_STORE].without}")
+        raise MeasurementError(
+            f"torch {torch.__version__} has no `{_STORE}`: the store is looked for at MASTER_ADDR and MASTER_PORT; "
+            "if these are not set, each rank reports only itself"
+        )
     return found()
 
 
-_FSDP_STATE = declare(
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-    "the number of ranks over which `fully_shard` shards a module",
-    "this number is taken from the mesh and the placements of the parameters",
-)
+_FSDP_STATE = declare("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
 
 
 def fsdp_groups(module: Any) -> list[Any]:

@@ -21,7 +21,7 @@ OpOverloadPacket: Any = type(torch.ops.aten.mm)
 
 # --- The dispatcher ---------------------------------------------------------------------------------------------------
 
-_SCHEMA = declare("torch._ops.OpOverload._schema", "names, defaults and written arguments of an op")
+_SCHEMA = declare("torch._ops.OpOverload._schema")
 
 
 def _probe_schema() -> bool:
@@ -61,10 +61,6 @@ def op_packet(op: Any) -> Any:
     return op.overloadpacket
 
 
-def packet_name(packet: Any) -> str:
-    return str(packet).replace(".", "::", 1)
-
-
 def can_decompose(op: Any) -> bool:
     """Whether an op is written as a composition of other ops."""
     return bool(op.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
@@ -92,10 +88,7 @@ TO_COPY = aten_packet("_to_copy")
 FUSED_SDP_CHOICE = aten_packet("_fused_sdp_choice")
 """Returns the kernel that `scaled_dot_product_attention` would choose, as the integer value of an `SDPBackend`."""
 
-_STACK = declare(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-    "switch off the user's dispatch modes while counting; leave the mode of a step that is counted live",
-)
+_STACK = declare("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 dispatch_mode_stack: Callable[[], list[Any]] = getattr(sys.modules[TorchDispatchMode.__module__], _STACK, list)
 """The active dispatch modes, the innermost last."""
 
@@ -125,16 +118,8 @@ def modes_off() -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)
 
 
-_OPDEFS = declare(
-    "torch._library.custom_ops.OPDEFS",
-    "the Python function of a `torch.library.custom_op`, whose ops are counted",
-    "an op made with `torch.library.custom_op` is reported as an op without a formula",
-)
-_INIT_FN = declare(
-    "torch._library.custom_ops.CustomOpDef._init_fn",
-    "the Python function of a `torch.library.custom_op`, whose ops are counted",
-    "an op made with `torch.library.custom_op` is reported as an op without a formula",
-)
+_OPDEFS = declare("torch._library.custom_ops.OPDEFS")
+_INIT_FN = declare("torch._library.custom_ops.CustomOpDef._init_fn")
 
 
 def python_body(op: Any) -> Callable[..., Any] | None:
@@ -167,11 +152,7 @@ def receive_higher_order_ops(mode_class: type[TorchDispatchMode]) -> None:
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
-_VERSION = declare(
-    "torch.Tensor._version",
-    "notice that a tensor was written to, without keeping a copy",
-    "every tensor counts as changed: values of a step that are read later are unknown",
-)
+_VERSION = declare("torch.Tensor._version")
 _never_again = itertools.count()
 
 

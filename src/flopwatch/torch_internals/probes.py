@@ -3,7 +3,6 @@
 import functools
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -11,27 +10,16 @@ from flopwatch.errors import MeasurementError
 
 TESTED_WITH = ((2, 6), (2, 15))
 """The first and the last minor release of torch that flopwatch is tested with."""
-ESTIMATED = "FLOPs are estimated, and no step is counted as it runs"
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateName:
-    """A private name: its path, what flopwatch uses it for, and what is different for the user without it."""
-
-    path: str
-    purpose: str
-    without: str
-
-
-PRIVATE_NAMES: dict[str, PrivateName] = {}
-"""All private names of torch by their last part."""
+PRIVATE_NAMES: dict[str, str] = {}
+"""The paths of all private names of torch by their last part; docs/design.md says what each is for, and what happens
+without it."""
 CHECKS: dict[tuple[str, ...], Callable[[], bool]] = {}
-"""Whether the names do what counting needs."""
+"""Whether the names do what counting needs. If not, FLOPs are estimated, and no step is counted as it runs."""
 
 
-def declare(path: str, purpose: str, without: str = ESTIMATED) -> str:
+def declare(path: str) -> str:
     name = path.rpartition(".")[2]
-    PRIVATE_NAMES[name] = PrivateName(path, purpose, without)
+    PRIVATE_NAMES[name] = path
     return name
 
 

@@ -10,7 +10,7 @@ from flopwatch.flops.formulas.registry import (
     OpFlops,
     bind,
     find_formula,
-    find_kernel_formula,
+    kernel_formulas,
     register_formula,
 )
 
@@ -24,8 +24,8 @@ __all__ = [
     "attention",
     "bind",
     "find_formula",
-    "find_kernel_formula",
     "formula",
+    "kernel_formulas",
     "layers",
     "matrices",
     "register_formula",

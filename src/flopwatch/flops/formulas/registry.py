@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry as torch_registry
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema, packet_name
+from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ Formula = Callable[[OpCall], OpFlops | int | None]
 """Returns the FLOPs of a call, or None if this call cannot be counted, although other calls of the op can."""
 
 _formulas: dict[str, Formula] = {}
-_kernels: dict[str, Callable[..., int]] = {}
-"""The user's formulas of Triton kernels, which are no ops."""
+kernel_formulas: dict[str, Callable[..., int]] = {}
+"""The user's formulas of Triton kernels, such as `triton::my_kernel`, which are no ops."""
 
 
 def formula(*names: str) -> Callable[[Formula], Formula]:
@@ -80,15 +80,16 @@ def register_formula(
         ... def scale_and_multiply_flops(a, b, scale, *, out):
         ...     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     """
-    name = op if isinstance(op, str) else str(op_name(op) if isinstance(op, OpOverload) else packet_name(op))
+    name = op_name(op) if isinstance(op, OpOverload) else str(op)
+    name = name if isinstance(op, str) else name.replace(".", "::", 1)  # a packet is printed as `mylib.foo`
     if "::" not in name:
         raise InputError(f"the name of an op must have the form 'mylib::foo', got {name!r}")
-    if (name in _formulas or name in _kernels) and not replace:
+    if (name in _formulas or name in kernel_formulas) and not replace:
         raise InputError(f"{name} has a formula already; pass replace=True to replace it")
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
         if name.startswith("triton::"):
-            _kernels[name] = function
+            kernel_formulas[name] = function
             return function
 
         def as_called(call: OpCall) -> int:
@@ -99,11 +100,6 @@ def register_formula(
         return function
 
     return register
-
-
-def find_kernel_formula(name: str) -> Callable[..., int] | None:
-    """The user's formula for a Triton kernel, such as `triton::my_kernel`; None without one."""
-    return _kernels.get(name)
 
 
 def find_formula(func: OpOverload[Any, Any]) -> Formula | None:

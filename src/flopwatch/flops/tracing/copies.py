@@ -77,12 +77,7 @@ class _NotCopied:
 
 
 class Copies:
-    """The copies for one run.
-
-    Args:
-        map_tensor: Returns the copy of a tensor.
-        stack: Receives which module of the copy runs, and how it differs from the model.
-    """
+    """The copies for one run; the stack gets to know which module of the copy runs, and how it differs."""
 
     def __init__(self, map_tensor: TensorMap, stack: ModuleStack) -> None:
         self._map_tensor = map_tensor
@@ -129,8 +124,11 @@ class Copies:
             for name, child in vars(original)[tables.modules].items()
         }
         # Copy attributes after submodules: a module that is both must get its path from its place in the module tree.
-        attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
-        twin.__dict__.update({name: self.value(value) for name, value in attributes})
+        state = tables.state
+        for name, value in list(original.__dict__.items()):
+            is_sharded = name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS
+            if name not in state and not is_sharded:
+                twin.__dict__[name] = self.value(value)
         self._outside.add_class(type(twin))
         self._copied_modules.append((original, twin))
         # A call of the module calls this attribute, so the running module is known without a hook.
@@ -261,12 +259,6 @@ def _is_shared(value: Any) -> bool:
         return value in (sys.stdout, sys.stderr)
     is_data = isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader | torch.optim.Optimizer)
     return is_data or f"{type(value).__module__}.".startswith(_SHARED)
-
-
-def _is_left_out(name: str, value: Any) -> bool:
-    return name in module_tables().state or (
-        name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS
-    )
 
 
 def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 The mode also finds kernels that bypass torch's dispatcher, and prevents one rank from running a collective alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
+    graph_kernel,
     is_checkpoint_recomputing,
     recorded_operations,
     sequence_nr,
@@ -94,27 +95,20 @@ class Unwritten:
             if self._known(args[0]):
                 self._made(out)
             return False
-        written = list(_written_into(func, args, kwargs))
-        read = self._values_read(func, args, kwargs, written)
-        for tensor in (*written, *read):  # those that were read too, so that each storage is reported once
-            self._storages.drop(storage_of(tensor))
+        is_own = func.namespace == "aten"
+        # If the op is not torch's own, it may write to all: its schema may be wrong.
+        into = list(written(func, args, kwargs)) if is_own else tensors_in((args, kwargs))
+        read = []
+        if is_own and not func.is_view and packet not in _READ_NO_VALUES:
+            found = (leaf for leaf in tensors_in((args, kwargs)) if not any(leaf is other for other in into))
+            read = [leaf for leaf in found if self._known(leaf)]
+        self.write((*into, *read))  # those that were read too, so that each storage is reported once
         return bool(read)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a kernel that may have written to these tensors, and that is counted or reported by itself."""
+        """Record that these tensors may have been written, by an op or by a kernel that is counted by itself."""
         for tensor in tensors:
             self._storages.drop(storage_of(tensor))
-
-    def _values_read(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        if func.is_view or op_packet(func) in _READ_NO_VALUES or func.namespace != "aten":
-            return []
-        return [
-            leaf
-            for leaf in tensors_in((args, kwargs))
-            if not any(leaf is other for other in written) and self._known(leaf)
-        ]
 
     def _made(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or not tensor.numel() or storage_of(tensor) is None:
@@ -127,21 +121,8 @@ class Unwritten:
         return self._storages.get(storage_of(tensor)) is not None
 
 
-def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op may write to. If the op is not torch's own, yield all: its schema may be wrong."""
-    if func.namespace != "aten":
-        yield from tensors_in((args, kwargs))
-        return
-    yield from written(func, args, kwargs)
-
-
 class NeedsOtherRanksError(MeasurementError):
     """The model cannot run without the other ranks."""
-
-
-def is_collective(func: Any) -> bool:
-    is_distributed = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return func.namespace in COLLECTIVE_NAMESPACES and is_distributed
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
@@ -167,11 +148,7 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class CountingMode(TorchDispatchMode):
     """Counts the FLOPs of the ops that run while the mode is active, and adds them to `tally`.
 
-    Args:
-        stack: Says which module is running.
-        attention: Whether fused attention counts all pairs of positions (`full`) or unmasked ones (`causal`).
-        execute: Runs an op. A trace passes a function that also handles ops which torch's fake tensors cannot run.
-        tally: Receives the FLOPs; by default, a new one.
+    `execute` runs an op. A trace passes a function that also handles ops which torch's fake tensors cannot run.
     """
 
     supports_higher_order_operators = True
@@ -208,7 +185,8 @@ class CountingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
-        if is_collective(func):
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        if func.namespace in COLLECTIVE_NAMESPACES and is_distributed and distributed.get_world_size() > 1:
             refuse_real_collective(func, args, kwargs, self._stack.current)
             self.tally.note(ONE_RANKS_SHARE)
         formula = find_formula(func)
@@ -267,7 +245,10 @@ class CountingMode(TorchDispatchMode):
 
     def _count(self, call: OpCall, formula: Formula | None) -> None:
         values, name = list(call.arguments.values()), op_name(call.func)
-        if not _is_dense(values) and name not in TAKE_NESTED:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        # The shape of a sparse or nested tensor does not determine the FLOPs.
+        is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+        if not is_dense and name not in TAKE_NESTED:
             flops = sparse_product_flops(call)
         else:
             try:
@@ -293,7 +274,8 @@ class CountingMode(TorchDispatchMode):
             sizes = flex_sizes(args[0], args[1], args[2], args[7], args[9], self._attention)
             self.add(name, backward_flops(sizes, ()), compute_type(args[0].dtype))
         elif name.startswith("triton_kernel_wrapper"):
-            self.add_kernel(*kernels.launch_in_graph(kwargs))
+            kernel, constants = graph_kernel(kwargs["kernel_idx"], kwargs["constant_args_idx"])
+            self.add_kernel(kernel, {**constants, **kwargs["kwargs"]})
         else:
             self._add_uncounted(name, args)
 
@@ -363,12 +345,6 @@ def with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
         # A complex multiply-add takes four real ones.
         return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
     return flops
-
-
-def _is_dense(values: list[Any]) -> bool:
-    """Return False if there is a sparse or nested tensor, whose shape does not determine the FLOPs."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
 
 
 def _short(name: str) -> str:

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -23,7 +24,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from flopwatch.flops.formulas import bind
-from flopwatch.flops.tree import leaves_of
+from flopwatch.flops.tree import leaves_of, tensors_in
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
@@ -83,14 +84,11 @@ class Values:
         self._contents = ByStorage()
         self._numbers: dict[Hashable, int] = {}
         self._made_in_backward: set[int] = set()
-        self._draws: Counter[Hashable] = Counter()
+        self.draws: Counter[Hashable] = Counter()
+        """How often each random draw was made in the running call: a recomputed forward pass repeats its draws."""
 
     def __bool__(self) -> bool:
         return bool(self._contents)
-
-    def restart_draws(self) -> None:
-        """Count random draws from 0 again, because a recomputed forward pass repeats its draws in the same order."""
-        self._draws.clear()
 
     def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
         """Return the `Value` of a tensor. `in_backward` is used only if the tensor's storage was not seen before."""
@@ -121,12 +119,12 @@ class Values:
         key: Hashable = (func, *(self._part(leaf, in_backward) for leaf in leaves))
         # Every draw gives new values, except in a recomputed forward pass, which repeats the draws.
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws[key] += 1
-            key = key, self._draws[key]
+            self.draws[key] += 1
+            key = key, self.draws[key]
         is_from_forward = all(self._content(tensor, in_backward).is_from_forward for tensor in tensors)
         results = list(written(func, args, kwargs))
         given = {storage_of(tensor) for tensor in tensors}
-        results += [leaf for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given]
+        results += [leaf for leaf in tensors_in(out) if storage_of(leaf) not in given]
         for index, tensor in enumerate(results):
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
@@ -164,8 +162,7 @@ class Values:
         return content
 
     def _known(self, tensor: torch.Tensor) -> _Content | None:
-        storage = storage_of(tensor)
-        return None if storage is None else self._contents.get(storage)
+        return self._contents.get(storage_of(tensor))  # type: ignore[no-any-return]
 
     def _number(self, key: Hashable, in_backward: bool) -> int:
         if key not in self._numbers:
@@ -187,7 +184,7 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for index, argument in enumerate(op_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
+            yield from tensors_in(value)
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
@@ -244,11 +241,8 @@ class _Factor:
 class CustomFunctions:
     """Decides which products of a step are recomputed by custom autograd functions.
 
-    Args:
-        is_recomputing: Returns whether torch's own checkpointing is running the forward pass again at this moment.
-
-    Attributes:
-        doubt: A note for the user about what could not be decided; None if there is nothing to note.
+    `is_recomputing` says whether torch's own checkpointing is running the forward pass again at this moment, and
+    `doubt` is a note for the user about what could not be decided.
     """
 
     def __init__(self, is_recomputing: Callable[[], bool]) -> None:
@@ -295,7 +289,7 @@ class CustomFunctions:
         if call.identity != self._running:
             self._running = call.identity
             self._done_in_call.clear()
-            self._values.restart_draws()
+            self._values.draws.clear()
         again = is_product and self._is_known(_factors(func, bind(func, args, kwargs), self._values, call), call)
         self._values.follow(func, args, kwargs, out, in_backward=call.is_backward)
         return again
@@ -315,21 +309,17 @@ class CustomFunctions:
         if call.is_inside_forward:
             self._forward[key] = None
             self._done_in_call.add(key)
-            self._keep_partners(factors)
+            packs = saves_through_hooks()
+            if packs:
+                self._packed_sizes.add(_sizes(factors))
+            for partner in _partner_keys(factors):
+                self._partners[partner] = packs or self._partners.get(partner, False)
         return False
-
-    def _keep_partners(self, factors: list[_Factor]) -> None:
-        packs = saves_through_hooks()
-        if packs:
-            self._packed_sizes.add(_sizes(factors))
-        for key in _partner_keys(factors):
-            self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
         """Return whether both factors are unknown, and a forward product of these sizes ran with saved-tensor hooks."""
-        return _sizes(factors) in self._packed_sizes and all(
-            self._values.is_unknown(factor.tensor) for factor in factors
-        )
+        are_unknown = all(self._values.is_unknown(factor.tensor) for factor in factors)
+        return are_unknown and _sizes(factors) in self._packed_sizes
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
         """Whether one factor is in a forward product and the other was recomputed or unpacked by saved-tensor hooks."""
@@ -464,8 +454,4 @@ def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
     """If there are two factors, return for each its `role` and `value`, and the `role` and `size` of the other."""
     if len(factors) != 2:
         return []
-    first, second = factors
-    return [
-        (first.role, first.value, second.role, second.size),
-        (second.role, second.value, first.role, first.size),
-    ]
+    return [(one.role, one.value, other.role, other.size) for one, other in permutations(factors)]

@@ -104,7 +104,9 @@ class Faker:
         if packet is GROUPED_MM:
             return self._grouped_mm(bind(func, args, kwargs))
         if packet is _aten.bincount:
-            return self._bincount(bind(func, args, kwargs))
+            # As many counts as are asked for, as if all ids in the input were smaller.
+            size = bind(func, args, kwargs)["minlength"]
+            return self._empty(torch.Size([size]), torch.int64) if size else None
         if packet is CTC_LOSS:
             return self._ctc_loss(bind(func, args, kwargs))
         if packet is CTC_LOSS_BACKWARD:
@@ -118,11 +120,6 @@ class Faker:
         groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
         shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
-
-    def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Return `minlength` counts, as if all ids in the input were smaller; None if `minlength` is not given."""
-        size = arguments["minlength"]
-        return self._empty(torch.Size([size]), torch.int64) if size else None
 
     def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = arguments["log_probs"]

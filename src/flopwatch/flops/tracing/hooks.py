@@ -46,12 +46,9 @@ _LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "breakpoin
 
 
 class HookCopies:
-    """Copies the hooks of one live model to its stand-in, the copy that is counted.
+    """Copies the hooks of one live model to its stand-in; `left_behind` gets the names of those that are left out.
 
-    Args:
-        value: Returns the stand-in's version of an object of the live model.
-        left_behind: Receives the names of hooks that are left out with a note.
-        extra: Takes a hook's name, and returns the context manager under which the hook runs.
+    `value` returns the stand-in's version of an object of the live model, and `extra` the context in which a hook runs.
     """
 
     def __init__(self, value: Value, left_behind: list[str], extra: Extra) -> None:

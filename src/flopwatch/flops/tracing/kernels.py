@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from flopwatch.flops.formulas import find_kernel_formula
-from flopwatch.torch_internals.autograd import graph_kernel
+from flopwatch.flops.formulas import kernel_formulas
 
 PREFIX = "triton::"
 OnLaunch = Callable[[Any, Mapping[str, Any]], None]
@@ -28,18 +27,12 @@ def name_of(kernel: Any) -> str:
 
 def flops_of(kernel: Any, arguments: Mapping[str, Any]) -> int | None:
     """FLOPs of a launch; None if they are not known."""
-    formula = find_kernel_formula(name_of(kernel))
+    formula = kernel_formulas.get(name_of(kernel))
     if formula is not None:
         return formula(**arguments)
     is_known = str(getattr(_function_of(kernel), "__module__", "")).startswith(_WITHOUT_PRODUCTS)
     source = getattr(_jit_of(kernel), "src", "dot(")
     return 0 if is_known and "dot" not in source else None
-
-
-def launch_in_graph(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and its arguments by name, that torch's op for launches gets in a graph."""
-    kernel, constants = graph_kernel(arguments["kernel_idx"], arguments["constant_args_idx"])
-    return kernel, {**constants, **arguments["kwargs"]}
 
 
 def watch_launches(on_launch: OnLaunch) -> Callable[[], bool]:

@@ -33,7 +33,7 @@ from flopwatch.flops.tracing.passes import is_inside_mode
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
-from flopwatch.flops.tracing.tally import Phase
+from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
@@ -118,6 +118,17 @@ class StepCount:
         return self.by_dtype == other.by_dtype and self.uncounted == other.uncounted
 
 
+def step_count(tally: Tally) -> StepCount:
+    count = tally.as_count("step", "full")
+    return StepCount(
+        PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
+        count.by_dtype,
+        count.by_op,
+        uncounted=tuple(sorted({op.op for op in count.uncounted})),
+        coverage=1.0 if count.coverage is None else count.coverage,
+    )
+
+
 def may_compile() -> bool:
     """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called."""
     if not _has_compiled:
@@ -151,12 +162,7 @@ Torch 2.9 can be asked too, but compiles again with a mode. To find this out by 
 
 
 class LiveStep:
-    """Counts one step, from the constructor to `end`.
-
-    Args:
-        attention: Whether fused attention counts all pairs of positions or only unmasked ones.
-        parameters: The weights of the model.
-    """
+    """Counts one step, from the constructor to `end`. The parameters are the weights of the model."""
 
     def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor] = ()) -> None:
         self._mode = PassingMode(attention, parameters)
@@ -170,15 +176,16 @@ class LiveStep:
         self._stance = torch.compiler.set_stance("force_eager") if is_eager else None
         if self._stance is not None:
             self._stance.__enter__()
-        self._below = _modes_now()
+        self._below = dispatch_mode_stack()
         self._is_in_inference = torch.is_inference_mode_enabled()
         if not self._sees_regions_only:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._stop_watching = watch_launches(self._mode.add_kernel)
         _under_way.add(self)
 
+    # Evaluations are not part of the step. An optimizer's own products are not those of the training.
+
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume the count. Evaluations are not part of the step."""
         self._mode.is_paused = is_paused
 
     def set_axes(self, axes: Axes | None) -> None:
@@ -186,15 +193,12 @@ class LiveStep:
         self._mode.axes = axes
 
     def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Say that an optimizer begins its step; its own products are not those of the training."""
         self._mode.enter_optimizer(args, kwargs)
 
     def leave_optimizer(self) -> None:
-        """Say that an optimizer has ended its step."""
         self._mode.leave_optimizer()
 
     def note_call(self) -> None:
-        """Say that a module is called."""
         self._mode.note_call()
 
     def _region_is_called(self, region: Region, args: tuple[Any, ...]) -> regions.Leave | None:
@@ -208,7 +212,7 @@ class LiveStep:
             region, region.sizes(args), torch.is_grad_enabled(), mode.current_phase, mode.axes, mode.is_in_optimizer
         )
         # Another mode may take products from what was saved (selective checkpointing).
-        seen.may_skip = seen.phase == "recompute" and any(each is not mode for each in _modes_now())
+        seen.may_skip = seen.phase == "recompute" and any(each is not mode for each in dispatch_mode_stack())
         self.region_calls.append(seen)
         mode.has_grad_begun = mode.has_grad_begun or seen.has_grad
         mode.regions_under_way += 1
@@ -226,8 +230,7 @@ class LiveStep:
     def end(self, axes: Axes | None = None) -> StepCount:
         """End the count, even if the training has entered or exited dispatch modes in the meantime.
 
-        Args:
-            axes: The shape of the step's micro-batches, if it was not known when they ran.
+        `axes` is the shape of the step's micro-batches, if it was not known when they ran.
         """
         mode = self._mode
         left_because = self._stop()
@@ -240,7 +243,7 @@ class LiveStep:
             by_scale=by_scale(mode.by_scale, axes),
             failure=mode.failure or left_because,
             doubt=mode.doubt
-            or (OUTSIDE if self._sees_regions_only else regions.why_unseen() if may_compile() else None),
+            or (OUTSIDE if self._sees_regions_only else regions.state.missed if may_compile() else None),
         )
 
     def _stop(self) -> str | None:
@@ -257,10 +260,6 @@ class LiveStep:
             return "the count ended in inference mode"
         return _leave(self._mode, self._below) or (None if saw_all else "Triton was imported in the step")
 
-    def forget(self) -> None:
-        """In a forked process: end the count, because its steps are not those of the training."""
-        self._stop()
-
 
 def by_scale(flops: Mapping[Scale | Product, int], axes: Axes | None) -> dict[Scale, int]:
     sums: dict[Scale, int] = {}
@@ -274,11 +273,12 @@ _under_way: "weakref.WeakSet[LiveStep]" = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
+    """In a forked process, such as a worker of a data loader: end the counts, whose mode it has inherited."""
     for step in list(_under_way):
-        step.forget()
+        step._stop()
 
 
-if hasattr(os, "register_at_fork"):  # a forked worker of a DataLoader inherits the mode of the training's thread
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 _left_behind: list[Any] = []
@@ -291,12 +291,8 @@ before, and looks for a mode that is not there.
 
 def clear_left_behind() -> None:
     """Exit finished dispatch modes that can be exited now."""
-    while _left_behind and not torch.is_inference_mode_enabled() and _modes_now()[-1:] == _left_behind[-1:]:
+    while _left_behind and not torch.is_inference_mode_enabled() and dispatch_mode_stack()[-1:] == _left_behind[-1:]:
         _left_behind.pop().__exit__(None, None, None)
-
-
-def _modes_now() -> list[Any]:
-    return list(dispatch_mode_stack())
 
 
 def _leave(mode: Any, below: Sequence[Any]) -> str | None:
@@ -304,7 +300,7 @@ def _leave(mode: Any, below: Sequence[Any]) -> str | None:
 
     Exiting any mode pops the top of torch's stack, so a training that exits an older mode in the step pops ours.
     """
-    now = _modes_now()
+    now = dispatch_mode_stack()
     if now and now[-1] is mode:
         mode.__exit__(None, None, None)
         clear_left_behind()
@@ -347,24 +343,21 @@ class SeenRegion:
     def note_backward(self, *_: Any) -> None:
         self.backwards += 1
         if self.is_over:
-            regions.miss(LATE_BACKWARD)
+            regions.state.missed = LATE_BACKWARD
 
 
-_COMPILED_NODE = "CompiledFunction"
 _DEEPEST_NODE = 3
 
 
 def _is_compiled_node(node: Any) -> bool:
     """Whether a node of autograd runs the backward pass of compiled code, or of a class with the same name."""
-    return bool(node.name().startswith(_COMPILED_NODE))
+    return bool(node.name().startswith("CompiledFunction"))
 
 
 def _compiled_node(out: Any, first_own: int) -> Any:
-    """The node of autograd that runs the backward pass of a compiled function; None if it has none of its own.
+    """The node of autograd that runs the backward pass of a compiled function, by its results; None if it has none.
 
-    Args:
-        out: The results of the function.
-        first_own: The number of the first node that the call has made. Older nodes belong to other calls.
+    Nodes with smaller numbers than `first_own`, the first that the call has made, belong to other calls.
     """
     nodes: list[Any] = [leaf.grad_fn for leaf in tensors_in(out)]
     for _ in range(_DEEPEST_NODE):  # results that are views of others have a node more
@@ -397,12 +390,12 @@ class PassingMode(CountingMode):
         """Needed FLOPs. Products stand for their scales while the shape of the batch is not known."""
         self._scale: Scale | Product = UNCLEAR
         self._scale_of_node: dict[int, Scale | Product] = {}
-        self._weights = ByStorage()
+        self.weights = ByStorage()
         # Inside of `torch.func`, weights are replaced by wrappers without storage.
         with suppress(NotImplementedError), torch.no_grad():
             for parameter in parameters:
                 own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                self._weights.put(storage_of(own), True)
+                self.weights.put(storage_of(own), True)
         self._closures: list[tuple[frozenset[CodeType], int]] = []
         """For each optimizer step under way, the code of its closures, and the backward pass in which it began."""
         self._plain: dict[int, OpOverload] = {}
@@ -429,9 +422,8 @@ class PassingMode(CountingMode):
         if self._compiles and self._is_in_region():
             return func(*args, **kwargs)
         if types:
-            if not self.counts_fakes and _holds(
-                FakeTensor, tuple(types)
-            ):  # a DTensor finds out the shapes of its results
+            # A DTensor finds out the shapes of its results.
+            if not self.counts_fakes and _holds(FakeTensor, tuple(types)):
                 return func(*args, **kwargs)
             if _holds(DTensor, tuple(types)):  # it runs ops on this rank's part, which are counted instead
                 return NotImplemented
@@ -447,7 +439,11 @@ class PassingMode(CountingMode):
             return out
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
-        if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
+        if (
+            torch.is_inference_mode_enabled()
+            and can_decompose(func)
+            and not _has_kernel(func, frozenset(each.device.type for each in tensors_in(args)))
+        ):
             # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE` would change results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
@@ -472,7 +468,7 @@ class PassingMode(CountingMode):
 
     def _is_in_region(self) -> bool:
         """Whether an op runs inside of compiled code, which is counted as a whole."""
-        if self.regions_under_way or regions.is_compiling():
+        if self.regions_under_way or regions.state.is_compiling:
             return True
         node = current_autograd_node() if current_graph_task_id() != -1 else None
         if node is None or not _is_compiled_node(node) or not runs_compiled_backward():
@@ -483,18 +479,13 @@ class PassingMode(CountingMode):
 
     def counted(self) -> StepCount:
         """What was counted, without its scales."""
-        count = self.tally.as_count("step", "full")
-        return StepCount(
-            PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
-            count.by_dtype,
-            count.by_op,
-            uncounted=tuple(sorted({op.op for op in count.uncounted})),
+        return replace(
+            step_count(self.tally),
             failure=self.failure,
             optimizer=self.optimizer_flops,
             doubt=self.doubt,
             before_calls=self.before_calls or 0,
             before_grad=self.before_grad,
-            coverage=1.0 if count.coverage is None else count.coverage,
         )
 
     def _guarded(self, count: Callable[..., None], *call: Any) -> None:
@@ -517,8 +508,8 @@ class PassingMode(CountingMode):
             call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
             self._scale = self._scale_now(call)
             self._count(call, formula)
-        elif op_packet(func) is TO_COPY and self._weights.get(storage_of(args[0])):
-            self._weights.put(storage_of(out), True)  # autocast multiplies with a copy of the weight
+        elif op_packet(func) is TO_COPY and self.weights.get(storage_of(args[0])):
+            self.weights.put(storage_of(out), True)  # autocast multiplies with a copy of the weight
         if is_free and op_packet(func) is not TO_COPY and op_name(func) not in RISKY_OPS and not can_decompose(func):
             self._plain[id(func)] = func
         self._runs_again = False
@@ -527,7 +518,7 @@ class PassingMode(CountingMode):
         if current_graph_task_id() != -1 and not torch.is_grad_enabled():
             node = current_autograd_node()
             return UNCLEAR if node is None else self._scale_of_node.get(sequence_nr(node), UNCLEAR)
-        is_weight = [bool(self._weights.get(storage_of(factor))) for factor in factors_of(call)]
+        is_weight = [bool(self.weights.get(storage_of(factor))) for factor in factors_of(call)]
         product = product_of(call, is_weight)
         scale = product if product is not None and self.axes is None else scale_of(product, self.axes)
         self._scale_of_node[(recorded_operations() or 0) - 1] = scale
@@ -545,7 +536,7 @@ class PassingMode(CountingMode):
         def leave(frame: FrameType, event: str, argument: Any) -> None:
             if self.is_over or not (is_inside_mode(frame) or torch.is_inference_mode_enabled()):
                 sys.setprofile(None)
-                if not self.is_over and _modes_now()[-1:] == [self]:
+                if not self.is_over and dispatch_mode_stack()[-1:] == [self]:
                     self.has_left = True
                     self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -616,10 +607,6 @@ def _codes_of(closure: Any) -> tuple[CodeType, ...]:
     function = inspect.unwrap(getattr(closure, "func", closure))
     called: tuple[Any, ...] = getattr(function, "__func__", function), vars(type(function)).get("__call__")
     return tuple(each.__code__ for each in called if hasattr(each, "__code__"))
-
-
-def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
-    return frozenset(value.device.type for value in tensors_in(args))
 
 
 @cache

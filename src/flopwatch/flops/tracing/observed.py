@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch.autograd.profiler import emit_itt, emit_nvtx, profile, record_functio
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import kernels
-from flopwatch.flops.tracing.live import StepCount, may_compile
+from flopwatch.flops.tracing.live import StepCount, may_compile, step_count
 from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
-from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.flops import AttentionConvention
 from flopwatch.text import first_line
 from flopwatch.torch_internals.probes import apart, check_countable
 
@@ -75,11 +76,6 @@ def _has_ended(profiler: Any) -> bool:
     return getattr(recording, "kineto_results", None) is not None and not goes_on
 
 
-def _is_under_way(profiler: Any) -> bool:
-    """Whether a profiler has begun and not ended. While it warms up, torch does not count it as running."""
-    return getattr(profiler, "entered", False) and getattr(profiler, "kineto_results", None) is None
-
-
 _running: list[profile] = []
 """The recording of this process that has begun and not ended, or nothing."""
 _threads: list[int] = []
@@ -126,20 +122,14 @@ class ObservedStep:
             # A new thread has no dispatch modes, autocast or default device of the training.
             apart(lambda: self._guarded(lambda: ops.add_all(self._recordings)))
         self._recordings.clear()
-        count = ops.tally.as_count("step", "full")
-        phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
-        uncounted = tuple(sorted({op.op for op in count.uncounted}))
-        return StepCount(
-            phases,
-            count.by_dtype,
-            count.by_op,
-            {UNCLEAR: phases.forward + phases.backward},
-            uncounted,
-            self._failure,
-            ops.optimizer_flops,
+        count = step_count(ops.tally)
+        return replace(
+            count,
+            by_scale={UNCLEAR: count.phases.forward + count.phases.backward},
+            failure=self._failure,
+            optimizer=ops.optimizer_flops,
             doubt=ops.doubt,
             before_calls=1,  # the recording does not show what ran before the first call of a module
-            coverage=1.0 if count.coverage is None else count.coverage,
         )
 
     def set_axes(self, axes: Axes | None) -> None:
@@ -190,7 +180,9 @@ class ObservedStep:
     def _end_recording(self) -> None:
         if not _running or self._failure is not None:
             return
-        is_taken = _threads != [get_ident()] or any(map(_is_under_way, _profilers()))
+        # One that warms up has begun, though torch does not count it as running.
+        begun = [each for each in _profilers() if getattr(each, "entered", False)]
+        is_taken = _threads != [get_ident()] or any(getattr(each, "kineto_results", None) is None for each in begun)
         recording = _running.pop()
         if is_taken:  # to end the recording would end the profiler that has taken its place
             self._failure = TAKEN

@@ -47,8 +47,7 @@ def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 class Outside:
     """Finds what the code of a model reaches by name, and replaces it by copies while the code runs.
 
-    Args:
-        value: Returns the copy of an object, and calls `add` for the functions and classes that it meets.
+    `value` returns the copy of an object, and calls `add` for the functions and classes that it meets.
     """
 
     def __init__(self, value: Callable[[Any], Any]) -> None:

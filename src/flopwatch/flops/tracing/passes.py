@@ -160,13 +160,7 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) -> Iterator[None]:
-    """Set an autocast state in the block.
-
-    Args:
-        state: The autocast state of the user's training.
-        device_type: The device of the live model.
-        stand_in: Whether the model runs on CPU tensors instead of that device.
-    """
+    """Set the training's autocast state in the block; `stand_in` if CPU tensors replace those of the model's device."""
     with ExitStack() as stack:
         for device in dict.fromkeys((*(name for name, _ in state.enabled), device_type, "cpu")):
             if torch.amp.is_autocast_available(device):
@@ -247,7 +241,9 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
     is_over = threading.Event()
-    flags = _flags_before()
+    # What a dispatch mode that is entered now would restore when it is left, by its attributes' names.
+    with TorchDispatchMode() as mode:
+        flags = {name: value[-1] for name, value in vars(mode).items() if isinstance(value, deque | list) and value}
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
         if _is_of_flopwatch(threading.current_thread()):
@@ -268,12 +264,6 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
 def _is_of_flopwatch(thread: threading.Thread) -> bool:
     """Whether this is a thread of the monitor, such as the one that connects the ranks. The model did not start it."""
     return thread.name.startswith("flopwatch-")
-
-
-def _flags_before() -> dict[str, Any]:
-    """Return what a dispatch mode that is entered now would restore when it is left, by its attributes' names."""
-    with TorchDispatchMode() as mode:
-        return {name: value[-1] for name, value in vars(mode).items() if isinstance(value, deque | list) and value}
 
 
 class _Followed:
@@ -340,7 +330,10 @@ def run_step(
             with torch.no_grad(), autocast, mode, _generators_closed():
                 model.eval()(*args, **kwargs)
             return
-        _note_eval_mode(model, mode)
+        modules = list(model.modules())
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+        if checkpoints and not any(module.training for module in modules):
+            mode.tally.note(CHECKPOINTING_IN_EVAL_MODE)
         with torch.enable_grad(), mode:
             with autocast, _generators_closed():
                 loss, note = step_loss(model(*args, **kwargs), loss_fn)
@@ -352,8 +345,10 @@ def run_step(
                 )
             # From here on, ops inside autograd belong to the backward pass of the step.
             mode.in_backward = True
+            # Torch would leave the function modes if it were given a tensor, but recomputation must run under them. It
+            # stays in them for the edge of the graph that the tensor stands for.
             with _generators_closed():
-                _backward(loss)
+                torch.autograd.backward((get_gradient_edge(loss),), (torch.ones_like(loss),))
 
 
 @contextmanager
@@ -372,21 +367,6 @@ def _generators_closed() -> Iterator[None]:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
         raise
-
-
-def _note_eval_mode(model: nn.Module, mode: CountingMode) -> None:
-    modules = list(model.modules())
-    in_training = any(module.training for module in modules)
-    if not in_training and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
-        mode.tally.note(CHECKPOINTING_IN_EVAL_MODE)
-
-
-def _backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()`, but keep function modes active, because recomputation must run under them.
-
-    Torch leaves the modes if it is given a tensor, but not for the edge of the graph that the tensor stands for.
-    """
-    torch.autograd.backward((get_gradient_edge(loss),), (torch.ones_like(loss),))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, find_formula
 from flopwatch.flops.formulas.free_ops import costs_nothing
 from flopwatch.flops.formulas.matrices import sparse_product_flops
-from flopwatch.flops.formulas.registry import type_of_product
+from flopwatch.flops.formulas.registry import type_of_product, unbind
 from flopwatch.flops.tracing.counter import with_complex
 from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
 from flopwatch.flops.tracing.tally import Phase, Tally
@@ -141,11 +141,7 @@ class _Names(dict[str, _Kind | None]):
 
 
 class RecordedOps:
-    """Adds up the FLOPs of recorded events.
-
-    Args:
-        attention: Whether fused attention counts all pairs of positions or unmasked ones.
-    """
+    """Adds up the FLOPs of recorded events."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         self.tally = Tally()
@@ -234,7 +230,9 @@ class RecordedOps:
     def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
         inside = next((each for each in event.children if each.name == _SUBCLASS), None)
         if inside is not None:  # a DTensor: the ops on this rank's part are counted
-            return self._walk([each for each in inside.children if not _finds_shapes(each)], place)
+            # It also runs an op on fake tensors, to know the shape of its result.
+            own = [each for each in inside.children if not any(part.name == _MODE for part in each.children)]
+            return self._walk(own, place)
         if kind.formula is not None:
             if self._was_stopped(event, place):
                 return 0
@@ -382,11 +380,6 @@ def _has_graph(events: list[Any]) -> bool:
     return False
 
 
-def _finds_shapes(event: Any) -> bool:
-    """Whether a DTensor runs an op on fake tensors, to know the shape of its result."""
-    return any(each.name == _MODE for each in event.children)
-
-
 def _tensors(event: Any) -> list[Any]:
     return [each for each in getattr(event.extra_fields, "inputs", ()) if hasattr(each, "sizes")]
 
@@ -435,12 +428,9 @@ def _result(func: OpOverload, named: dict[str, Any]) -> Any:
     """Return the result of a call, without values. A result that is written into an argument is that argument."""
     if "out" in named:
         return named["out"]
-    schema = op_schema(func).arguments
     try:
+        args, kwargs = unbind(OpCall(func, named, None))
         with torch.no_grad():
-            return func(
-                *(named[each.name] for each in schema if not each.kwarg_only),
-                **{each.name: named[each.name] for each in schema if each.kwarg_only},
-            )
+            return func(*args, **kwargs)
     except Exception:  # no kernel for tensors without memory, or an argument is not recorded
         return None

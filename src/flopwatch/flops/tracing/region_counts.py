@@ -69,9 +69,9 @@ def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes |
     return replace(
         count,
         phases=sum((part.phases for part in parts), PhaseFlops()),
-        by_dtype=_sums(part.by_dtype for part in parts),
-        by_op=_sums(part.by_op for part in parts),
-        by_scale=_sum_of_scales([count.by_scale, *scales]),
+        by_dtype=_sums((part.by_dtype for part in parts), PhaseFlops()),
+        by_op=_sums((part.by_op for part in parts), PhaseFlops()),
+        by_scale=_sums([count.by_scale, *scales], 0),
         uncounted=tuple(sorted({op for part in parts for op in part.uncounted})),
         coverage=min(part.coverage for part in parts),
         failure=next((part.failure for part in parts if part.failure), None),
@@ -94,19 +94,11 @@ def _moved(count: StepCount, phase: Phase) -> StepCount:
     )
 
 
-def _sums(parts: Iterable[Mapping[str, PhaseFlops]]) -> dict[str, PhaseFlops]:
-    sums: dict[str, PhaseFlops] = {}
+def _sums(parts: Iterable[Mapping[Any, Any]], nothing: Any) -> dict[Any, Any]:
+    sums: dict[Any, Any] = {}
     for part in parts:
         for name, flops in part.items():
-            sums[name] = sums.get(name, PhaseFlops()) + flops
-    return sums
-
-
-def _sum_of_scales(parts: Iterable[Mapping[Scale, int]]) -> dict[Scale, int]:
-    sums: dict[Scale, int] = {}
-    for part in parts:
-        for scale, flops in part.items():
-            sums[scale] = sums.get(scale, 0) + flops
+            sums[name] = sums.get(name, nothing) + flops
     return sums
 
 
@@ -190,7 +182,7 @@ class _OnFakes(fx.Interpreter):
             return value
         made: torch.Tensor = _made(spec_of(value), {})
         if isinstance(value, nn.Parameter):
-            self._mode.add_weight(made)
+            self._mode.weights.put(storage_of(made), True)
         return made
 
 
@@ -247,24 +239,18 @@ class _GraphMode(PassingMode):
         else:
             super().add(name, flops, dtype)
 
-    def add_weight(self, weight: torch.Tensor) -> None:
-        self._weights.put(storage_of(weight), True)
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, OpOverload) and func.namespace != "prim":
-            if any(self._weights.get(storage_of(each)) for each in written(func, args, kwargs or {})):
+            if any(self.weights.get(storage_of(each)) for each in written(func, args, kwargs or {})):
                 self.writes_weights = True
             out = super().__torch_dispatch__(func, types, args, kwargs)
             self._look_for_twin(func, args, kwargs or {}, out)
             return out
-        # Ops of `prim` only query a tensor.
-        return (
-            func(*args, **kwargs or {})
-            if isinstance(func, OpOverload)
-            else self._higher_order(func, args, kwargs or {})
-        )
+        if isinstance(func, OpOverload):  # ops of `prim` only query a tensor
+            return func(*args, **kwargs or {})
+        return self._higher_order(func, args, kwargs or {})
 
     def _look_for_twin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A compiler computes equal products of equal values only once, so that what is executed is then not known."""

@@ -150,54 +150,42 @@ def _sources(inputs: Sequence[InputSpec | None]) -> tuple[_Source, ...]:
     return tuple(found.values())
 
 
-class _State:
-    """Which listener there is, and why some compiled code is not listened to."""
+@dataclass
+class State:
+    """Which listener there is, and why some compiled code is not listened to.
 
-    def __init__(self) -> None:
-        self.listener: Listener | None = None
-        self.is_installed = self.is_calling = self.is_compiling = False
-        self.missed: str | None = None
+    Attributes:
+        is_calling: Whether the listener is told of a call now.
+        is_compiling: Whether a backend compiles a graph now; some run parts of it.
+        missed: Why calls of compiled code may have been missed; None if all are seen.
+    """
+
+    listener: Listener | None = None
+    is_installed: bool = False
+    is_calling: bool = False
+    is_compiling: bool = False
+    missed: str | None = None
 
 
-_state = _State()
+state = State()
 MISSED = "code was compiled before the monitor existed, and is not seen; make the monitor before the first step"
 UNSEEN = "with this release of torch, compiled code is not counted as it runs"
 
 
 def install() -> None:
     """Listen to what is compiled from now on; once the process compiles, and before it has called compiled code."""
-    if _state.is_installed or "torch._dynamo" not in sys.modules:
+    if state.is_installed or "torch._dynamo" not in sys.modules:
         return
-    _state.is_installed = True
-    _state.missed = MISSED if compiled_graphs() else None
+    state.is_installed = True
+    state.missed = MISSED if compiled_graphs() else None
     if not wrap_backend_calls(_compiled) or not sees_compiled_backward():
-        _state.missed = UNSEEN
-
-
-def why_unseen() -> str | None:
-    """Why calls of compiled code may have been missed; None if all are seen."""
-    return _state.missed
-
-
-def miss(why: str) -> None:
-    """Say why what compiled code runs is not certain from now on."""
-    _state.missed = why
+        state.missed = UNSEEN
 
 
 def listen(listener: Listener | None) -> Listener | None:
     """Set what is told of each call of compiled code; return what was told before."""
-    before, _state.listener = _state.listener, listener
+    before, state.listener = state.listener, listener
     return before
-
-
-def is_calling() -> bool:
-    """Whether a listener is told of a call now."""
-    return _state.is_calling
-
-
-def is_compiling() -> bool:
-    """Whether a backend compiles a graph now; some run parts of it."""
-    return _state.is_compiling
 
 
 def _compiled(module: fx.GraphModule, compile_graph: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -205,18 +193,16 @@ def _compiled(module: fx.GraphModule, compile_graph: Callable[[], Callable[..., 
     try:
         region: Region | None = Region(module)
     except Exception:  # a graph of another form: its calls are not seen
-        _state.missed, region = UNSEEN, None
-    was_compiling, _state.is_compiling = _state.is_compiling, True
+        state.missed, region = UNSEEN, None
+    was_compiling, state.is_compiling = state.is_compiling, True
     try:
         compiled = compile_graph()
     finally:
-        _state.is_compiling = was_compiling
+        state.is_compiling = was_compiling
     return compiled if region is None else _listening(region, compiled)
 
 
 def _listening(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    state = _state
-
     def called(*args: Any) -> Any:
         listener, leave = state.listener, None
         if listener is not None:

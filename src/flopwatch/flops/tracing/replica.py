@@ -82,21 +82,6 @@ class ModuleStack:
 
 
 @contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Switch off hooks that are registered for all modules, because they would also run for the copy of the model."""
-    tables = [table for table in vars(nn.modules.module).values() if isinstance(table, OrderedDict) and table]
-    tables = [table for table in tables if all(isinstance(key, int) for key in table)]
-    saved = [OrderedDict(table) for table in tables]
-    try:
-        for table in tables:
-            table.clear()
-        yield
-    finally:
-        for table, entries in zip(tables, saved, strict=True):
-            table.update(entries)
-
-
-@contextmanager
 def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """When the block ends, restore all state that a training could notice.
 
@@ -110,22 +95,18 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
                 stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         stack.enter_context(same_random_states())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(_no_autocast_cache())
-        stack.enter_context(without_global_hooks())
+        # In an autocast region of the user, torch would keep the casts of our tensors in memory until the region ends.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        # Hooks that are registered for all modules would also run for the copy of the model.
+        tables = [table for table in vars(nn.modules.module).values() if isinstance(table, OrderedDict) and table]
+        for table in tables:
+            if all(isinstance(key, int) for key in table):
+                stack.callback(table.update, OrderedDict(table))
+                table.clear()
         # Otherwise the user's own dispatch modes, such as another FLOP counter, would see the ops of the trace.
         stack.enter_context(modes_off())
         # A compiled function whose first run is under a dispatch mode is never compiled afterwards (pytorch issue
         # 140909), so compiled functions run eagerly here, which does not change their state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    # In an autocast region of the user, torch would keep the casts of our tensors in memory until the region ends.
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from flopwatch.flops.formulas import OpCall
 from flopwatch.torch_internals.ops import GROUPED_MM, op_packet, short_op_name
 
@@ -69,12 +67,7 @@ class Product(NamedTuple):
 
 
 def product_of(call: OpCall, is_weight: Sequence[bool]) -> Product | None:
-    """The op as a product; None if it is another op, or its sizes say nothing about lengths.
-
-    Args:
-        call: The op and its arguments.
-        is_weight: For each of the op's two factors, whether it is a parameter of the model.
-    """
+    """The op as a product; None if it is another op, or its sizes say nothing about lengths."""
     name = short_op_name(call.func).removesuffix("_")
     if name in _MATRICES or name in _BATCHED:
         return Product(name, tuple(tuple(factor.shape) for factor in factors_of(call)), tuple(is_weight))
@@ -108,11 +101,7 @@ def factors_of(call: OpCall) -> tuple[Any, ...]:
     """The two factors of a matrix product; empty for other ops."""
     name = short_op_name(call.func).removesuffix("_")
     names = _MATRICES.get(name) or _BATCHED.get(name)
-    return () if names is None else _factors(call, names)
-
-
-def _factors(call: OpCall, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    return call.arguments[names[0]], call.arguments[names[1]]
+    return tuple(call.arguments[each] for each in names or ())
 
 
 def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]) -> Scale:

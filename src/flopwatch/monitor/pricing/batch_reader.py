@@ -7,7 +7,7 @@ delayed until then, because one torch op right after a training step takes longe
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -73,17 +73,17 @@ class Reading(NamedTuple):
     """
 
     plan: BatchLayout
-    row_lengths: torch.Tensor | None = None
-    documents: torch.Tensor | None = None
-    cumulative: torch.Tensor | None = None
-    trainable: torch.Tensor | int | None = None
-    targets: torch.Tensor | None = None
+    row_lengths: Tensor | None = None
+    documents: Tensor | None = None
+    cumulative: Tensor | None = None
+    trainable: Tensor | int | None = None
+    targets: Tensor | None = None
     known_documents: Documents | None = None
-    held: Mapping[str, tuple[torch.Tensor, int]] | None = None
+    held: Mapping[str, tuple[Tensor, int]] | None = None
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.targets)
-        return [tensor for tensor in fields if isinstance(tensor, torch.Tensor)]
+        return [tensor for tensor in fields if isinstance(tensor, Tensor)]
 
 
 class Work(NamedTuple):
@@ -121,6 +121,7 @@ class BatchReader:
 
     Attributes:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
+        reads_targets: Whether the lengths of labels are read in later batches, because the FLOPs depend on them.
         has_new: True once a batch of a new shape was read; whoever checks its values sets it to False.
         may_hold: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
             overwritten a batch that was kept.
@@ -134,11 +135,7 @@ class BatchReader:
         self.masks_are_plain = True
         self.may_hold = True
         self.has_new = False
-        self._reads_targets = False
-
-    def read_targets(self, reads: bool) -> None:
-        """If `reads` is True, read the lengths of labels in all later batches, because the FLOPs depend on them."""
-        self._reads_targets = self._reads_targets or reads
+        self.reads_targets = False
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Read a batch. `lengths` are the lengths of its documents, if the batch does not contain them."""
@@ -188,7 +185,13 @@ class BatchReader:
         return self._measured(reading.plan, tensors, reading.known_documents)
 
     def _measured(self, plan: BatchLayout, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
-        trainable = None if plan.labels is None else _trainable(tensors[plan.labels])
+        trainable: Tensor | int | None = None
+        if plan.labels is not None:
+            labels = tensors[plan.labels]
+            if labels.is_cpu and np is not None:  # on small tensors numpy is three times as fast as torch
+                trainable = int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
+            else:
+                trainable = (labels != IGNORED_LABEL).sum()
         if documents is not None:
             return Reading(plan, trainable=trainable, known_documents=documents)
         if plan.cumulative is not None:
@@ -197,14 +200,13 @@ class BatchReader:
         if plan.positions is not None and self._uses_positions:
             return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
         row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
-        targets = target_lengths(tensors[plan.target]) if plan.target and self._reads_targets else None
+        targets = target_lengths(tensors[plan.target]) if plan.target and self.reads_targets else None
         return Reading(plan, row_lengths, trainable=trainable, targets=targets)
 
     def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
-        """Check the values of mask and positions. Called once per shape, because reading them may wait for the device.
+        """Check the values of mask and positions; return a warning for the user, or None.
 
-        Returns:
-            A warning for the user; None if there is nothing to warn about.
+        Called once per shape, because reading them may wait for the device.
         """
         tensors = named(plain_batch(batch))
         mask = tensors[plan.mask] if plan.mask is not None else None
@@ -225,22 +227,15 @@ class BatchReader:
         batch_size, seq_len = shape.batch_size, shape.seq_len
         if seq_len is None and "attention_mask" in tensors and tensors["attention_mask"].dim() == 2:
             batch_size, seq_len = tensors["attention_mask"].shape
-        plan = BatchLayout(
-            batch_size,
-            seq_len,
-            mask=_two_dimensional(tensors, "attention_mask", seq_len),
-            positions=_two_dimensional(tensors, "position_ids", seq_len),
-            cumulative=next(
-                (name for name in _CUMULATIVE_LENGTHS if isinstance(tensors.get(name), torch.Tensor)), None
-            ),
-            labels=_two_dimensional(tensors, "labels", seq_len),
+        mask, positions, labels = (
+            _two_dimensional(tensors, name, seq_len) for name in ("attention_mask", "position_ids", "labels")
         )
-        labels = tensors.get("labels")
-        if plan.mask and isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-            length = labels.shape[1] if self._reads_targets else None
-            plan = replace(plan, target="labels", target_len=length)
-        parts = dict.fromkeys((plan.mask, plan.positions, plan.cumulative, plan.labels, plan.target))
-        plan = replace(plan, named=tuple(name for name in parts if name is not None))
+        cumulative = next((name for name in _CUMULATIVE_LENGTHS if isinstance(tensors.get(name), Tensor)), None)
+        target, target_len, given = None, None, tensors.get("labels")
+        if mask and isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point():
+            target, target_len = "labels", given.shape[1] if self.reads_targets else None
+        names = tuple(dict.fromkeys(filter(None, (mask, positions, cumulative, labels, target))))
+        plan = BatchLayout(batch_size, seq_len, mask, positions, cumulative, labels, target, target_len, names)
         self._plans[key] = plan
         self.has_new = True
         return plan
@@ -248,7 +243,7 @@ class BatchReader:
 
 def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None) -> str | None:
     value = tensors.get(name)
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[1] != seq_len:
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != seq_len:
         return None
     return name if value.device.type != "meta" else None
 
@@ -258,19 +253,19 @@ def _inner_sizes(value: Any) -> Any:
     return describe(value).sizes if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS else None
 
 
-def _row_lengths(mask: torch.Tensor, *, is_plain: bool) -> torch.Tensor:
+def _row_lengths(mask: Tensor, *, is_plain: bool) -> Tensor:
     # A mask of floats is first compared with 0, because the sum of 16-bit floats would be rounded.
     return (mask if is_plain and not mask.is_floating_point() else mask != 0).sum(1)
 
 
-def _start_at_zero(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _start_at_zero(positions: Tensor, mask: Tensor | None) -> bool:
     """Whether every document's positions are 0, 1, 2, …; positions of padding are ignored."""
     before = torch.nn.functional.pad(positions[:, :-1], (1, 0), value=-1)
     fits = (positions == 0) | (positions == before + 1)
     return bool((fits if mask is None else fits | (mask == 0)).all())
 
 
-def _documents(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _documents(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Return how many packed documents there are, how many tokens they have, and the sum of their squared lengths.
 
     A document begins at position 0. Its squared length s² is the sum of 2p + 1 over its positions p = 0 … s - 1.
@@ -285,23 +280,18 @@ def _documents(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
     return torch.stack([first.sum(), tokens, odd.sum()])
 
 
-def _trainable(labels: torch.Tensor) -> torch.Tensor | int:
-    if labels.is_cpu and np is not None:  # on small tensors numpy is three times as fast as torch
-        return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
-    return (labels != IGNORED_LABEL).sum()
-
-
 def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     """Convert a reading to integers; `values` has the contents of `Reading.tensors`, each as a flat list."""
     row_lengths = tuple(next(values)) if reading.row_lengths is not None else None
     documents = Documents(*next(values)) if reading.documents is not None else reading.known_documents
     ends = next(values) if reading.cumulative is not None else None
-    trainable = next(values)[0] if isinstance(reading.trainable, torch.Tensor) else reading.trainable
+    trainable = next(values)[0] if isinstance(reading.trainable, Tensor) else reading.trainable
     targets = tuple(next(values)) if reading.targets is not None else None
     if ends is not None:
         # Some packers pad the list of ends by repeating its last entry, so documents of length 0 are left out.
         documents = Documents.of_lengths([end - start for start, end in pairwise(ends) if end > start])
-    if documents == _whole_rows(reading.plan):
+    rows, seq_len = reading.plan.batch_size, reading.plan.seq_len or 0
+    if documents == Documents(rows, rows * seq_len, rows * seq_len**2):
         documents = None
     if row_lengths is not None and all(length == reading.plan.seq_len for length in row_lengths):
         is_whole = targets is None or len(set(targets)) == 1
@@ -309,11 +299,6 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     if row_lengths is not None:
         documents = Documents.of_lengths(row_lengths)
     return Work(reading.plan, row_lengths, documents, trainable, targets)
-
-
-def _whole_rows(plan: BatchLayout) -> Documents:
-    seq_len = plan.seq_len or 0
-    return Documents(plan.batch_size, plan.batch_size * seq_len, plan.batch_size * seq_len**2)
 
 
 def _checked(plan: BatchLayout, given: Sequence[int]) -> Documents:
@@ -345,8 +330,3 @@ def plain_batch(batch: Any) -> Any:
         name = type(batch).__name__
         raise InputError(f"the batch is a {name}, which may make its items when they are read; pass a dict of tensors")
     return batch
-
-
-def has_image_axes(positions: Any) -> bool:
-    """Whether position ids have a third dimension, for the axes of images (time, height and width)."""
-    return isinstance(positions, torch.Tensor) and positions.dim() > 2

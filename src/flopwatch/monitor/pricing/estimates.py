@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.flops.batch_contents import describe
@@ -19,7 +19,7 @@ from flopwatch.flops.law import FlopLaw, StepShape
 from flopwatch.flops.methods import count_as_is
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models import dummy_batch
-from flopwatch.monitor.pricing.batch_reader import BatchLayout, Work, has_image_axes
+from flopwatch.monitor.pricing.batch_reader import BatchLayout, Work
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 PACKING = (
@@ -130,7 +130,12 @@ def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any,
     If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
     """
     if isinstance(batch, Mapping):
-        tensors = {name: value for name, value in batch.items() if name not in PACKING or has_image_axes(value)}
+        # Position ids with a third dimension have the axes of images: time, height and width.
+        tensors = {
+            name: value
+            for name, value in batch.items()
+            if name not in PACKING or (isinstance(value, Tensor) and value.dim() > 2)
+        }
         if set(tensors) <= {"attention_mask"}:
             return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1), MADE_UP
         parameters = _parameters(model)

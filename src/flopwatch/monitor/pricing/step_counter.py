@@ -202,7 +202,7 @@ class StepCounter:
             self._trained.stop()
         self._trained = TrainedParameters(model, self._passes.gradient_arrived)
         self._trained.state()
-        self._reader.read_targets(bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)))
+        self._reader.reads_targets |= bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._structure = None
         if not self._opens_steps and not self._steps and not self._is_open:
             self._awaits_first = True  # a loop without `step()` begins its first step with a call of a module
@@ -322,7 +322,7 @@ class StepCounter:
             self._trained.backwards = 0
         self._plan = self._optimizer_call = None
         self._nodes_before, self._nodes_apart = recorded_operations(), 0
-        self._graphs_before = compiled_graphs() if may_compile() and not regions.is_calling() else 0
+        self._graphs_before = compiled_graphs() if may_compile() and not regions.state.is_calling else 0
         self._began = self._clock()
         self._calls.start()
         is_due = self._schedule.is_due(self._steps)
@@ -332,7 +332,7 @@ class StepCounter:
         # In compiled code, no call of a module shows that a step begins.
         looks_before = self.starts_free is not True or may_compile() or (is_due and self._schedule.looks_before())
         # Torch forgets a mode that begins in a call of compiled code, so that the next step is counted instead.
-        if self._is_wanted and (self._opens_steps or looks_before) and not regions.is_calling():
+        if self._is_wanted and (self._opens_steps or looks_before) and not regions.state.is_calling:
             self._begin_count(is_extra=self._is_extra)
 
     def _has_new_batch(self) -> bool:
