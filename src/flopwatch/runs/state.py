@@ -128,7 +128,8 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
-def _timed_seconds(row: Row) -> list[float]:
+def timed_seconds(row: Row) -> list[float]:
+    """The times of the steps that are timed and not warm-up."""
     seconds = row.steps.get("seconds", ())
     warm_up = row.steps.get("warm_up") or [False] * len(seconds)
     return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
@@ -197,7 +198,7 @@ class WatchedRun:
         self._first_row = self._first_row or row
         if "training/loss" in row.values:
             self.loss = row.step, row.values["training/loss"]
-        self._recent_seconds.extend(_timed_seconds(row))
+        self._recent_seconds.extend(timed_seconds(row))
         for key, curve in self.curves.items():
             if key in row.values:
                 curve.add(row.step, row.values[key])

@@ -357,23 +357,21 @@ def line(*parts: str | tuple[str, str]) -> Text:
 
 def spread(left: Text, right: Text, width: int) -> Text:
     """Join a text at the left edge and one at the right edge. The left one is cut if there is no room."""
-    room = max(width - right.cell_len - 1, 0)
     fitted = left.copy()
-    fitted.truncate(room, overflow="ellipsis", pad=True)
+    fitted.truncate(max(width - right.cell_len - 1, 0), overflow="ellipsis", pad=True)
     return line() + fitted + Text(" ") + right
 
 
 def beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Text]:
     """Put blocks of lines next to each other; each line is cut or filled to the width of its block."""
-    height = max(len(block) for _, block in columns)
     rows = []
-    for index in range(height):
-        cells = [block[index].copy() if index < len(block) else Text() for _, block in columns]
-        for (width, _), cell in zip(columns, cells, strict=True):
-            cell.truncate(width, overflow="ellipsis", pad=True)
-        row = line() + Text(" " * gap).join(cells)
-        row.rstrip()
-        rows.append(row)
+    for index in range(max(len(block) for _, block in columns)):
+        cells = []
+        for width, block in columns:
+            cells.append(block[index].copy() if index < len(block) else Text())
+            cells[-1].truncate(width, overflow="ellipsis", pad=True)
+        rows.append(line() + Text(" " * gap).join(cells))
+        rows[-1].rstrip()
     return rows
 
 

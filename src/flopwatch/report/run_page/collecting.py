@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from math import isfinite
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from flopwatch.report.run_page.contents import MAIN_KEYS, MOST_POINTS, Curve, Ex
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
-from flopwatch.runs.state import standing
-from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
+from flopwatch.runs.state import standing, timed_seconds
+from flopwatch.runs.waterfall.losses import logged_seconds, seconds_of, waterfall_of
 from flopwatch.runs.waterfall.times import times_of
 from flopwatch.runs.waterfall.verdicts import conclusion_of
 from flopwatch.stats import Thinned
@@ -104,9 +103,7 @@ def _seconds(record: Row | Summary) -> Mapping[str, float]:
     """Time by use since the first start, as of a record; empty if the record does not have it."""
     if isinstance(record, Row) and record.ledger.get("seconds"):
         return dict(record.ledger["seconds"])
-    start, end = "time/", "_seconds"
-    times = {key: value for key, value in record.values.items() if key.startswith(start) and key.endswith(end)}
-    return {key.removeprefix(start).removesuffix(end): float(value) for key, value in times.items()}
+    return logged_seconds(record.values)
 
 
 class CurveMaker:
@@ -197,7 +194,7 @@ class _Collector:
         return row if self.windows == 1 or (row.exact is False and self._exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
-        times = _timed_seconds(row)
+        times = timed_seconds(row)
         together = sum(times)
         for key, value in row.values.items():
             if len(self.values) < MOST_VALUES or key in METRICS:
@@ -285,13 +282,6 @@ def _grown(later: _Times, step: int | None, seconds: Mapping[str, float]) -> lis
     return [
         Moment(_PHASES[name], step, last_step, unix_time, more) for name, more in spent.items() if more > _LEAST_SECONDS
     ]
-
-
-def _timed_seconds(row: Row) -> list[float]:
-    """The times of the steps that are timed and not warm-up."""
-    seconds: Sequence[float | None] = row.steps.get("seconds", ())
-    warm_up = row.steps.get("warm_up") or repeat(False)
-    return [value for value, is_warm in zip(seconds, warm_up, strict=False) if value is not None and not is_warm]
 
 
 def _is_of_user(key: str) -> bool:

@@ -37,7 +37,6 @@ from flopwatch.report.run_page.collecting import merged
 from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, Moment, RunReport
 from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.waterfall.losses import Loss, Waterfall
-from flopwatch.runs.waterfall.times import TimeUse
 from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural
 
@@ -146,7 +145,8 @@ def _time_section(report: RunReport) -> Section:
         uses = [(USES["productive"].name, goodput.productive_seconds), *lost]
     else:
         ordered = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
-        uses = [(_with_time_per_step(use), use.seconds) for use in ordered]
+        each = {use.key: f", {step_time(use.seconds_per_step)} per step" for use in ordered if use.seconds_per_step}
+        uses = [(f"{use.name}{each.get(use.key, '')}", use.seconds) for use in ordered]
     rows = [(name, duration(seconds), percent(seconds / wall)) for name, seconds in uses]
     bars = [
         Bar(name, 0.0, seconds / wall, f"{time} · {share}", "loss" if place else "rest")
@@ -157,10 +157,6 @@ def _time_section(report: RunReport) -> Section:
     drawn = Bars(bars, f"Goodput {percent(goodput.share)}", f"of {duration(goodput.known_seconds)}", behind)
     notes = [Text(note, "note") for note in ([goodput.caveat] if goodput.caveat else [])]
     return Section(title, [drawn, *notes], "time", link)
-
-
-def _with_time_per_step(use: TimeUse) -> str:
-    return use.name if use.seconds_per_step is None else f"{use.name}, {step_time(use.seconds_per_step)} per step"
 
 
 def _curve_section(report: RunReport) -> Section:

@@ -15,10 +15,13 @@ def log_table(log: RunLog) -> str:
     """A small HTML table: the state of the run, its newest figures, and where the rest of the peak went."""
     folder = str(log.starts[-1].output_dir) if log.starts else str(log.path)
     values = {**(log.rows[-1].values if log.rows else {}), **(log.summary.values if log.summary else {})}
+    steps = f"{log.rows[-1].steps_done:,} steps" if log.rows else "no steps yet"
+    state = standing(log.starts[-1] if log.starts else None, log.summary)
+    cause = f" by {one_line(log.summary.ended_by, _LONGEST)}" if log.summary and log.summary.ended_by else ""
     shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
     waterfall = waterfall_of(log)
     lines = [
-        ("state", _state(log)),
+        ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
         *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
         ("tokens/s", count(values.get("perf/tokens_per_second"))),
         ("step time", step_time(values.get("perf/step_time"))),
@@ -26,10 +29,3 @@ def log_table(log: RunLog) -> str:
         *([] if waterfall is None else waterfall.pairs()),
     ]
     return html_table(f"Run {one_line(folder, _LONGEST)}", lines)
-
-
-def _state(log: RunLog) -> str:
-    steps = f"{log.rows[-1].steps_done:,} steps" if log.rows else "no steps yet"
-    state = standing(log.starts[-1] if log.starts else None, log.summary)
-    cause = f" by {one_line(log.summary.ended_by, _LONGEST)}" if log.summary and log.summary.ended_by else ""
-    return f"{steps}; {_STATES.get(state, 'ended')}{cause}"

@@ -84,15 +84,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """One loss in two runs, in percent of the peak; 0 in a run that does not have it. `change` is in points.
-
-    Attributes:
-        key: Its stable name, such as `input_wait`.
-        name: Its name for people, such as "input wait".
-        a: Percent of the peak that it costs in run A.
-        b: Percent of the peak that it costs in run B.
-        change: From A to B, in points.
-    """
+    """One loss in two runs, in percent of the peak; 0 in a run that does not have it. `change` is in points."""
 
     key: str
     name: str
@@ -154,11 +146,9 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
         return None
     unread = []
     if log.torn_lines:
-        lines = (
-            f"{plural(log.torn_lines, 'line')} of the log cannot be read and {'is' if log.torn_lines == 1 else 'are'}"
-        )
-        because = "a process that is killed or is still writing leaves one such line."
-        unread.append(f"{lines} left out; {because}")
+        lines, verb = plural(log.torn_lines, "line"), "is" if log.torn_lines == 1 else "are"
+        why = "a process that is killed or is still writing leaves one such line"
+        unread.append(f"{lines} of the log cannot be read and {verb} left out; {why}.")
     facts = _facts(log)
     traces, older = traces_of_log(log, traces)
     useful, wall = seconds.setdefault("model_at_peak", 0.0), goodput.wall_seconds
@@ -189,14 +179,16 @@ def time_by_part(log: RunLog, traces: Sequence[TraceSplit] = ()) -> tuple[dict[s
 def seconds_of(log: RunLog) -> Mapping[str, float]:
     """Time by use, such as `train` and `eval`, at the end of the log; empty without rows."""
     if log.summary is not None:  # it also has the time of phases after the last row
-        found = {
-            key.removeprefix("time/").removesuffix("_seconds"): float(value)
-            for key, value in log.summary.values.items()
-            if key.startswith("time/") and key in METRICS
-        }
+        found = logged_seconds(log.summary.values)
         if "wall" in found:
             return found
     return dict(_newest_ledger(log).get("seconds", {}))
+
+
+def logged_seconds(values: Mapping[str, float]) -> dict[str, float]:
+    """Time by use among the logged metrics."""
+    times = {key: value for key, value in values.items() if key.startswith("time/") and key in METRICS}
+    return {key.removeprefix("time/").removesuffix("_seconds"): float(value) for key, value in times.items()}
 
 
 def _newest_ledger(log: RunLog) -> Mapping[str, Any]:
