@@ -50,7 +50,7 @@ def heavy_modules_after(statement):
         RUN.format(arguments=["watch", "--help"]),
         RUN.format(arguments=["explain", "--help"]),
         RUN.format(arguments=["why", "--help"]),
-        "import flopwatch.runs.waterfall, flopwatch.runs.waterfall.verdicts, flopwatch.runs.waterfall.losses",
+        "import flopwatch.runs.waterfall, flopwatch.runs.advice",
         RUN.format(arguments=["compare", "--help"]),
         "import flopwatch; assert flopwatch.peak_flops(name='NVIDIA H100 80GB HBM3').flops_per_s == 989.4e12",
         RUN.format(arguments=["--help"]),

@@ -22,11 +22,10 @@ from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison.ratios import SweepComparison
 from flopwatch.report.records import SweepSummary
 from flopwatch.report.run_page.contents import Curve, RunReport
+from flopwatch.runs.advice import TimeUse, Verdict
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation
-from flopwatch.runs.waterfall.losses import Loss
-from flopwatch.runs.waterfall.times import TimeUse
-from flopwatch.runs.waterfall.verdicts import Verdict
+from flopwatch.runs.waterfall import Loss
 from flopwatch.sweep.fit import Found
 
 SCHEMAS = Path(__file__).parents[2] / "src" / "flopwatch" / "schemas"

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.runs.advice import verdict_of
 from flopwatch.runs.reading import read_log
-from flopwatch.runs.waterfall.losses import seconds_of, waterfall_of
-from flopwatch.runs.waterfall.verdicts import verdict_of
+from flopwatch.runs.waterfall import seconds_of, waterfall_of
 from testbeds.unchanged.scripts import FOLDER
 from testbeds.unchanged.slow_input.train import PLACES
 

@@ -9,7 +9,7 @@ from flopwatch.runs import read_around, read_log
 from flopwatch.runs.comparison import find_differences
 from flopwatch.runs.log_file import TornLineError, to_record
 from flopwatch.runs.state import WatchedRun, WatchFeed
-from flopwatch.runs.waterfall.losses import exactness_of
+from flopwatch.runs.waterfall import exactness_of
 from support.hand_made_run import records, write_run
 
 REASON = "a later count differs"

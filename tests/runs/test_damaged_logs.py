@@ -13,9 +13,9 @@ from flopwatch.records.run import Row
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.runs import read_around, read_log
+from flopwatch.runs.advice import conclusion_of
 from flopwatch.runs.comparison import compare
-from flopwatch.runs.waterfall.losses import exactness_of, seconds_of, waterfall_of
-from flopwatch.runs.waterfall.verdicts import conclusion_of
+from flopwatch.runs.waterfall import exactness_of, seconds_of, waterfall_of
 from support.ledgers import records_of
 from support.make_run_log import write_log, write_run
 

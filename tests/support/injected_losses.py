@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.runs import read_log
-from flopwatch.runs.waterfall.losses import Waterfall, waterfall_of
+from flopwatch.runs.waterfall import Waterfall, waterfall_of
 from support.torchrun import outputs_of_ranks, torchrun
 from testbeds.injected_losses import LAYER_FLOPS, LAYERS, STEPS
 

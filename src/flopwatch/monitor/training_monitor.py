@@ -574,7 +574,7 @@ class TrainingMonitor:
 
     def _waterfall(self) -> list[tuple[str, str]]:
         from flopwatch.runs.reading import read_log
-        from flopwatch.runs.waterfall.losses import waterfall_of
+        from flopwatch.runs.waterfall import waterfall_of
 
         self._do("flush", lambda run: run.outlets.flush_log())
         try:

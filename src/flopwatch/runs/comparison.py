@@ -10,7 +10,7 @@ from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.traces.splits import traces_of_log
-from flopwatch.runs.waterfall.losses import (
+from flopwatch.runs.waterfall import (
     Waterfall,
     WaterfallChange,
     key_of_other_flops,

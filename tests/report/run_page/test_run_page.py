@@ -13,7 +13,7 @@ from flopwatch.present.svg import bars_svg, linear_ticks
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.document import run_document
 from flopwatch.report.run_page.why import waterfall_bars
-from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.runs.waterfall import Loss, Waterfall
 from support.hand_made_run import PEAK, provenance, records, row, start, write_run
 from support.ledgers import write_ledger
 

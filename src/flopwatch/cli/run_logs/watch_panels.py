@@ -14,7 +14,7 @@ from flopwatch.records.metrics import goodput_of
 from flopwatch.records.time_uses import USES
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.runs.waterfall import waterfall_of
 
 _TIME_LOOKS = (
     *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),

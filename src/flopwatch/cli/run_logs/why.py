@@ -9,10 +9,10 @@ from flopwatch.report.run_page.explanation import explanation_document
 from flopwatch.report.run_page.why import where_the_time_went
 from flopwatch.report.run_page.why import why as why_is
 from flopwatch.runs import find_log, read_around
+from flopwatch.runs.advice import what_is_missing
 from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
 from flopwatch.runs.traces.splits import usable_traces
-from flopwatch.runs.waterfall.verdicts import what_is_missing
 
 
 def why(

@@ -8,7 +8,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, 
 from flopwatch.present.document import Cell, Column, Document, Facts, Most, Part, Section, Table, Text, Tone, numbers
 from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
-from flopwatch.runs.waterfall.losses import WaterfallChange
+from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 
 _SHORT = {NO_DIFFERENCE: "no clear difference", TOO_FEW: TOO_FEW}  # for a terminal of 80 columns

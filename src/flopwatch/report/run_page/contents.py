@@ -6,9 +6,8 @@ from typing import Literal
 
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Number, Provenance, RunStart
-from flopwatch.runs.waterfall.losses import Waterfall
-from flopwatch.runs.waterfall.times import Times
-from flopwatch.runs.waterfall.verdicts import Conclusion
+from flopwatch.runs.advice import Conclusion, Times
+from flopwatch.runs.waterfall import Waterfall
 
 MAIN_KEYS = (
     "perf/mfu_percent",

@@ -36,7 +36,7 @@ from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, mome
 from flopwatch.report.run_page.collecting import merged
 from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, Moment, RunReport
 from flopwatch.report.run_page.why import waterfall_bars
-from flopwatch.runs.waterfall.losses import Loss, Waterfall
+from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural
 

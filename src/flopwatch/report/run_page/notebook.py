@@ -4,7 +4,7 @@ from flopwatch.numbers import count, number, percent, step_time
 from flopwatch.present.notebook import html_table
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import standing
-from flopwatch.runs.waterfall.losses import waterfall_of
+from flopwatch.runs.waterfall import waterfall_of
 from flopwatch.text import one_line
 
 _LONGEST = 200

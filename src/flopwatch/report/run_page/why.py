@@ -9,10 +9,9 @@ from flopwatch.numbers import count, duration, flop_rate, percent, step_time
 from flopwatch.present.document import Bar, Bars, Cell, Column, Document, Items, Part, Section, Table, Text, numbers
 from flopwatch.records.time_uses import USES
 from flopwatch.records.trace_split import TraceSplit
+from flopwatch.runs.advice import LEAST_DRAWN_POINTS, TimeUse, conclusion_of, steps_of, times_of, what_is_missing
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.waterfall.losses import Loss, Waterfall, exactness_of, waterfall_of
-from flopwatch.runs.waterfall.times import TimeUse, times_of
-from flopwatch.runs.waterfall.verdicts import LEAST_DRAWN_POINTS, conclusion_of, steps_of, what_is_missing
+from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
 _LARGEST = 3
