@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,18 +91,19 @@ def canonical_dtype(dtype: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Facts that distinguish a product from others whose driver reports the same name."""
+    """Facts that distinguish a product from others whose driver reports the same name, or this generic `name`."""
 
-    unit_counts: tuple[int, ...] | None = None
-    memory_gib: tuple[float, float] | None = None
+    sm_count: Sequence[int] | None = None
+    memory_gib: Sequence[float] | None = None
     gcn_arch: str | None = None
+    name: str = ""
 
     def allows(self, facts: DeviceFacts) -> bool:
         """Whether no known fact about the device contradicts the condition; unknown facts are ignored."""
         # The driver appends features to the architecture: "gfx942:sramecc+:xnack-".
         arch = facts.gcn_arch.partition(":")[0] if facts.gcn_arch else None
         return (
-            (self.unit_counts is None or facts.unit_count is None or facts.unit_count in self.unit_counts)
+            (self.sm_count is None or facts.unit_count is None or facts.unit_count in self.sm_count)
             and (self.memory_gib is None or facts.memory_gib is None or _within(facts.memory_gib, self.memory_gib))
             and (self.gcn_arch is None or arch is None or arch == self.gcn_arch)
         )
@@ -119,10 +121,11 @@ class Accelerator:
         contains: Words in lower case; every name that matches contains at least one. They are checked first, because
             compiling all regular expressions is slow. If empty, the expressions are always tried.
         when: Facts that distinguish this product from others with the same name; None if the name is enough.
-        is_default_for_name: Whether to choose this product if several have the same name and no fact tells them apart.
-        generic_name: A name that many products report. It identifies this product only together with `generic_when`.
-        generic_when: Facts that must all be known and match for `generic_name`.
-        unit_count: Streaming multiprocessors, compute units or cores of the whole product, as torch counts them.
+        default_for_name: Whether to choose this product if several have the same name and no fact tells them apart;
+            None chooses it if it has no `when`.
+        match_generic: A name that many products report, and the facts that must all be known and match.
+        sm_count: Streaming multiprocessors, compute units or cores of the whole product.
+        torch_multi_processor_count: The same as torch counts it: on AMD's RDNA architecture, work-group processors.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
         source: The document that states the rates.
         confidence: How reliable the source is.
@@ -132,22 +135,29 @@ class Accelerator:
     id: str
     name: str
     vendor: str
-    match: tuple[str, ...]
-    contains: tuple[str, ...]
-    when: Condition | None
-    is_default_for_name: bool
-    generic_name: str | None
-    generic_when: Condition | None
-    unit_count: int | None
-    peak_tflops: dict[str, float]
+    match: Sequence[str]
+    peak_tflops: Mapping[str, float]
     source: str
     confidence: Confidence
-    notes: str
+    contains: Sequence[str] = ()
+    when: Condition | None = None
+    default_for_name: bool | None = None
+    match_generic: Condition | None = None
+    sm_count: int | None = None
+    torch_multi_processor_count: int | None = None
+    notes: str = ""
+
+    @property
+    def unit_count(self) -> int | None:
+        return self.torch_multi_processor_count or self.sm_count
 
 
 @cache
 def load_accelerators() -> tuple[Accelerator, ...]:
-    return tuple(_accelerator(row) for row in read_table("accelerators.json"))
+    rows = read_table("accelerators.json")
+    for row in rows:
+        row |= {name: Condition(**row[name]) for name in ("when", "match_generic") if name in row}
+    return tuple(Accelerator(**row) for row in rows)
 
 
 def read_table(file_name: str) -> Any:
@@ -155,38 +165,8 @@ def read_table(file_name: str) -> Any:
     return json.loads(Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
 
 
-def _within(value: float, bounds: tuple[float, float]) -> bool:
+def _within(value: float, bounds: Sequence[float]) -> bool:
     return bounds[0] <= value <= bounds[1]
-
-
-def _accelerator(row: dict[str, Any]) -> Accelerator:
-    generic = row.get("match_generic")
-    return Accelerator(
-        id=row["id"],
-        name=row["name"],
-        vendor=row["vendor"],
-        match=tuple(row["match"]),
-        contains=tuple(row.get("contains", ())),
-        when=_condition(row["when"]) if "when" in row else None,
-        is_default_for_name=row.get("default_for_name", "when" not in row),
-        generic_name=generic["name"] if generic else None,
-        generic_when=_condition(generic) if generic else None,
-        # On AMD's RDNA architecture, torch counts work-group processors instead of compute units.
-        unit_count=row.get("torch_multi_processor_count") or row.get("sm_count"),
-        peak_tflops=row["peak_tflops"],
-        source=row["source"],
-        confidence=row["confidence"],
-        notes=row.get("notes", ""),
-    )
-
-
-def _condition(row: dict[str, Any]) -> Condition:
-    memory = row.get("memory_gib")
-    return Condition(
-        unit_counts=tuple(row["sm_count"]) if "sm_count" in row else None,
-        memory_gib=(memory[0], memory[1]) if memory else None,
-        gcn_arch=row.get("gcn_arch"),
-    )
 
 
 # Some products have a vector rate and a faster matrix rate for the same type: fp64 on NVIDIA's tensor cores, fp32 and
@@ -216,7 +196,8 @@ def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
     if len(fitting) > 1:
         fitting = [record for record in fitting if record.when is None or record.when.allows(facts)]
     if len(fitting) > 1:
-        fitting = [record for record in fitting if record.is_default_for_name]
+        defaults = [(record, record.default_for_name) for record in fitting]
+        fitting = [record for record, is_one in defaults if (record.when is None if is_one is None else is_one)]
     if len(fitting) == 1:
         return fitting[0]
     return Unknown(
@@ -293,14 +274,15 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _find_by_generic_name(name: str, facts: DeviceFacts) -> Accelerator | Unknown:
-    named = [record for record in load_accelerators() if record.generic_name and _matches(record.generic_name, name)]
+    generic = [(record, record.match_generic) for record in load_accelerators()]
+    named = [(record, when) for record, when in generic if when is not None and _matches(when.name, name)]
     if not named:
         return Unknown(f"no product in the table reports the name {name!r}")
     if None in (facts.unit_count, facts.memory_gib, facts.gcn_arch):
         return Unknown(
             f"many products report the name {name!r}, so the device's architecture, units and memory must be known too"
         )
-    fitting = [record for record in named if record.generic_when and record.generic_when.allows(facts)]
+    fitting = [record for record, when in named if when.allows(facts)]
     if len(fitting) == 1:
         return fitting[0]
     return Unknown(f"many products report the name {name!r}, but none in the table has {_known(facts)}")
