@@ -25,7 +25,7 @@ COPIES = {
     "validators of JSON, besides pydantic": "def read(kind, content):\n    hints = get_type_hints(kind)",
     "followers of JSON lines": "def poll(self):\n    stream.seek(self._offset)",
     "thinners of curves": "points = [mean(points[start : start + 2]) for start in range(0, len(points), 2)]",
-    "drawings of a waterfall": "def waterfall_rows(waterfall: Waterfall) -> list[str]:\n    return []",
+    "drawings of a waterfall": "def rows(waterfall: Waterfall) -> list[str]:\n    return list(waterfall.losses)",
     "vocabularies of time": 'NAMES = {"input_wait": "a", "eval": "b", "checkpoint": "c", "restart": "d"}',
     "statistics of a difference": "def is_slower(low: float, high: float) -> bool:\n    return low > 0.02",
 }
