@@ -8,7 +8,7 @@ that a batch has at least 1 sample.
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -53,6 +53,15 @@ class BrokenRecordError(FlopwatchError, ValueError):
     def inside(self, name: str) -> "BrokenRecordError":
         """The same error with `name` before the field's name, because the broken record is the value of `name`."""
         return BrokenRecordError(self._problem, f"{name}.{self._field}" if self._field else name)
+
+
+class Stored:
+    """The base of dataclasses with a JSON form, which `read_record` reads back."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 def read_record(kind: type[T], content: Any) -> T:

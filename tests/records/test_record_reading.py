@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flopwatch.decode import BrokenRecordError
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import (
@@ -64,7 +64,7 @@ def without(path):
 
 
 def test_what_was_written_is_read_back_equal():
-    assert TrialResult.from_json(content()) == WHOLE
+    assert read_record(TrialResult, content()) == WHOLE
 
 
 def test_a_field_of_a_later_version_is_left_out_on_every_level():
@@ -72,19 +72,19 @@ def test_a_field_of_a_later_version_is_left_out_on_every_level():
     for name in ("spec", "measured"):
         record[name]["colour"] = "blue"
     record["measured"]["steps"]["colour"] = {"r": 1}
-    assert TrialResult.from_json(record) == WHOLE
+    assert read_record(TrialResult, record) == WHOLE
 
 
 def test_a_record_without_optional_fields_has_their_defaults():
     record = {"name": "a", "key": "k", "spec": {"trainer": "t", "model": "m", "batch_size": 1, "seq_len": 1}}
-    read = TrialResult.from_json({**record, "outcome": "ok"})
+    read = read_record(TrialResult, {**record, "outcome": "ok"})
     assert read == TrialResult("a", "k", TrialSpec("t", "m", 1, 1), "ok")
 
 
 @pytest.mark.parametrize("path", ["name", "key", "spec", "outcome", "spec.batch_size", "measured.steps.median"])
 def test_a_missing_field_without_a_default_is_told(path):
     with pytest.raises(BrokenRecordError, match=f"the field '{path.split('.')[-1]}' is missing"):
-        TrialResult.from_json(without(path))
+        read_record(TrialResult, without(path))
 
 
 BROKEN = [
@@ -134,7 +134,7 @@ BROKEN = [
 @pytest.mark.parametrize(("path", "value"), BROKEN, ids=[f"{path}={str(value)[:20]}" for path, value in BROKEN])
 def test_a_value_of_the_wrong_type_is_told_with_its_field(path, value):
     with pytest.raises(BrokenRecordError) as error:
-        TrialResult.from_json(changed(path, value))
+        read_record(TrialResult, changed(path, value))
     record, _, field = path.rpartition(".")
     assert str(error.value).startswith(f"{record}: " if record else "the name") or field in str(error.value)
     assert len(str(error.value)) < 200
@@ -142,9 +142,9 @@ def test_a_value_of_the_wrong_type_is_told_with_its_field(path, value):
 
 def test_a_number_that_is_none_is_not_known_where_that_may_be():
     nan = float("nan")
-    assert TrialResult.from_json(changed("measured.samples_per_s", nan)).measured.samples_per_s is None
-    assert TrialResult.from_json(changed("unix_time", float("inf"))).unix_time is None
-    assert TrialResult.from_json(changed("measured.extra", {"a": nan, "b": 2})).measured.extra == {"b": 2}
+    assert read_record(TrialResult, changed("measured.samples_per_s", nan)).measured.samples_per_s is None
+    assert read_record(TrialResult, changed("unix_time", float("inf"))).unix_time is None
+    assert read_record(TrialResult, changed("measured.extra", {"a": nan, "b": 2})).measured.extra == {"b": 2}
 
 
 def test_nesting_that_could_not_be_written_again_is_told():
@@ -152,16 +152,16 @@ def test_nesting_that_could_not_be_written_again_is_told():
     for _ in range(500):
         deep = [deep]
     with pytest.raises(BrokenRecordError, match="nested"):
-        TrialResult.from_json(content(evidence={"a": deep}))
+        read_record(TrialResult, content(evidence={"a": deep}))
 
 
 def test_an_epsilon_that_is_infinite_or_not_known_stands():
-    assert TrialResult.from_json(changed("measured.privacy.epsilon", None)).measured.privacy.epsilon is None
-    assert TrialResult.from_json(content()).measured.privacy.epsilon == float("inf")
+    assert read_record(TrialResult, changed("measured.privacy.epsilon", None)).measured.privacy.epsilon is None
+    assert read_record(TrialResult, content()).measured.privacy.epsilon == float("inf")
 
 
 def test_half_a_surrogate_pair_is_made_writable():
-    read = TrialResult.from_json(content(reason="a\ud800b", evidence={"\udfff": ["\ud800"]}))
+    read = read_record(TrialResult, content(reason="a\ud800b", evidence={"\udfff": ["\ud800"]}))
     assert read.reason == "a?b"
     json.dumps(read.to_json(), ensure_ascii=False).encode()
 
@@ -170,4 +170,4 @@ def test_half_a_surrogate_pair_is_made_writable():
 @pytest.mark.parametrize("content", [[], 3, {"format": 1, "spec": 3, "steps": "x"}])
 def test_what_from_json_raises_is_an_error_of_flopwatch(kind, content):
     with pytest.raises(FlopwatchError):
-        kind.from_json(content)
+        read_record(kind, content)

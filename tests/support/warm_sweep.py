@@ -86,14 +86,16 @@ def run_preflight_warm(folder, specs, timeout_seconds=300.0):
 
 def run_given_preflight(folder, specs, timeout_seconds):
     """In the forked process: the preflight that `run_preflight_warm` was asked for."""
+    from flopwatch.decode import read_record
     from flopwatch.records.trial import TrialSpec
     from flopwatch.sweep.preflight import run_preflight
 
-    run_preflight(Path(folder), [TrialSpec.from_json(spec) for spec in json.loads(specs)], float(timeout_seconds))
+    run_preflight(Path(folder), [read_record(TrialSpec, spec) for spec in json.loads(specs)], float(timeout_seconds))
 
 
 def run_given_sweep(folder, specs, choices):
     """In the forked process: the sweep that `run_sweep_warm` was asked for. Prints what its listener was told."""
+    from flopwatch.decode import read_record
     from flopwatch.process import descendants
     from flopwatch.records.trial import TrialSpec
     from flopwatch.sweep.engines.local import LocalEngine
@@ -102,7 +104,7 @@ def run_given_sweep(folder, specs, choices):
 
     adopt_orphans()
     listener = Listener()
-    trials = [TrialSpec.from_json(spec) for spec in json.loads(specs)]
+    trials = [read_record(TrialSpec, spec) for spec in json.loads(specs)]
     run_sweep(Path(folder), trials, LocalEngine(**json.loads(choices)), listener=listener, shuffle_seed=None)
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from flopwatch.decode import read_record
 from flopwatch.errors import InputError
 from flopwatch.records.trial import Measured, TrialSpec, content_key
 from flopwatch.sweep.spec.matrix import expand, read_matrix
@@ -140,7 +141,7 @@ def test_only_private_trainers_are_asked_and_the_others_are_not_measured_again()
     assert content_key(plain["standard"], {}) == content_key(asked["standard"], {})
     assert content_key(plain["ghost"], {}) != content_key(asked["ghost"], {})
     assert asked["ghost"].privacy == {"delta": 1e-3, "dataset_size": 1000, "epochs": 2, "accountant": "prv"}
-    assert TrialSpec.from_json(asked["ghost"].to_json()) == asked["ghost"]
+    assert read_record(TrialSpec, asked["ghost"].to_json()) == asked["ghost"]
 
 
 @pytest.mark.parametrize(
@@ -171,4 +172,4 @@ def test_settings_that_cannot_be_meant_are_refused_before_anything_runs(settings
 def test_what_was_spent_is_read_back():
     found = privacy_spent({"sample_rate": 0.01, "steps": 10, "delta": 1e-5, "accountant": "rdp"}, 4, 1.0)
 
-    assert Measured.from_json(asdict(Measured(privacy=found))).privacy == found
+    assert read_record(Measured, asdict(Measured(privacy=found))).privacy == found

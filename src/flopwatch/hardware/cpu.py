@@ -3,9 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from flopwatch.hardware.peaks import Unknown, read_table
 from flopwatch.records.flops import Peak
@@ -18,7 +16,6 @@ class CpuFacts:
     """The CPU that this process runs on; facts that cannot be read are None or empty.
 
     Attributes:
-        name: Model name.
         flags: Instruction sets.
         identity: `vendor_id`, `family`, `model`, `arm_part`, as the kernel prints them.
         core_count: Number of physical cores that this process may use; fractional under a CPU quota.
@@ -37,23 +34,19 @@ class CpuFacts:
 def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> CpuFacts:
     """Read the facts about this machine's CPU; all are unknown on systems without /proc.
 
-    Args:
-        root: The folder that contains `proc` and `sys`; tests pass another one.
-        usable_cpus: Numbers of the logical CPUs to count; None counts those in this process's CPU affinity.
+    Tests pass another folder with `proc` and `sys`, and the logical CPUs to count in place of this process's affinity.
     """
     blocks = (_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n"))
     processors = [fields for fields in blocks if fields.get("processor", "").isdigit()]
     if not processors:
         return CpuFacts()
-    if usable_cpus is None and hasattr(os, "sched_getaffinity"):
-        usable_cpus = os.sched_getaffinity(0)
     first = processors[0]
     clock_ghz, clock_source = _clock(root, first)
     return CpuFacts(
         name=first.get("model name", "cpu"),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
         identity=tuple((key, first.get(field, "")) for key, field in _IDENTITY.items()),
-        core_count=_core_count(root, processors, usable_cpus),
+        core_count=_core_count(root, processors, os.sched_getaffinity(0) if usable_cpus is None else usable_cpus),
         clock_ghz=clock_ghz,
         clock_source=clock_source,
     )
@@ -64,11 +57,11 @@ def _fields(block: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int] | None) -> float | None:
+def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int]) -> float | None:
     cores = set()
     for fields in processors:
         number = int(fields["processor"])
-        if usable is None or number in usable:
+        if number in usable:
             # Hyper-threads share a core id. Arm CPUs have no hyper-threads, and Linux prints no core id for them.
             cores.add((fields.get("physical id", ""), fields.get("core id", f"cpu{number}")))
     if not cores:
@@ -158,16 +151,10 @@ def peak_of_cpu(cpu: CpuFacts, dtype: str) -> Peak | Unknown:
     )
 
 
-@cache
-def _rates() -> dict[str, Any]:
-    rates: dict[str, Any] = read_table("cpu_rates.json")
-    return rates
-
-
 def _best_rate(cpu: CpuFacts, dtype: str) -> tuple[float, str] | None:
     identity = dict(cpu.identity)
     best: tuple[float, str] | None = None
-    for row in _rates()["rates"]:
+    for row in read_table("cpu_rates.json")["rates"]:
         if "flags" in row and not cpu.flags.issuperset(row["flags"]):
             continue
         if "arm_part" in row and identity.get("arm_part") != row["arm_part"]:
@@ -183,7 +170,7 @@ def _best_rate(cpu: CpuFacts, dtype: str) -> tuple[float, str] | None:
 
 def _why_half_rate(cpu: CpuFacts, flags: list[str]) -> str | None:
     identity = dict(cpu.identity)
-    for core in _rates()["half_rate_cores"]:
+    for core in read_table("cpu_rates.json")["half_rate_cores"]:
         if "name_contains" in core:
             is_one = core["name_contains"] in cpu.name
         else:

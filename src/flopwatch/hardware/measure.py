@@ -15,7 +15,7 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
 from flopwatch.hardware.measured import cache_key, read_cached_peak, write_cached_peak
 from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
-from flopwatch.records.flops import Peak
+from flopwatch.records.flops import Confidence, Peak
 
 Shape = tuple[int, int, int]
 """Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
@@ -75,15 +75,15 @@ def search_best_matmul(
     would take too long for `seconds` are skipped.
     """
     start = clock()
-    found: dict[Shape, _Candidate] = {}
+    found: dict[Shape, tuple[float, int]] = {}  # the FLOP/s of each shape, and its matmuls per sample
     for shape in sorted(shapes, key=matmul_flops):
         time_left = start + _SHARE_FOR_SEARCH * seconds - clock()
         if not found or _expected_seconds(shape, found.values()) <= time_left:
             found[shape] = _try(time_matmul, shape)
-    best = max(found, key=lambda shape: found[shape].flops_per_s)
+    best = max(found, key=lambda shape: found[shape][0])
     samples: list[float] = []
     while len(samples) < _FEWEST_REPEATS or (len(samples) < _MOST_REPEATS and clock() < start + seconds):
-        samples.append(_seconds_per_call(time_matmul, best, found[best].calls_per_sample))
+        samples.append(_seconds_per_call(time_matmul, best, found[best][1]))
     return BestMatmul(
         flops_per_s=matmul_flops(best) / median(samples),
         shape=best,
@@ -93,17 +93,11 @@ def search_best_matmul(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    flops_per_s: float
-    calls_per_sample: int
-
-
-def _try(time_matmul: TimeMatmul, shape: Shape) -> _Candidate:
+def _try(time_matmul: TimeMatmul, shape: Shape) -> tuple[float, int]:
     _seconds_per_call(time_matmul, shape, 1)  # not timed: the first call allocates memory and chooses a kernel
     calls = max(1, math.ceil(_SAMPLE_SECONDS / _seconds_per_call(time_matmul, shape, 1)))
     seconds = median(_seconds_per_call(time_matmul, shape, calls) for _ in range(_SEARCH_REPEATS))
-    return _Candidate(matmul_flops(shape) / seconds, calls)
+    return matmul_flops(shape) / seconds, calls
 
 
 def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> float:
@@ -116,8 +110,8 @@ def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> floa
     return seconds / calls
 
 
-def _expected_seconds(shape: Shape, found: Iterable[_Candidate]) -> float:
-    one_call = matmul_flops(shape) / max(candidate.flops_per_s for candidate in found)
+def _expected_seconds(shape: Shape, found: Iterable[tuple[float, int]]) -> float:
+    one_call = matmul_flops(shape) / max(flops_per_s for flops_per_s, _ in found)
     return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
 
 
@@ -260,17 +254,23 @@ def measure_peak(
     known = None if refresh else read_cached_peak(key)
     if known is not None:
         return known
-    best = _measure(find_device(device), facts, compute_dtype, seconds, time_matmul, clock)
-    peak = Peak(
-        flops_per_s=best.flops_per_s,
-        device=facts.name,
-        dtype=compute_dtype,
-        source=f"best matmul of {best.shapes_tried} shapes: {' x '.join(map(str, best.shape))}, median of "
-        f"{best.repeats} repeats, spread {best.spread:.1%}, {_versions()}",
-        kind="measured",
-        # Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it.
-        confidence="medium" if best.spread < 0.2 else "low",
+    used, torch_dtype = find_device(device), TORCH_DTYPES[compute_dtype]
+    with plain_matmuls(used, compute_dtype):
+        try:
+            timer = time_matmul or matmul_timer(used, torch_dtype)
+            best = search_best_matmul(timer, seconds, clock, shapes_that_fit(used, torch_dtype))
+        except (RuntimeError, TypeError) as error:
+            raise MeasurementError(
+                f"{compute_dtype} matmuls failed on {facts.name}: {error}; try another dtype, or free memory of the "
+                "device"
+            ) from error
+    # Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it.
+    confidence: Confidence = "medium" if best.spread < 0.2 else "low"
+    source = (
+        f"best matmul of {best.shapes_tried} shapes: {' x '.join(map(str, best.shape))}, median of {best.repeats} "
+        f"repeats, spread {best.spread:.1%}, {_versions()}"
     )
+    peak = Peak(best.flops_per_s, facts.name, compute_dtype, source, "measured", confidence)
     write_cached_peak(key, peak)
     return peak
 
@@ -278,25 +278,6 @@ def measure_peak(
 def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
     """The peak that `measure_peak` has measured on this device before; None without one. Measures nothing."""
     return read_cached_peak(_cache_key(read_device(device), dtype))
-
-
-def _measure(
-    device: torch.device,
-    facts: DeviceFacts,
-    dtype: str,
-    seconds: float,
-    time_matmul: TimeMatmul | None,
-    clock: Clock,
-) -> BestMatmul:
-    torch_dtype = TORCH_DTYPES[dtype]
-    with plain_matmuls(device, dtype):
-        try:
-            timer = time_matmul or matmul_timer(device, torch_dtype)
-            return search_best_matmul(timer, seconds, clock, shapes_that_fit(device, torch_dtype))
-        except (RuntimeError, TypeError) as error:
-            raise MeasurementError(
-                f"{dtype} matmuls failed on {facts.name}: {error}; try another dtype, or free memory of the device"
-            ) from error
 
 
 def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> str:

@@ -102,9 +102,10 @@ class Condition:
         """Whether no known fact about the device contradicts the condition; unknown facts are ignored."""
         # The driver appends features to the architecture: "gfx942:sramecc+:xnack-".
         arch = facts.gcn_arch.partition(":")[0] if facts.gcn_arch else None
+        lowest, highest = self.memory_gib or (0, 0)
         return (
             (self.sm_count is None or facts.unit_count is None or facts.unit_count in self.sm_count)
-            and (self.memory_gib is None or facts.memory_gib is None or _within(facts.memory_gib, self.memory_gib))
+            and (self.memory_gib is None or facts.memory_gib is None or lowest <= facts.memory_gib <= highest)
             and (self.gcn_arch is None or arch is None or arch == self.gcn_arch)
         )
 
@@ -154,19 +155,17 @@ class Accelerator:
 
 @cache
 def load_accelerators() -> tuple[Accelerator, ...]:
-    rows = read_table("accelerators.json")
-    for row in rows:
-        row |= {name: Condition(**row[name]) for name in ("when", "match_generic") if name in row}
-    return tuple(Accelerator(**row) for row in rows)
+    found = []
+    for row in read_table("accelerators.json"):
+        conditions = {name: Condition(**row[name]) for name in ("when", "match_generic") if name in row}
+        found.append(Accelerator(**{**row, **conditions}))
+    return tuple(found)
 
 
+@cache
 def read_table(file_name: str) -> Any:
     """The content of a JSON file beside this module."""
     return json.loads(Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
-
-
-def _within(value: float, bounds: Sequence[float]) -> bool:
-    return bounds[0] <= value <= bounds[1]
 
 
 # Some products have a vector rate and a faster matrix rate for the same type: fp64 on NVIDIA's tensor cores, fp32 and
@@ -297,14 +296,9 @@ def _visible_fraction(record: Accelerator, facts: DeviceFacts) -> float | None:
 
 
 def _known(facts: DeviceFacts) -> str:
-    parts = []
-    if facts.unit_count is not None:
-        parts.append(f"{facts.unit_count} units")
-    if facts.memory_gib is not None:
-        parts.append(f"{facts.memory_gib:.1f} GiB")
-    if facts.gcn_arch is not None:
-        parts.append(facts.gcn_arch)
-    return ", ".join(parts) or "nothing"
+    units = None if facts.unit_count is None else f"{facts.unit_count} units"
+    memory = None if facts.memory_gib is None else f"{facts.memory_gib:.1f} GiB"
+    return ", ".join(filter(None, (units, memory, facts.gcn_arch))) or "nothing"
 
 
 # A peak is derived from the architecture only for product lines in which every product has the same rate per unit and
@@ -349,8 +343,5 @@ def _row_for(facts: DeviceFacts) -> dict[str, Any] | None:
     name = " ".join(facts.name.split())
     architecture = ".".join(map(str, facts.compute_capability))
     rows: list[dict[str, Any]] = read_table("arch_rates.json")
-    for row in rows:
-        is_of_line = re.search(_PRODUCT_LINES[row["product_line"]], name, re.IGNORECASE)
-        if is_of_line and row["compute_capability"] == architecture:
-            return row
-    return None
+    of_architecture = (row for row in rows if row["compute_capability"] == architecture)
+    return next((row for row in of_architecture if _matches(_PRODUCT_LINES[row["product_line"]], name)), None)

@@ -1,9 +1,10 @@
 """The results of counting FLOPs and of looking up a device's peak FLOP/s. Standard library only."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
+from flopwatch.decode import Stored
 from flopwatch.numbers import percent
 from flopwatch.present.notebook import html_table
 
@@ -13,7 +14,7 @@ Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(Stored):
     """The peak FLOP/s of a device for one compute type, and where the figure comes from.
 
     Attributes:
@@ -33,9 +34,6 @@ class Peak:
     kind: Literal["datasheet", "derived", "measured", "override"]
     confidence: Confidence
     fraction: float = 1.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class UncountedOp:
 
 
 @dataclass(frozen=True, slots=True)
-class FlopCount:
+class FlopCount(Stored):
     """The FLOPs of one step.
 
     Attributes:
@@ -130,6 +128,3 @@ class FlopCount:
         lines += [("not counted", f"{op.op} in {op.module or 'the model itself'}") for op in self.uncounted]
         lines += [("note", note) for note in self.notes]
         return html_table(f"FLOPs of one step, by {self.method}, attention {self.attention}", lines)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

@@ -14,41 +14,10 @@ _SECRET_WORDS = frozenset(
 )
 _LAST_WORDS = frozenset({"token", "key", "auth", "authorization", "cookie"})
 """Secret if they are the last word of a name: `token_id` and `key_dim` are none."""
-_ORDINARY = frozenset(
-    {
-        *(
-            "pad",
-            "eos",
-            "bos",
-            "mask",
-            "cls",
-            "sep",
-            "unk",
-            "special",
-            "image",
-            "audio",
-            "video",
-            "start",
-            "end",
-            "stop",
-        ),
-        *("per", "next", "prompt", "decoder", "think", "new", "separator", "task", "class"),
-        *(
-            "sort",
-            "text",
-            "label",
-            "input",
-            "output",
-            "column",
-            "primary",
-            "foreign",
-            "group",
-            "metric",
-            "loss",
-            "index",
-        ),
-        *("prompt", "response", "answer", "question", "image", "data", "dataset", "batch", "cache", "num", "query"),
-    }
+_ORDINARY = re.compile(
+    r"pad|eos|bos|mask|cls|sep|unk|special|image|audio|video|start|end|stop|per|next|prompt|decoder|"
+    r"think|new|separator|task|class|sort|text|label|input|output|column|primary|foreign|group|metric|"
+    r"loss|index|response|answer|question|data|dataset|batch|cache|num|query"
 )
 """Before `token` and `key`, these words make an ordinary name: `pad_token`, `text_key`."""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
@@ -81,7 +50,7 @@ def is_secret_name(name: str) -> bool:
         return False
     if _SECRET_WORDS.intersection(words) or words[-2:] == ["api", "keys"]:
         return True
-    return words[-1] in _LAST_WORDS and not _ORDINARY.intersection(words[-2:-1])
+    return words[-1] in _LAST_WORDS and not any(map(_ORDINARY.fullmatch, words[-2:-1]))
 
 
 def mask_text(text: str) -> str:

@@ -259,24 +259,15 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
     if "input_wait" in lost:  # the wait of a step is that of all ranks on average, and may be longer than a rank's step
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
-    share_between = share_between_passes(seconds)
-    if share_between is not None:
-        lost["between"] = max(share_between * productive, 0.0)
+    timed = seconds.get("passes_timed", 0.0)
+    if timed > 0:  # the share of the time in steps, without input wait, that is outside of their passes and optimizer
+        lost["between"] = max(min(seconds.get("outside_passes", 0.0) / timed, 1.0) * productive, 0.0)
         productive -= lost["between"]
     lost["other"] = wall - productive - sum(lost.values())
     known = wall - lost.get("between", 0.0)
-    return Goodput(productive / known if known > 0 else 0.0, wall, productive, lost, _knows_input_wait(seconds))
-
-
-def share_between_passes(seconds: Mapping[str, float]) -> float | None:
-    """Share of the time in steps, without input wait, outside of their passes and optimizer; None if not measured."""
-    timed = seconds.get("passes_timed", 0.0)
-    return min(seconds.get("outside_passes", 0.0) / timed, 1.0) if timed > 0 else None
-
-
-def _knows_input_wait(seconds: Mapping[str, float]) -> bool:
-    is_known = seconds.get("wait_unknown", 0.0) <= _UNKNOWN_WAIT_SHARE * seconds.get("train", 0.0)
-    return is_known and "input_wait" in seconds
+    is_wait_known = seconds.get("wait_unknown", 0.0) <= _UNKNOWN_WAIT_SHARE * seconds.get("train", 0.0)
+    knows_input_wait = is_wait_known and "input_wait" in seconds
+    return Goodput(productive / known if known > 0 else 0.0, wall, productive, lost, knows_input_wait)
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:

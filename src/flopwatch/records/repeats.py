@@ -9,10 +9,11 @@ of a fixed number of runs; `benchmarks/sweeps/repeat_coverage.py` measures how o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, isfinite, log, sqrt
+from math import exp, log, sqrt
 from typing import Any
 
-from flopwatch.records.trial import UNSETTLED, Measured, StepCost, TrialResult
+from flopwatch.decode import is_amount
+from flopwatch.records.trial import UNSETTLED, Measured, TrialResult
 
 UNSTABLE_WIDTH = 0.05
 """Step times are unstable if the interval of their median is wider than this share of the median."""
@@ -56,18 +57,15 @@ def with_repeats(measured: Measured, attempts: Sequence[Mapping[str, Any]]) -> M
     own = measured.steps.median
     median, low, high = interval_of_runs([*earlier, own])
     is_unstable = len(earlier) + 1 < FEWEST_RUNS or high - low > UNSTABLE_WIDTH * median
+    cost, share = measured.cost, own / median
     return replace(
         measured,
         steps=replace(measured.steps, median=median, low=low, high=high, unstable=is_unstable),
-        samples_per_s=_scaled(measured.samples_per_s, own / median),
-        tokens_per_s=_scaled(measured.tokens_per_s, own / median),
-        cost=_at(measured.cost, own / median),
+        samples_per_s=_scaled(measured.samples_per_s, share),
+        tokens_per_s=_scaled(measured.tokens_per_s, share),
+        cost=cost and replace(cost, mfu=_scaled(cost.mfu, share), hfu=_scaled(cost.hfu, share)),
         run_medians=(*earlier, own),
     )
-
-
-def _at(cost: StepCost | None, share: float) -> StepCost | None:
-    return cost and replace(cost, mfu=_scaled(cost.mfu, share), hfu=_scaled(cost.hfu, share))
 
 
 def _scaled(value: float | None, share: float) -> float | None:
@@ -76,10 +74,8 @@ def _scaled(value: float | None, share: float) -> float | None:
 
 def is_run(attempt: Mapping[str, Any]) -> bool:
     """Whether an earlier attempt ran to its end and has a median step time; the others were lost or failed."""
-    median = attempt.get("median_seconds")
-    if attempt.get("outcome") != "ok" or not isinstance(median, int | float) or isinstance(median, bool):
-        return False
-    return isfinite(median) and median > 0
+    median: Any = attempt.get("median_seconds")
+    return attempt.get("outcome") == "ok" and is_amount(median) and median > 0
 
 
 def run_median(measured: Measured) -> float | None:

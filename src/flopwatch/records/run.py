@@ -6,10 +6,10 @@ the user, and a `Summary` at the end of a session.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from flopwatch.decode import LARGEST, are_amounts, is_amount, valid_if
+from flopwatch.decode import LARGEST, Stored, are_amounts, is_amount, valid_if
 
 Number: TypeAlias = int | float
 Level = Literal["info", "warning", "error"]
@@ -63,7 +63,7 @@ _ENVIRONMENT = valid_if(lambda value: type(value) is dict and type(value.get("pr
 
 
 @dataclass(frozen=True, slots=True)
-class RunStart:
+class RunStart(Stored):
     """The start of a session: the first start of a run, or a resume in the same folder.
 
     Attributes:
@@ -97,12 +97,9 @@ class RunStart:
     type: Literal["run"] = "run"
     format: int = FORMAT
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(Stored):
     """How the FLOPs and the peak of the following rows were found.
 
     Attributes:
@@ -132,9 +129,6 @@ class Provenance:
     dtypes: tuple[str, ...] = ()
 
     type: Literal["provenance"] = "provenance"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +232,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Stored):
     """The last record of a session: its totals and how it ended.
 
     Attributes:
@@ -265,8 +259,22 @@ class Summary:
 
     type: Literal["summary"] = "summary"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 Record: TypeAlias = RunStart | Provenance | Row | Notice | Summary
+
+
+def is_doubted(steps: Sequence[int], ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of the steps is in one of the ranges, whose first and last steps belong to them."""
+    return any(first <= step <= last for first, last in ranges for step in steps)
+
+
+def marked(row: Row, notice: Notice) -> Row:
+    """Return the row; as not exact, with the notice's message as the reason, if it has a step that the notice doubts.
+
+    >>> marked(Row(9, 0.0, {}, exact=True), Notice(20, "warning", "rows_in_doubt", "a count differs", ((5, 10),))).notes
+    ('a count differs',)
+    """
+    if row.exact is None or not is_doubted(row.steps.get("step") or (row.step,), notice.doubted):
+        return row
+    values = {**row.values, **({"perf/exact": 0} if "perf/exact" in row.values else {})}
+    return replace(row, exact=False, values=values, notes=tuple(dict.fromkeys([*row.notes, notice.message])))

@@ -9,25 +9,22 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.files import Follower, UnreadableError, line_content, load_json, numbered_lines
-from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
+from flopwatch.records.trial import FORMAT, UNSETTLED, TrialResult, is_trial_name
 from flopwatch.records.trial_files import RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
-from flopwatch.text import listed
+from flopwatch.text import listed, plural
 
+T = TypeVar("T")
 _LATEST_UNIX_TIME = 1e11
 """About the year 5138; a larger value is not a time."""
 
 
 class NewerFormatError(FlopwatchError):
-    """A newer flopwatch wrote the record, so this version neither reads nor overwrites it.
-
-    Attributes:
-        format: The record's format.
-    """
+    """A newer flopwatch wrote the record, so this version neither reads nor overwrites it."""
 
     def __init__(self, found: int) -> None:
         super().__init__(
@@ -36,28 +33,19 @@ class NewerFormatError(FlopwatchError):
         self.format = found
 
 
-def result_from(content: Any) -> TrialResult:
-    """Build a result from the content of a `result.json` or of a line of `results.jsonl`.
+def read_current(kind: type[T], content: Any) -> T:
+    """Build a `TrialResult`, or the `TrialJob` in a `spec.json`, from JSON.
 
     Raises:
-        NewerFormatError: A newer flopwatch wrote the result.
+        NewerFormatError: A newer flopwatch wrote the record.
         BrokenRecordError: The content is damaged.
     """
-    return TrialResult.from_json(_of_this_format(content))
-
-
-def trial_job_from(content: Any) -> TrialJob:
-    """Build the record from the content of a `spec.json`; raises the same errors as `result_from`."""
-    return read_record(TrialJob, _of_this_format(content))
-
-
-def _of_this_format(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenRecordError(f"expected a JSON object, found {type(content).__name__}")
     newer = _newer_format(content)
     if newer is not None:
         raise NewerFormatError(newer)
-    return content
+    return read_record(kind, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +105,20 @@ def new_results(lines: Follower) -> Iterator[TrialResult]:
     """
     for line in lines.poll():
         with contextlib.suppress(BrokenRecordError, NewerFormatError):
-            yield result_from(line_content(line))
+            yield read_current(TrialResult, line_content(line))
 
 
 def read_result(file: Path) -> TrialResult | None:
     """Read a trial's `result.json`; None if the file is missing or cannot be read."""
     try:
-        return load_result(file)
+        return _load_result(file)
     except (FileNotFoundError, BrokenRecordError, NewerFormatError):
         return None
 
 
-def load_result(file: Path) -> TrialResult:
-    """Read a trial's `result.json`.
-
-    Raises:
-        FileNotFoundError: The trial has no result.
-        NewerFormatError: A newer flopwatch wrote the file.
-        BrokenRecordError: The file is damaged, or has the result of another trial.
-    """
+def _load_result(file: Path) -> TrialResult:
     try:
-        result = result_from(load_json(file))
+        result = read_current(TrialResult, load_json(file))
     except UnreadableError as error:
         raise BrokenRecordError(str(error)) from None
     if result.name != file.parent.name:
@@ -166,10 +147,6 @@ class SweepResults:
     newer: dict[str, int] = field(default_factory=dict)
     broken_lines: list[int] = field(default_factory=list)
     list_trouble: str = ""
-
-    @property
-    def is_list_whole(self) -> bool:
-        return not self.broken_lines and not self.list_trouble
 
 
 def gather_results(sweep: Path) -> SweepResults:
@@ -207,7 +184,7 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
         for number, content in numbered_lines(file):
             name = content.get("name") if isinstance(content, dict) else None
             try:
-                result = result_from(content)
+                result = read_current(TrialResult, content)
             except NewerFormatError as error:
                 if isinstance(name, str) and is_trial_name(name):
                     found.newer[name] = error.format
@@ -235,31 +212,26 @@ def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
         index_changed = (sweep / RESULTS).stat().st_mtime
     except OSError:
         index_changed = 0.0
-    names = []
-    for name, changed in _trial_folders(sweep).items():
-        in_index = found.results.get(name)
-        if in_index is None or in_index.outcome in UNSETTLED or not found.is_list_whole or changed >= index_changed:
-            names.append(name)
-    return names
+    if found.broken_lines or found.list_trouble:
+        return list(_trial_folders(sweep))
+    settled = {name for name, result in found.results.items() if result.outcome not in UNSETTLED}
+    return [name for name, changed in _trial_folders(sweep).items() if name not in settled or changed >= index_changed]
 
 
 def _trial_folders(sweep: Path) -> dict[str, float]:
     """The names of the trials' folders, and the modification time of each."""
     folders = {}
-    try:
-        with os.scandir(sweep / TRIALS) as entries:
-            for entry in entries:
-                if is_trial_name(entry.name):
-                    folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), os.scandir(sweep / TRIALS) as entries:
+        for entry in entries:
+            if is_trial_name(entry.name):
+                folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
     return folders
 
 
 def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
     """Read the trial's `result.json` into `found` if `results.jsonl` does not have this result."""
     try:
-        own = load_result(sweep / TRIALS / name / RESULT)
+        own = _load_result(sweep / TRIALS / name / RESULT)
     except FileNotFoundError:
         return
     except NewerFormatError as error:
@@ -272,18 +244,14 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
     in_index = found.results.get(name)
     is_known = (name, own.key, own.unix_time) in attempts
     is_better = in_index is not None and in_index.outcome in UNSETTLED and own.outcome not in UNSETTLED
-    if _is_failed_repeat(own, in_index):
+    # Of a repeat that was cancelled or failed, the trial's earlier `ok` runs stay its result.
+    is_repeat = any(attempt.get("outcome") == "ok" for attempt in own.earlier_attempts)
+    if is_repeat and own.outcome != "ok" and in_index is not None and in_index.outcome == "ok":
         return
     if in_index is None or not is_known or is_better:
         found.results[name] = own
         found.unlisted.append(name)
         found.newer.pop(name, None)
-
-
-def _is_failed_repeat(own: TrialResult, in_index: TrialResult | None) -> bool:
-    """Whether `own` is a repeat that was cancelled or failed: the trial's earlier `ok` runs stay its result."""
-    is_repeat = any(attempt.get("outcome") == "ok" for attempt in own.earlier_attempts)
-    return is_repeat and own.outcome != "ok" and in_index is not None and in_index.outcome == "ok"
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:
@@ -292,18 +260,20 @@ def troubles(found: SweepResults) -> tuple[str, ...]:
     if found.damaged:
         example = next(iter(found.damaged.items()))
         sentences.append(
-            f"{_counted(len(found.damaged), 'trial is', 'trials are')} damaged and counted as missing: "
+            f"{plural(len(found.damaged), 'trial')} {'is' if len(found.damaged) == 1 else 'are'} damaged and counted "
+            "as missing: "
             f"{listed(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
         )
     if found.newer:
         sentences.append(
-            f"{_counted(len(found.newer), 'trial was', 'trials were')} written by a newer flopwatch (format "
-            f"{max(found.newer.values())}) and left alone: {listed(list(found.newer))}; update flopwatch to read them"
+            f"{plural(len(found.newer), 'trial')} {'was' if len(found.newer) == 1 else 'were'} written by a newer "
+            f"flopwatch (format {max(found.newer.values())}) and left alone: {listed(list(found.newer))}; update "
+            "flopwatch to read them"
         )
     if found.broken_lines:
         numbers = listed([str(number) for number in found.broken_lines])
         sentences.append(
-            f"{_counted(len(found.broken_lines), 'line', 'lines')} of {RESULTS} cannot be read ({numbers}); "
+            f"{plural(len(found.broken_lines), 'line')} of {RESULTS} cannot be read ({numbers}); "
             "the trials' own files were read instead"
         )
     if found.list_trouble:
@@ -317,7 +287,3 @@ def troubles(found: SweepResults) -> tuple[str, ...]:
             f"{SWEEP} is damaged: {found.trial_list.trouble}; trials that have not run may be missing here"
         )
     return tuple(sentences)
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

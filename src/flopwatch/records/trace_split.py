@@ -1,11 +1,12 @@
 """How the time of some traced steps was spent, as read from a profiler trace. Standard library only."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from flopwatch.decode import Stored
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSplit:
+class TraceSplit(Stored):
     """The time of one rank's traced steps by use. All uses except `hidden_communication_seconds` add up to `seconds`.
 
     On an accelerator the uses are those of the device: kernels, copies and the time in which it has no work. On a CPU
@@ -42,6 +43,3 @@ class TraceSplit:
     copy_seconds: float = 0.0
     idle_seconds: float = 0.0
     written_unix_time: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

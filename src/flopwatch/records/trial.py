@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from flopwatch.decode import read_record
+from flopwatch.decode import Stored
 from flopwatch.errors import InputError
 from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.spellings import TRAINERS
@@ -76,7 +76,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialSpec:
+class TrialSpec(Stored):
     """The configuration of one trial.
 
     Attributes:
@@ -137,14 +137,6 @@ class TrialSpec:
         """Number of worker processes on all nodes of the trial."""
         return self.nodes * self.processes
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "TrialSpec":
-        """Build the configuration from JSON; wrong or missing fields raise BrokenRecordError."""
-        return read_record(cls, content)
-
     def why_broken(self) -> str | None:
         if self.batch_size < 1 or self.seq_len < 1:
             return f"batch_size={self.batch_size} and seq_len={self.seq_len} must be at least 1"
@@ -152,9 +144,7 @@ class TrialSpec:
 
     def measured_settings(self) -> dict[str, Any]:
         """The settings that can change what the trial measures: all but `label`, `trace` and `limits`."""
-        content = self.to_json()
-        for name in ("label", "trace", "limits"):
-            del content[name]
+        content = {name: value for name, value in self.to_json().items() if name not in ("label", "trace", "limits")}
         return {**content, "memory_bytes": self.limits.memory_bytes}
 
 
@@ -227,13 +217,7 @@ class MemoryUse:
         return self.reserved_bytes if self.reserved_bytes is not None else self.host_bytes
 
     def why_broken(self) -> str | None:
-        sizes = (
-            self.allocated_bytes,
-            self.reserved_bytes,
-            self.device_bytes,
-            self.host_bytes,
-            self.baseline_bytes,
-        )
+        sizes = (self.allocated_bytes, self.reserved_bytes, self.device_bytes, self.host_bytes, self.baseline_bytes)
         return "an amount of memory is negative" if any(size is not None and size < 0 for size in sizes) else None
 
 
@@ -307,14 +291,9 @@ class Measured:
     declared_privacy: Privacy | None = None
     run_medians: tuple[float, ...] = ()
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        """Build the measurements from JSON; raises BrokenRecordError for wrong or missing fields."""
-        return read_record(cls, content)
-
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
+class TrialResult(Stored):
     """The result of a trial.
 
     Attributes:
@@ -360,20 +339,12 @@ class TrialResult:
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
     attempt: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
-        """Build the result from JSON; raises BrokenRecordError for wrong or missing fields."""
-        return read_record(cls, content)
-
     def why_broken(self) -> str | None:
         return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
 
 
 @dataclass(frozen=True, slots=True)
-class TrialJob:
+class TrialJob(Stored):
     """The content of `spec.json`: a trial to run.
 
     Attributes:
@@ -397,9 +368,6 @@ class TrialJob:
     attempt: str = ""
     retries: int = 0
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def why_broken(self) -> str | None:
         return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"

@@ -85,7 +85,7 @@ def _missing(found: SweepResults) -> tuple[dict[str, TrialSpec], list[str]]:
         if name in found.results or name in found.newer or (isinstance(key, str) and key in known):
             continue
         try:
-            specs[name] = TrialSpec.from_json(trial.get("spec", {}))
+            specs[name] = read_record(TrialSpec, trial.get("spec", {}))
         except BrokenRecordError:
             unknown.append(name)
     return specs, unknown

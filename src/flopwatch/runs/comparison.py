@@ -1,17 +1,17 @@
 """Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from flopwatch.decode import Stored
 from flopwatch.records.run import Number
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs import RunLog
-from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
+from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.traces.splits import traces_of_log
 from flopwatch.runs.waterfall import (
-    Waterfall,
     WaterfallChange,
     key_of_other_flops,
     time_by_part,
@@ -44,66 +44,31 @@ class Difference:
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
     """Return the differences between the runs that affect the compared numbers, the most serious first."""
-    found = [(what, read(a), read(b), touches) for what, read, touches in _FACTS]
-    return tuple(Difference(what, in_a, in_b, touches) for what, in_a, in_b, touches in found if in_a != in_b)
+    pairs = zip(_facts(a), _facts(b), strict=True)
+    return tuple(Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b)
 
 
-def _provenance(name: str) -> Callable[[RunLog], Any]:
-    """Read a field of the last provenance record, which says how FLOPs and peak were determined.
-
-    The first such record may be incomplete, because it is written at the start of the run.
-    """
-    return lambda log: getattr(log.provenances[-1], name) if log.provenances else None
-
-
-def _peak(name: str) -> Callable[[RunLog], Any]:
-    def read(log: RunLog) -> Any:
-        peak = _provenance("peak")(log)
-        return None if peak is None else peak.get(name)
-
-    return read
-
-
-def _environment(name: str) -> Callable[[RunLog], Any]:
-    return lambda log: log.starts[-1].environment.get(name) if log.starts else None
-
-
-def _device(log: RunLog) -> Any:
-    return _peak("device")(log) or _environment("device")(log)
-
-
-def _dtype(log: RunLog) -> Any:
-    configured = log.starts[-1].config.get("dtype") if log.starts else None
-    return _peak("dtype")(log) or configured
-
-
-def _world_size(log: RunLog) -> int | None:
-    return log.starts[-1].world_size if log.starts else None
-
-
-def _exact(log: RunLog) -> bool | None:
-    """Whether the FLOPs are exact, by the last row that has any."""
+def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
+    """Name and value of each fact about a run, None if the log does not have it, and the numbers that it affects."""
+    start = log.starts[-1] if log.starts else None
+    # The first provenance record may be incomplete, because it is written at the start of the run.
+    provenance = log.provenances[-1] if log.provenances else None
+    peak: Mapping[str, Any] = (provenance and provenance.peak) or {}
+    environment: Mapping[str, Any] = start.environment if start else {}
     known = [row.exact for row in log.rows if row.exact is not None]
-    return known[-1] if known else None
-
-
-_FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
-    ("device", _device, _ALL),
-    ("world size", _world_size, _ALL),
-    ("devices per process", _provenance("device_count"), _ALL),
-    ("dtype", _dtype, _ALL),
-    ("peak FLOP/s", _peak("flops_per_s"), _FLOPS),
-    ("peak is", _peak("kind"), _FLOPS),
-    ("attention", _provenance("attention"), _FLOPS),
-    ("mode", _provenance("mode"), _FLOPS),
-    ("method", _provenance("method"), _FLOPS),
-    ("exact", _exact, _FLOPS),
-    ("coverage", _provenance("coverage"), _FLOPS),
-    ("host", _environment("host"), _SPEED),
-    ("threads", _environment("threads"), _SPEED),
-    ("torch", _environment("torch"), _SPEED),
-    ("flopwatch", _environment("flopwatch"), _FLOPS),
-)
+    return [
+        ("device", peak.get("device") or environment.get("device"), _ALL),
+        ("world size", getattr(start, "world_size", None), _ALL),
+        ("devices per process", getattr(provenance, "device_count", None), _ALL),
+        ("dtype", peak.get("dtype") or (start.config.get("dtype") if start else None), _ALL),
+        ("peak FLOP/s", peak.get("flops_per_s"), _FLOPS),
+        ("peak is", peak.get("kind"), _FLOPS),
+        *((name, getattr(provenance, name, None), _FLOPS) for name in ("attention", "mode", "method")),
+        ("exact", known[-1] if known else None, _FLOPS),
+        ("coverage", getattr(provenance, "coverage", None), _FLOPS),
+        *((name, environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
+        ("flopwatch", environment.get("flopwatch"), _FLOPS),
+    ]
 
 
 # Totals get no verdict such as "faster", because a longer run is not a slower run.
@@ -122,22 +87,11 @@ def total(log: RunLog, key: str) -> Number | None:
         return log.summary.values[key]
     group, _, name = key.partition("/")
     for row in reversed(log.rows):
-        if key in row.values:
-            return row.values[key]
-        in_ledger = _from_ledger(row.ledger, group, name)
-        if in_ledger is not None:
-            return in_ledger
+        part = row.ledger if name == "steps" else row.ledger.get("totals" if group == "total" else "seconds", {})
+        found: Number | None = row.values.get(key, part.get(name.removesuffix("_seconds")))
+        if found is not None:
+            return found
     return None
-
-
-def _from_ledger(ledger: object, group: str, name: str) -> Number | None:
-    if not isinstance(ledger, dict) or not ledger:
-        return None
-    if name == "steps":
-        return ledger.get("steps")
-    part = ledger.get("totals" if group == "total" else "seconds", {})
-    found: Number | None = part.get(name.removesuffix("_seconds"))
-    return found
 
 
 def recompute_percent(log: RunLog) -> float | None:
@@ -205,7 +159,7 @@ class RunSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Stored):
     """The comparison of run A with run B.
 
     Attributes:
@@ -225,9 +179,6 @@ class Comparison:
     def line(self, key: str) -> Line:
         return next(line for line in self.lines if line.key == key)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(
     a: RunLog, b: RunLog, traces_a: Sequence[TraceSplit] = (), traces_b: Sequence[TraceSplit] = ()
@@ -240,31 +191,16 @@ def compare(
     if not traces_a or not traces_b:  # a loss that one of them does not divide would look like one that shrank
         traces_a = traces_b = ()
     losses_a, losses_b = waterfall_of(a, traces_a), waterfall_of(b, traces_b)
+    times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
+    points = [{loss.key: loss.points for loss in run.losses} for run in (losses_a, losses_b) if run is not None]
     return Comparison(
         _run_steps(a, len(in_a)),
         _run_steps(b, len(in_b)),
         find_differences(a, b),
         (*judged, *_totals(a, b)),
         waterfall_change(losses_a, losses_b),
-        _per_step(a, b, losses_a, losses_b, traces_a, traces_b),
+        compare_per_step(times_a, times_b, points) if times_a is not None and times_b is not None else None,
     )
-
-
-def _per_step(
-    a: RunLog,
-    b: RunLog,
-    losses_a: Waterfall | None,
-    losses_b: Waterfall | None,
-    traces_a: Sequence[TraceSplit],
-    traces_b: Sequence[TraceSplit],
-) -> PerStep | None:
-    times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
-    if times_a is None or times_b is None:
-        return None
-    if losses_a is None or losses_b is None:
-        return compare_per_step(times_a, times_b)
-    points = ({loss.key: loss.points for loss in run.losses} for run in (losses_a, losses_b))
-    return compare_per_step(times_a, times_b, *points)
 
 
 def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
@@ -274,16 +210,13 @@ def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
         return None
     seconds, measured = found
     passes = sum(seconds.pop(key, 0.0) for key in OF_PASSES)
-    return RunTime({**seconds, PASSES: passes}, int(steps), _flops_by_kind(log), measured)
-
-
-def _flops_by_kind(log: RunLog) -> dict[str, float]:
     executed, of_model = total(log, "total/hardware_flops"), total(log, "total/model_flops")
-    if not executed or not of_model:
-        return {}
-    again = executed * (recompute_percent(log) or 0.0) / 100
-    rest = max(executed - again - of_model, 0.0)
-    return {PASSES: of_model, "recompute": again, key_of_other_flops(log): rest}
+    flops: dict[str, float] = {}
+    if executed and of_model:
+        again = executed * (recompute_percent(log) or 0.0) / 100
+        flops = {PASSES: of_model, "recompute": again}
+        flops[key_of_other_flops(log)] = max(executed - again - of_model, 0.0)
+    return RunTime({**seconds, PASSES: passes}, int(steps), flops, measured)
 
 
 def speed_line(comparison: Comparison) -> Line | None:
@@ -294,7 +227,8 @@ def speed_line(comparison: Comparison) -> Line | None:
 
 def _run_steps(log: RunLog, compared: int) -> RunSteps:
     world_size = log.starts[-1].world_size if log.starts else 1
-    return RunSteps(str(log.path), compared, step_count(log) - compared, log.summary is not None, world_size)
+    steps = sum(len(row.steps.get("step", ())) for row in log.rows)
+    return RunSteps(str(log.path), compared, steps - compared, log.summary is not None, world_size)
 
 
 class _Draws:

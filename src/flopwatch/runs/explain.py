@@ -4,15 +4,17 @@ The MFU belongs to one step or to one logging window. The numbers of a window ar
 timed, are not warm-up, and have known FLOPs.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isclose
 from typing import Any
 
+from flopwatch.decode import Stored
 from flopwatch.records.metrics import APART, Goodput, goodput_of
-from flopwatch.records.run import Number, Provenance, Row
+from flopwatch.records.run import Number, Provenance, Row, RunStart
 from flopwatch.runs import RunLog, provenance_at, step_cells
-from flopwatch.runs.what_ran import what_ran
+from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Stored):
     """Every number from which the MFU of a step or a window was computed. Unknown values are None.
 
     Attributes:
@@ -93,19 +95,12 @@ class Explanation:
     notes: tuple[str, ...] = ()
     what_ran: Mapping[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 Cells = Mapping[str, Any]
 
 
 def explain_step(log: RunLog, step: int) -> Explanation:
-    """Explain the MFU of one step.
-
-    Raises:
-        InputError: The step is not in the log.
-    """
+    """Explain the MFU of one step; raises InputError if it is not in the log."""
     found = step_cells(log, step)
     return _explained(log, found.row, [found.cells], {}, is_window=False)
 
@@ -134,7 +129,12 @@ def _explained(
     numbers = row.steps.get("step") or [row.step]
     step = row.step if is_window else steps[0]["step"]
     provenance = _with_peak_of(row, provenance_at(log, step))
+    # The last session that ran the step: its values replace those of earlier sessions.
+    began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
+    session = max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
     sums = {name: _sum(steps, name) for name in _SUMMED}
+    spent = row.ledger.get("seconds", {})
+    other = {name: row.values.get(f"time/{name}_seconds", spent.get(name)) for name in APART}
     world_size = max((start.world_size for start in log.starts), default=1)
     # With several ranks, the logged MFU is over all ranks but the logged steps are those of one rank.
     comparable = row.values if is_window and world_size == 1 else {}
@@ -143,15 +143,15 @@ def _explained(
         step=step,
         window=(numbers[0], numbers[-1]),
         is_window=is_window,
-        session=(session := _session_of(step, log)),
+        session=session,
         what_ran=dict(what_ran(log.starts[session - 1])) if log.starts else {},
         sessions=max(len(log.starts), 1),
         steps=tuple(cells["step"] for cells in steps),
         left_out=left_out,
         **sums,
         is_warm_up=not is_window and bool(steps[0].get("warm_up")),
-        other_seconds=_other_seconds(row),
-        goodput=goodput_of(row.ledger.get("seconds", {})),
+        other_seconds={name: seconds for name, seconds in other.items() if seconds is not None},
+        goodput=goodput_of(spent),
         provenance=provenance,
         mfu=_division(steps, "model_flops", provenance, comparable.get("perf/mfu")),
         hfu=_division(steps, "hardware_flops", provenance, comparable.get("perf/hfu")),
@@ -176,22 +176,9 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
     return replace(provenance, peak={**provenance.peak, **row.peak, "source": source})
 
 
-def _session_of(step: int, log: RunLog) -> int:
-    """Return the number of the last session that ran the step. Its values replace those of earlier sessions."""
-    began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
-    return max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
-
-
 _SUMMED = (
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-    "seconds",
-    "input_wait_seconds",
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
+    *("model_flops", "hardware_flops", "recompute_flops", "seconds", "input_wait_seconds"),
+    *("samples", "tokens", "real_tokens", "trainable_tokens"),
 )
 
 
@@ -199,12 +186,6 @@ def _sum(steps: Sequence[Cells], name: str) -> Any:
     """Add up a value over all steps; None if one step does not have it, because a partial sum would be wrong."""
     cells = [step.get(name) for step in steps]
     return sum(cells) if cells and None not in cells else None
-
-
-def _other_seconds(row: Row) -> dict[str, Number]:
-    ledger = row.ledger.get("seconds", {})
-    spent = {name: row.values.get(f"time/{name}_seconds", ledger.get(name)) for name in APART}
-    return {name: seconds for name, seconds in spent.items() if seconds is not None}
 
 
 def _division(
@@ -242,12 +223,49 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
 
 
 def _why_no_flops(provenance: Provenance | None, left_out: Mapping[int, str]) -> str:
+    notes = f" ({'; '.join(provenance.notes)})" if provenance is not None and provenance.notes else ""
     if provenance is None or provenance.method is None:
-        return "FLOPs were not yet counted when this was logged" + _notes(provenance)
+        return "FLOPs were not yet counted when this was logged" + notes
     if left_out and "FLOPs not known" not in left_out.values():
         return "all steps of the window are left out: " + ", ".join(sorted(set(left_out.values())))
-    return "the shape of the batch was not logged, or its FLOPs could not be counted" + _notes(provenance)
+    return "the shape of the batch was not logged, or its FLOPs could not be counted" + notes
 
 
-def _notes(provenance: Provenance | None) -> str:
-    return f" ({'; '.join(provenance.notes)})" if provenance is not None and provenance.notes else ""
+_SHORT_COMMIT = 12
+_LONGEST = 2000
+
+
+def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
+    """Label and text of each fact that the log has; empty if the run was told to log none of them.
+
+    >>> git = {"commit": "0123456789abcdef", "branch": "main", "dirty": True}
+    >>> what_ran(RunStart("a", 0.0, "out", what_ran={"script": "t.py", "arguments": ["--lr", "1 2"], "git": git}))
+    [('script', 't.py'), ('arguments', "--lr '1 2'"), ('git commit', '0123456789ab (main), with changes')]
+    """
+    facts = {} if start is None else start.what_ran
+    git = facts.get("git")
+    found = {
+        "script": facts.get("script"),
+        "arguments": _arguments(facts.get("arguments")),
+        "working folder": facts.get("folder"),
+        "git commit": _commit(git) if isinstance(git, Mapping) else None,
+        "user": facts.get("user"),
+        "job": _pairs(facts.get("job")),
+        "packages": _pairs(facts.get("packages")),
+    }
+    return [(label, one_line(str(text), _LONGEST)) for label, text in found.items() if text]
+
+
+def _arguments(arguments: Any) -> str:
+    if not isinstance(arguments, Sequence) or isinstance(arguments, str):
+        return ""
+    return " ".join(shlex.quote(str(argument)) for argument in arguments)
+
+
+def _commit(git: Mapping[str, Any]) -> str:
+    branch = f" ({git['branch']})" if git.get("branch") else ""
+    return f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, Mapping) else ""

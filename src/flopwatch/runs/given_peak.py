@@ -9,7 +9,6 @@ from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.reading import RunLog
 
-_SHARES = (("model", "mfu"), ("hardware", "hfu"))
 ChoosePeak = Callable[[RunStart | None, Provenance], Peak | None]
 """Returns the peak to use for a part of a run; None leaves it as it was logged."""
 
@@ -41,7 +40,9 @@ class PeakGiver:
             self._start = record
             return replace(record, ledger=self._with_times(record.ledger))
         if isinstance(record, Provenance):
-            return self._of_provenance(record)
+            self._peak = self._choose(self._start, record)
+            if self._peak is not None:
+                return replace(record, peak=self._peak.to_json(), achievable_flops_per_s=None)
         if self._peak is None:
             return record
         if isinstance(record, Row):
@@ -51,12 +52,6 @@ class PeakGiver:
             values = _without_times_at_peak(record.values)
             return replace(record, values={**values, **_shares_of(record.values, self._peak), **times})
         return record
-
-    def _of_provenance(self, record: Provenance) -> Provenance:
-        self._peak = self._choose(self._start, record)
-        if self._peak is None:
-            return record
-        return replace(record, peak=self._peak.to_json(), achievable_flops_per_s=None)
 
     def row(self, row: Row) -> Row:
         peak = self._peak
@@ -110,7 +105,7 @@ def giver_of(log: RunLog, choose: ChoosePeak) -> PeakGiver:
 def _shares_of(values: Mapping[str, Number], peak: Peak) -> dict[str, Number]:
     """MFU and HFU by the FLOP/s that were logged without a peak."""
     shares: dict[str, Number] = {}
-    for flops, share in _SHARES:
+    for flops, share in (("model", "mfu"), ("hardware", "hfu")):
         rate = values.get(f"perf/{flops}_flops_per_second_per_device")
         if rate is not None:
             shares |= {f"perf/{share}": rate / peak.flops_per_s, f"perf/{share}_percent": 100 * rate / peak.flops_per_s}

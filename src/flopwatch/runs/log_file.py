@@ -76,22 +76,17 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
         if "type" not in content:
             raise TornLineError("the record has no type")
         return None
-    if kind is RunStart:
-        _refuse_newer(content)
+    written_in = content.get("format", FORMAT)
+    if kind is RunStart and isinstance(written_in, int) and written_in > FORMAT:
+        raise InputError(
+            f"this log is in format {written_in}, and this flopwatch reads up to format {FORMAT}: "
+            "upgrade flopwatch to the version that wrote it"
+        )
     try:
         record: Record = read_record(kind, content)
     except BrokenRecordError as error:
         raise TornLineError(str(error)) from error
     return record
-
-
-def _refuse_newer(content: Mapping[str, Any]) -> None:
-    written_in = content.get("format", FORMAT)
-    if isinstance(written_in, int) and written_in > FORMAT:
-        raise InputError(
-            f"this log is in format {written_in}, and this flopwatch reads up to format {FORMAT}: "
-            "upgrade flopwatch to the version that wrote it"
-        )
 
 
 def lines_from_end(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
@@ -140,9 +135,10 @@ def find_log(run_dir: str | Path) -> Path:
             return place / DEFAULT_NAME
     logs = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file() and _starts_a_run(path)]
     if not logs:
+        below = sorted(map(str, runs_below(folder)))
         raise NoLogError(
-            f"the folder {str(run_dir)!r} has no {DEFAULT_NAME} and no other log of a run: "
-            f"pass the output_dir of a TrainingMonitor, or its log file{_logs_below(folder)}"
+            f"the folder {str(run_dir)!r} has no {DEFAULT_NAME} and no other log of a run: pass the output_dir of a "
+            f"TrainingMonitor, or its log file{f'; there are logs in {listed(below)}' if below else ''}"
         )
     if len(logs) > 1:
         names = ", ".join(path.name for path in logs)
@@ -182,11 +178,6 @@ def runs_below(folder: str | Path) -> list[Path]:
     patterns = (f"*/{DEFAULT_NAME}", f"*/{_OF_INTEGRATIONS}/{DEFAULT_NAME}")
     logs = [path for pattern in patterns for path in Path(folder).expanduser().glob(pattern) if path.is_file()]
     return [path.parent for path in sorted(logs, key=lambda path: path.stat().st_mtime)]
-
-
-def _logs_below(folder: Path) -> str:
-    found = sorted(map(str, runs_below(folder)))
-    return f"; there are logs in {listed(found)}" if found else ""
 
 
 def _starts_a_run(path: Path) -> bool:

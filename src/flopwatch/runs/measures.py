@@ -39,11 +39,6 @@ def steady_steps(log: RunLog) -> list[SteadyStep]:
     return [step for row in log.rows for step in _of_row(row, provenance_at(log, row.step))]
 
 
-def step_count(log: RunLog) -> int:
-    """Return the number of steps in the log, including warm-up and steps without a time."""
-    return sum(len(row.steps.get("step", ())) for row in log.rows)
-
-
 def _of_row(row: Row, provenance: Provenance | None) -> Iterator[SteadyStep]:
     peak = float(provenance.peak["flops_per_s"]) * provenance.device_count if provenance and provenance.peak else None
     numbers = row.steps.get("step", ())
@@ -62,8 +57,6 @@ class Measure:
     """A measure, and how the bootstrap computes it from blocks of consecutive steps.
 
     Attributes:
-        key: Name of the measure in JSON.
-        label: Name of the measure in the printed table.
         words: The verdicts on run B if its value is higher and if it is lower; None for a measure without a verdict.
         of_block: Reduces one block of steps to an intermediate result, such as (tokens, seconds).
         pool: Combines the intermediate results of all blocks in a bootstrap draw.

@@ -7,7 +7,7 @@ Time that a run spends once, such as its start-up, is spread over the steps of t
 run is not a slow one.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flopwatch.numbers import number, step_time
@@ -97,45 +97,31 @@ class PerStep:
     notes: tuple[str, ...] = ()
 
 
-def compare_per_step(
-    a: RunTime, b: RunTime, points_a: Mapping[str, float] | None = None, points_b: Mapping[str, float] | None = None
-) -> PerStep | None:
+def compare_per_step(a: RunTime, b: RunTime, points: Sequence[Mapping[str, float]] = ()) -> PerStep | None:
     """Compare two runs by milliseconds per step; None if one of them has no step.
 
-    Args:
-        a: The time of run A.
-        b: The time of run B.
-        points_a: Points of the peak of each part of run A; None without a peak.
-        points_b: The same of run B.
+    `points` has the points of the peak of each part, of run A and of run B; fewer if a run has no peak.
     """
     if not a.steps or not b.steps:
         return None
     folds = _folds(a, b)
-    in_a, in_b = (_folded(_milliseconds(run, max(a.steps, b.steps)), folds) for run in (a, b))
+    longer = max(a.steps, b.steps)
+    in_a, in_b = (
+        _folded({key: 1000 * s / (longer if key in _ONCE else run.steps) for key, s in run.seconds.items()}, folds)
+        for run in (a, b)
+    )
     causes = {key: in_b.get(key, 0.0) - in_a.get(key, 0.0) for key in (in_a | in_b) if key != PASSES}
     causes |= _divide_passes(in_a, in_b, a, b)
     ordered = _ordered(causes, in_a, in_b)
     folds |= {key: PASSES for key in OF_PASSES if key not in causes}
-    points = [None if of_run is None else _folded(of_run, folds) for of_run in (points_a, points_b)]
-    parts = tuple(
-        _part(
-            key,
-            in_a.get(key, 0.0),
-            in_b.get(key, 0.0),
-            *(None if each is None else each.get(key, 0.0) for each in points),
-        )
-        for key in dict.fromkeys(PASSES if cause.key == STEP_SIZE else cause.key for cause in ordered)
-    )
-    found = PerStep(sum(in_a.values()), sum(in_b.values()), parts, tuple(ordered), "", _notes(a, b))
+    points = [_folded(of_run, folds) for of_run in points] if len(points) == 2 else []
+    parts = []
+    for key in dict.fromkeys(PASSES if cause.key == STEP_SIZE else cause.key for cause in ordered):
+        a_ms, b_ms = in_a.get(key, 0.0), in_b.get(key, 0.0)
+        of_peak = [of_run.get(key, 0.0) for of_run in points]
+        parts.append(PartChange(key, _name(key), a_ms, b_ms, b_ms - a_ms, *of_peak))
+    found = PerStep(sum(in_a.values()), sum(in_b.values()), tuple(parts), tuple(ordered), "", _notes(a, b))
     return replace(found, sentence=_sentence(found, a, b))
-
-
-def _part(key: str, a_ms: float, b_ms: float, a_points: float | None, b_points: float | None) -> PartChange:
-    return PartChange(key, _name(key), a_ms, b_ms, b_ms - a_ms, a_points, b_points)
-
-
-def _milliseconds(run: RunTime, longer_steps: int) -> dict[str, float]:
-    return {key: 1000 * seconds / (longer_steps if key in _ONCE else run.steps) for key, seconds in run.seconds.items()}
 
 
 def _folds(a: RunTime, b: RunTime) -> dict[str, str]:

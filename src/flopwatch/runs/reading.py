@@ -6,7 +6,7 @@ not resume starts a new run, so everything before it belongs to another run.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
 from flopwatch.files import Follower
-from flopwatch.records.doubted_rows import marked
-from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary, marked
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 
 
@@ -68,7 +67,12 @@ class _RowLine(NamedTuple):
         if self.is_whole:
             return row
         to_record(row)  # raises TornLineError if a value has the wrong type
-        return _cut(row, self.cut_after)
+        columns = row.get("steps") or {}
+        kept = [index for index, step in enumerate(columns.get("step", ())) if step <= self.cut_after]
+        if not kept:
+            return None
+        steps = {name: [column[index] for index in kept] for name, column in columns.items()}
+        return {"type": "row", "step": steps["step"][-1], "unix_time": row["unix_time"], "values": {}, "steps": steps}
 
     @property
     def is_readable(self) -> bool:
@@ -79,10 +83,6 @@ class _RowLine(NamedTuple):
         return True
 
     @property
-    def is_inexact(self) -> bool:
-        return _INEXACT.search(self.line) is not None
-
-    @property
     def is_whole(self) -> bool:
         return self.step <= self.cut_after
 
@@ -90,20 +90,14 @@ class _RowLine(NamedTuple):
 _INEXACT = re.compile(rb'"exact": ?false')
 
 
-class _Torn(NamedTuple):
-    """Stands for a line that is not a complete record."""
-
-
-_Found: TypeAlias = Record | _RowLine | _Torn
+_Found: TypeAlias = Record | _RowLine | TornLineError
 
 
 def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     """Read all records of the last run in a log. For a log of gigabytes use `read_around` or `rows_from_end`.
 
-    Args:
-        path: The log file.
-        reduce_row: Is called with each row, the newest first, and returns what the result has in its place, or None
-            for nothing. With it the memory need not grow with the length of the log.
+    With `reduce_row` the memory need not grow with the length of the log: it is called with each row, the newest first,
+    and returns what the result has in its place, or None for nothing.
 
     Raises:
         InputError: The file is not the log of a run, or a newer version of flopwatch wrote it.
@@ -189,18 +183,9 @@ def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
             to_record({**content, "type": "row"})
             return _RowLine(line, content["step"], is_partial=True)
         record = to_record(content)
-    except TornLineError:
-        return _Torn()
+    except TornLineError as error:
+        return error
     return _RowLine(line, record.step) if isinstance(record, Row) else record
-
-
-def _cut(row: dict[str, Any], last_step: float) -> dict[str, Any] | None:
-    columns = row.get("steps") or {}
-    kept = [index for index, step in enumerate(columns.get("step", ())) if step <= last_step]
-    if not kept:
-        return None
-    steps = {name: [column[index] for index in kept] for name, column in columns.items()}
-    return {"type": "row", "step": steps["step"][-1], "unix_time": row["unix_time"], "values": {}, "steps": steps}
 
 
 def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
@@ -210,10 +195,10 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
             yield item
             continue
         if newest is None and not item.is_readable:
-            yield _Torn()
+            yield TornLineError()
             continue
         newest = newest or item
-        if inexact is None and item.is_inexact:
+        if inexact is None and _INEXACT.search(item.line):
             inexact = item
         if step is not None and min(item.step, item.cut_after) >= step:
             wanted = item
@@ -229,13 +214,16 @@ def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row
     torn = 0
     for item in found:
         try:
-            for record in _records_of(item):
-                kept = reduce_row(record) if reduce_row is not None and isinstance(record, Row) else record
-                records += [] if kept is None else [kept]
+            record = _record_of(item)
         except TornLineError:
             torn += 1
+            continue
+        record = reduce_row(record) if reduce_row is not None and isinstance(record, Row) else record
+        records += [] if record is None else [record]
     if not records:
         raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or it is still empty")
+    ends = (record for record in records if isinstance(record, Summary | RunStart))
+    newest = next(ends, None)
     records.reverse()
     return RunLog(
         path,
@@ -243,32 +231,21 @@ def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row
         tuple(record for record in records if isinstance(record, Provenance)),
         tuple(record for record in records if isinstance(record, Row)),
         tuple(record for record in records if isinstance(record, Notice)),
-        _end_of_last_session(records),
+        newest if isinstance(newest, Summary) else None,
         torn,
     )
 
 
-def _records_of(item: _Found) -> Iterator[Record]:
-    if isinstance(item, _Torn):
-        raise TornLineError
+def _record_of(item: _Found) -> Record | None:
+    if isinstance(item, TornLineError):
+        raise item
     if not isinstance(item, _RowLine):
-        yield item
-        return
+        return item
     row = item.parse()
     record = to_record(row) if row is not None else None
     for notice in item.doubts:
         record = marked(record, notice) if isinstance(record, Row) else record
-    if record is not None:
-        yield record
-
-
-def _end_of_last_session(records: list[Record]) -> Summary | None:
-    for record in reversed(records):
-        if isinstance(record, Summary):
-            return record
-        if isinstance(record, RunStart):
-            return None
-    return None
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,15 +265,13 @@ class StepCells:
 
 
 def step_cells(log: RunLog, step: int) -> StepCells:
-    """Return the logged values of a step.
-
-    Raises:
-        InputError: The log does not contain the step; the message names the steps it contains.
-    """
+    """Return the logged values of a step; raises InputError, with the steps that the log has, if it lacks this one."""
     for row in log.rows:
         numbers = row.steps.get("step", ())
         if step in numbers:
-            return StepCells(step, _cells(row.steps, numbers.index(step)), row, provenance_at(log, step))
+            index = numbers.index(step)
+            cells = {name: column[index] for name, column in row.steps.items() if column[index] is not None}
+            return StepCells(step, cells, row, provenance_at(log, step))
     raise InputError(f"step {step} is not in {str(log.path)!r}: {_which_are(log, step)}")
 
 
@@ -304,11 +279,6 @@ def provenance_at(log: RunLog, step: int) -> Provenance | None:
     """Return the record that says how the FLOPs and the peak of a step were determined; None if there is none."""
     holding = [provenance for provenance in log.provenances if provenance.step <= step]
     return holding[-1] if holding else None
-
-
-def _cells(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
-    cells = {name: column[index] for name, column in columns.items() if index < len(column)}
-    return {name: cell for name, cell in cells.items() if cell is not None}
 
 
 def _which_are(log: RunLog, step: int) -> str:

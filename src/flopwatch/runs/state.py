@@ -9,8 +9,7 @@ from math import inf, isfinite
 from typing import Literal
 
 from flopwatch.process import is_alive
-from flopwatch.records.doubted_rows import marked
-from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary, marked
 from flopwatch.records.time_uses import LOST
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
@@ -19,17 +18,12 @@ from flopwatch.stats import Thinned, percentile
 
 
 class WatchFeed:
-    """Follows the log of a run. The folder, the log and its first record need not exist yet.
-
-    Attributes:
-        run: The state of the run.
-        place: The folder or log file, as the user gave it.
-    """
+    """Follows the log of a run. The folder, the log and its first record need not exist yet."""
 
     def __init__(self, run_dir: str, unix_time: Callable[[], float], choose_peak: ChoosePeak | None = None) -> None:
         self.run = WatchedRun()
         self._choose_peak = choose_peak
-        self._changed: Callable[[Record], Record] | None = None
+        self._giver = None if choose_peak is None else PeakGiver(choose_peak)
         self.place = run_dir
         self.unix_time = unix_time
         self._follower: LogFollower | None = None
@@ -54,12 +48,10 @@ class WatchFeed:
         if self._follower.times_replaced > self._replaced:
             self._replaced = self._follower.times_replaced
             self.run = WatchedRun()
-            self._changed = None
-        if self._changed is None:
-            self._changed = PeakGiver(self._choose_peak) if self._choose_peak is not None else lambda record: record
+            self._giver = None if self._choose_peak is None else PeakGiver(self._choose_peak)
         is_new = False
         for record in records:
-            self.run.add(self._changed(record))
+            self.run.add(record if self._giver is None else self._giver(record))
             is_new = True
         if is_new and self._has_looked:
             # Use the clock of this machine, because the clock of the training machine may differ.
@@ -100,18 +92,13 @@ _LEAST_SHARE_PERCENT = 1e-9
 
 
 class WatchedCurve:
-    """A curve with at most 1,024 points, each of which is the mean of one or several windows.
-
-    Attributes:
-        ends: The first and the last step that were added.
-    """
+    """A curve with at most 1,024 points, each of which is the mean of one or several windows."""
 
     def __init__(self) -> None:
         self._points: Thinned[tuple[float, float]] = Thinned(_MOST_POINTS, _mean)
-        self.ends = (0, 0)
+        self.ends = (0, 0)  # the first and the last step that were added
 
     def add(self, step: int, value: float) -> None:
-        """Add a point. A value that is nan or infinite is ignored."""
         if isfinite(value):
             self.ends = (self.ends[0] if self._points else step, step)
             self._points.add((step, value))
@@ -141,11 +128,8 @@ class WatchedRun:
     Attributes:
         start: The record at the start of the last session, that is, the last start or resumption of the training.
         provenance: The newest record that says how FLOPs and peak were determined.
-        row: The record of the newest logging window.
         loss: Step and value of the newest logged loss.
-        notices: The newest messages that the run logged for its user.
         summary: The record at the end of the last session; None while it runs.
-        curves: For each metric in `CURVES`, its curve over the run.
         heard_unix_time: When the last record was written.
     """
 
@@ -167,7 +151,6 @@ class WatchedRun:
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
 
     def add(self, record: Record) -> None:
-        """Update the state with the next record of the log."""
         if isinstance(record, RunStart):
             self._begin_session(record)
         elif isinstance(record, Row):
@@ -229,7 +212,9 @@ class WatchedRun:
         rest = rest if rest > _LEAST_SHARE_PERCENT else 0.0
         if again is None:
             return {"useful": useful, "recompute or padding": rest}
-        return {"useful": useful, "recompute": again, self._name_of_the_rest(): rest}
+        # What is neither useful nor recomputed is padding, or attention across packed documents.
+        name = "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
+        return {"useful": useful, "recompute": again, name: rest}
 
     def _useful_percent(self) -> float | None:
         """Return model FLOPs in percent of executed FLOPs: over all ranks if logged, or else over the logging rank."""
@@ -244,10 +229,6 @@ class WatchedRun:
         counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
         executed = sum(hardware for _, hardware in counted)
         return 100 * sum(model for model, _ in counted) / executed if executed else None
-
-    def _name_of_the_rest(self) -> str:
-        """Name the FLOPs that are neither useful nor recomputed: padding, or attention across packed documents."""
-        return "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
 
     @property
     def wall_seconds_per_step(self) -> float | None:
@@ -265,14 +246,10 @@ class WatchedRun:
         return max(self.start.total_steps - self.row.steps_done, 0) * pace
 
     def silent_seconds(self, unix_time: float) -> float:
-        """Return the time since the last record was written."""
         return max(unix_time - self.heard_unix_time, 0.0)
 
     def state(self, unix_time: float) -> State:
-        """Return the state of the run.
-
-        `silent`: nothing was logged for much longer than a logging window; the run may be evaluating, hung or dead.
-        """
+        """`silent`: nothing was logged for much longer than a window; the run may be evaluating, hung or dead."""
         if self.start is None and self.row is None:
             return "no log"
         known = standing(self.start, self.summary)

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.color import ColorSystem
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
-from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
 """If waiting for input takes more than this share of the step time, the printed line shows the share."""
@@ -79,40 +79,33 @@ def provenance_line(origin: Provenance) -> str:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """Label and text of each line of the table that is printed at the end of a run."""
     values = summary.values
-    steps = f"{values['total/steps']:,}" if "total/steps" in values else None
     about = "~" if summary.exact is False else ""
+    counting, wait = values.get("time/count_seconds", 0), values.get("perf/input_wait_percent", 0)
+
+    def of(key: str, shown: Callable[[float], str]) -> str | None:
+        return shown(values[key]) if key in values else None
+
     lines = [
-        ("steps", steps),
-        ("time in steps", _of(values, "time/train_seconds", duration)),
-        ("counting FLOPs", _long_count(values)),
-        ("loss", _of(values, "training/loss", _loss)),
-        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + _percent(value))),
-        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + _percent(value))),
+        ("steps", of("total/steps", "{:,}".format)),
+        ("time in steps", of("time/train_seconds", duration)),
+        (
+            "counting FLOPs",
+            f"{duration(counting)}, not in the time in steps" if counting > LONG_COUNT_SECONDS else None,
+        ),
+        ("loss", of("training/loss", _loss)),
+        ("MFU", of("perf/mfu_percent", lambda value: about + _percent(value))),
+        ("HFU", of("perf/hfu_percent", lambda value: about + _percent(value))),
         ("not exact", "; ".join(summary.notes) or None),
-        ("input wait", _long_wait(values)),
+        ("input wait", f"{_percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None),
         ("advice", advice(values)),
-        ("tokens", _of(values, "total/tokens", count)),
-        ("tokens/s", _of(values, "perf/tokens_per_second", count)),
-        ("model FLOPs", _of(values, "total/model_flops", flops)),
+        ("tokens", of("total/tokens", count)),
+        ("tokens/s", of("perf/tokens_per_second", count)),
+        ("model FLOPs", of("total/model_flops", flops)),
         *((f"notice {code}", f"{times} x") for code, times in summary.notices.items()),
         *((f"{sink} lost", f"{rows:,} rows") for sink, rows in summary.dropped_rows.items() if rows),
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
     ]
     return [(label, text) for label, text in lines if text is not None]
-
-
-def _long_count(values: Mapping[str, Number]) -> str | None:
-    seconds = values.get("time/count_seconds", 0)
-    return f"{duration(seconds)}, not in the time in steps" if seconds > LONG_COUNT_SECONDS else None
-
-
-def _long_wait(values: Mapping[str, Number]) -> str | None:
-    wait = values.get("perf/input_wait_percent", 0)
-    return f"{_percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
-
-
-def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -> str | None:
-    return shown(values[key]) if key in values else None
 
 
 def _loss(value: float) -> str:
@@ -128,16 +121,16 @@ _WIDEST = 100
 _NOTICE_STYLES = {"info": "cyan", "warning": "yellow", "error": "red"}
 
 
-_LOG = "jsonl"
-"""Name of the sink that writes the run's log."""
-
-
 class ConsoleSink:
     r"""Shows the progress of a run as text.
 
     A terminal gets colours, and a progress bar with the time left if the number of steps is known. A file or a pipe
     gets plain lines. The cursor is not hidden and `sys.stdout` is not replaced, so a killed run leaves the terminal
     intact.
+
+    Args:
+        stream: Where it writes; None means `sys.stdout`, looked up at the first record.
+        is_plain: True shows no progress bar, and no notices, which `logging` prints too.
 
     >>> import io
     >>> stream = io.StringIO()
@@ -151,12 +144,6 @@ class ConsoleSink:
     gather_seconds = 0.0
 
     def __init__(self, stream: TextIO | None = None, *, is_plain: bool = False) -> None:
-        """Create a sink.
-
-        Args:
-            stream: Where it writes; None means `sys.stdout`, looked up at the first record.
-            is_plain: True shows no progress bar, and no notices, which `logging` prints too.
-        """
         self._stream = stream
         self._is_plain = is_plain
         self.shows_rows = True
@@ -174,7 +161,9 @@ class ConsoleSink:
             self._show(Text(provenance_line(record), style="dim"))
         elif isinstance(record, Notice):
             if not self._is_plain:
-                self._show(_notice(record))
+                style = _NOTICE_STYLES[record.level]
+                where = "" if record.step is None else f" at step {record.step:,}"
+                self._show(Text.assemble((f"{record.level}{where}: ", f"bold {style}"), (record.message, style)))
         elif isinstance(record, Row):
             if not self.shows_rows:
                 return
@@ -184,7 +173,7 @@ class ConsoleSink:
         else:
             self._last_row = None
             self._show(_end(record))
-            has_log = _LOG not in record.failed_parts  # without it there is nothing to read
+            has_log = "jsonl" not in record.failed_parts  # without the local log there is nothing to read
             if self._start is not None and has_log and record.values.get("total/steps"):
                 where = shlex.quote(str(self._start.output_dir))
                 self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
@@ -273,22 +262,13 @@ def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
     return None if seconds is None else steps_left * seconds
 
 
-def _notice(notice: Notice) -> Text:
-    style = _NOTICE_STYLES[notice.level]
-    where = "" if notice.step is None else f" at step {notice.step:,}"
-    return Text.assemble((f"{notice.level}{where}: ", f"bold {style}"), (notice.message, style))
-
-
 def _end(summary: Summary) -> Group:
     where = "before the first row" if summary.step is None else f"at step {summary.step:,}"
-    ended = f"ended {where}" if summary.ended_by is None else f"was ended {where} by {_cause(summary.ended_by)}"
+    cause = "Ctrl-C" if summary.ended_by == "KeyboardInterrupt" else (summary.ended_by or "").rstrip(".")
+    ended = f"was ended {where} by {cause}" if summary.ended_by is not None else f"ended {where}"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold")
     for label, text in summary_lines(summary):
         table.add_row(label, Text(text, style="red" if label.endswith(("failed", "lost")) else ""))
     return Group(Text(f"\nThe run {ended}.", style="bold"), table)
-
-
-def _cause(ended_by: str) -> str:
-    return "Ctrl-C" if ended_by == "KeyboardInterrupt" else ended_by.rstrip(".")

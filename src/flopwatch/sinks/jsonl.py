@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.doubted_rows import is_doubted
-from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart
+from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, is_doubted
 
 _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -48,13 +47,8 @@ class JsonlSink:
     ) -> None:
         """Create a sink; the file is opened with the first record.
 
-        Args:
-            path: The log.
-            flush_steps: Most steps between two flushes.
-            flush_seconds: Most seconds between two flushes.
-            clock: Host time.
-            describe: Returns what runs, for `RunStart.what_ran`. Called in the sink's thread, so it may take a moment,
-                and by this sink alone, so no other sink gets it.
+        `describe` returns what runs, for `RunStart.what_ran`. It is called in the sink's thread, so it may take a
+        moment, and by this sink alone, so no other sink gets it.
         """
         # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
         self.gather_seconds = 0.8 * flush_seconds

@@ -7,11 +7,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import FlopwatchError, InputError
@@ -26,33 +25,11 @@ LONGEST_TAG = 5000
 """The maximum number of characters that MLflow accepts in the value of a tag."""
 
 
-@dataclass(slots=True)
-class Batch:
-    """Values that wait to be sent: metrics as (key, value, Unix time in milliseconds, step), and tags by name."""
-
-    metrics: list[tuple[str, float, int, int]] = field(default_factory=list)
-    tags: dict[str, str] = field(default_factory=dict)
-
-    def parts(self) -> Iterator["Batch"]:
-        """Yield parts that are small enough for one request; the first part has the tags."""
-        tags = dict(self.tags)
-        waiting = list(self.metrics)
-        for start in range(0, max(len(waiting), 1 if tags else 0), MOST_METRICS):
-            yield Batch(waiting[start : start + MOST_METRICS], {} if start else tags)
+MetricPoint = tuple[str, float, int, int]
+"""A value that waits to be sent: key, value, Unix time in milliseconds, step."""
 
 
-class Tracking(Protocol):
-    """The requests that the sink sends to MLflow."""
-
-    def start_run(self, experiment: str | None) -> str:
-        """Start a run and return its id. `experiment=None` takes `MLFLOW_EXPERIMENT_NAME`, else the default."""
-
-    def log_batch(self, run_id: str, batch: Batch) -> None: ...
-
-    def end_run(self, run_id: str) -> None: ...
-
-
-def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
+def open_tracking(uri: str, timeout_seconds: float) -> "ServerTracking | ClientTracking":
     """A connection without retries if the URI is that of a server, else MLflow's own client."""
     if uri.startswith(("http://", "https://")):
         send = mlflow_request_sender(uri, timeout_seconds)
@@ -88,12 +65,13 @@ class ServerTracking:
             request["run_name"] = os.environ["MLFLOW_RUN_NAME"]
         return str(self._call("POST", "runs/create", json=request)["run"]["info"]["run_id"])
 
-    def log_batch(self, run_id: str, batch: Batch) -> None:
+    def log_batch(self, run_id: str, points: Sequence[MetricPoint], texts: Mapping[str, str]) -> None:
         metrics = [
-            {"key": key, "value": _json_number(value), "timestamp": milliseconds, "step": step}
-            for key, value, milliseconds, step in batch.metrics
+            # json writes NaN and infinity by the same names as protobuf, which takes them as texts.
+            {"key": key, "value": value if math.isfinite(value) else json.dumps(value), "timestamp": when, "step": step}
+            for key, value, when, step in points
         ]
-        tags = [{"key": key, "value": text} for key, text in batch.tags.items()]
+        tags = [{"key": key, "value": text} for key, text in texts.items()]
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": metrics, "tags": tags})
 
     def end_run(self, run_id: str) -> None:
@@ -124,9 +102,9 @@ class ClientTracking:
         run = self._client.create_run(experiment_id, run_name=name)
         return str(run.info.run_id)
 
-    def log_batch(self, run_id: str, batch: Batch) -> None:
-        metrics = [self._entities.Metric(*metric) for metric in batch.metrics]
-        tags = [self._entities.RunTag(key, text) for key, text in batch.tags.items()]
+    def log_batch(self, run_id: str, points: Sequence[MetricPoint], texts: Mapping[str, str]) -> None:
+        metrics = [self._entities.Metric(*point) for point in points]
+        tags = [self._entities.RunTag(key, text) for key, text in texts.items()]
         self._client.log_batch(run_id, metrics, (), tags)
 
     def end_run(self, run_id: str) -> None:
@@ -140,13 +118,6 @@ class ClientTracking:
 def _experiment_id(name: str | None, id_of: Callable[[str], str]) -> str:
     name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     return os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else id_of(name)
-
-
-def _json_number(value: float) -> float | str:
-    """The number as protobuf's JSON writes it: NaN and infinity become strings."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _now_milliseconds() -> int:
@@ -196,8 +167,9 @@ class MlflowSink:
         self._timeout_seconds = timeout_seconds
         self._patience_seconds = patience_seconds
         self._clock = clock
-        self._batch = Batch()
-        self._tracking: Tracking | None = None
+        self._points: list[MetricPoint] = []
+        self._tags: dict[str, str] = {}
+        self._tracking: ServerTracking | ClientTracking | None = None
         self._run_id = ""
         self._is_ours = False
         self._tried_at = self._reached_at = clock()
@@ -206,14 +178,14 @@ class MlflowSink:
         if not isinstance(record, Row):
             name = f"notice.{record.code}" if isinstance(record, Notice) else record.type
             text = record.message if isinstance(record, Notice) else json.dumps(record.to_json(), default=str)
-            self._batch.tags[f"flopwatch.{name}"] = text[:LONGEST_TAG]
+            self._tags[f"flopwatch.{name}"] = text[:LONGEST_TAG]
             return
         if self._tracking is None:
             self._open()
         milliseconds = int(record.unix_time * 1000)
         for key, value in record.values.items():
             # MLflow rejects the whole batch if one key has an invalid character, such as a bracket.
-            self._batch.metrics.append((re.sub(r"[^/\w.\- :]", "_", key), float(value), milliseconds, record.step))
+            self._points.append((re.sub(r"[^/\w.\- :]", "_", key), float(value), milliseconds, record.step))
         if self._clock() - self._tried_at >= self._send_seconds:
             self.flush()
 
@@ -225,7 +197,7 @@ class MlflowSink:
             self._send(self._tracking)
         except Exception:
             away_seconds = self._clock() - self._reached_at
-            if away_seconds >= self._patience_seconds or len(self._batch.metrics) > _MOST_WAITING:
+            if away_seconds >= self._patience_seconds or len(self._points) > _MOST_WAITING:
                 raise
 
     def close(self) -> None:
@@ -235,19 +207,22 @@ class MlflowSink:
             if self._is_ours:
                 tracking.end_run(self._run_id)
 
-    def _send(self, tracking: Tracking) -> None:
+    def _send(self, tracking: ServerTracking | ClientTracking) -> None:
         self._tried_at = self._clock()
-        for part in self._batch.parts():
-            tracking.log_batch(self._run_id, part)
-            del self._batch.metrics[: len(part.metrics)]
-            self._batch.tags.clear()
+        while self._points or self._tags:
+            part = self._points[:MOST_METRICS]
+            tracking.log_batch(self._run_id, part, self._tags)
+            del self._points[: len(part)]
+            self._tags.clear()
         self._reached_at = self._clock()
 
     def _open(self) -> None:
         mlflow = require("mlflow", "mlflow")
         uri = self._tracking_uri or uri_in_use(self._output_dir)
         tracking = open_tracking(uri, self._timeout_seconds)
-        self._run_id = self._active_run_id(mlflow, uri) or ""
+        if self._tracking_uri is None or self._tracking_uri == mlflow.get_tracking_uri():
+            run = latest_mlflow_run(mlflow)
+            self._run_id = os.environ.get("MLFLOW_RUN_ID", "") if run is None else str(run.info.run_id)
         self._is_ours = not self._run_id
         try:
             self._run_id = self._run_id or tracking.start_run(self._experiment)
@@ -258,12 +233,6 @@ class MlflowSink:
             ) from error
         self._tracking = tracking
         self._tried_at = self._reached_at = self._clock()
-
-    def _active_run_id(self, mlflow: Any, uri: str) -> str | None:
-        if self._tracking_uri is not None and self._tracking_uri != mlflow.get_tracking_uri():
-            return None
-        run = latest_mlflow_run(mlflow)
-        return os.environ.get("MLFLOW_RUN_ID") if run is None else str(run.info.run_id)
 
 
 TRIAL_TAG, SWEEP_TAG, DIGEST_TAG = "flopwatch.trial_id", "flopwatch.sweep_id", "flopwatch.digest"
@@ -312,11 +281,15 @@ class MlflowTrials:
         milliseconds = int(1000 * (run.end_unix_seconds or 0))
         self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
         # Params are sent only to a new run. MLflow cannot change them, and the settings of a trial never change.
-        params = [self._entities.Param(*param) for param in _params(run.config)] if is_new else []
+        settings = _renamed(_flat(run.config)) if is_new else []
+        params = [
+            self._entities.Param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings if value is not None
+        ]
         first = max(len(params) - _MOST_PARAMS, 0)
         for start in range(0, first, _MOST_PARAMS):
             self._client.log_batch(run_id, (), params[start : min(start + _MOST_PARAMS, first)], ())
-        metrics = [self._entities.Metric(key, value, milliseconds, 0) for key, value in _metrics(run.figures)]
+        figures = [(key, float(value)) for key, value in _renamed(run.figures) if value is not None]
+        metrics = [self._entities.Metric(key, value, milliseconds, 0) for key, value in figures]
         # The digest is sent with the last request, so a run that has the digest is complete.
         tags = [self._entities.RunTag(*tag) for tag in (*_tags(run), (DIGEST_TAG, _digest(run)))]
         self._client.log_batch(run_id, metrics, params[first:], tags)
@@ -362,14 +335,6 @@ class MlflowTrials:
 def _digest(run: TrialRun) -> str:
     content = json.dumps([run.name, run.sweep, run.figures, run.facts, run.state, run.end_unix_seconds], sort_keys=True)
     return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:20]
-
-
-def _params(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, str(value)[:_LONGEST_PARAM]) for key, value in _renamed(_flat(config)) if value is not None]
-
-
-def _metrics(figures: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    return [(key, float(value)) for key, value in _renamed(figures) if value is not None]
 
 
 def _tags(run: TrialRun) -> list[tuple[str, str]]:

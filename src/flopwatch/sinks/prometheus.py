@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,10 @@ class PrometheusSink:
         core = require("prometheus_client.core", "prometheus")
         (row, values), origin, start = self._newest, self._origin, self._start
         if start is not None:
-            yield core.InfoMetricFamily("flopwatch_run", "Which run this is.", value=_run_labels(start))
+            yield core.InfoMetricFamily("flopwatch_run", "Which run this is.", value=_known(_run_facts(start)))
         if origin is not None:
-            yield core.InfoMetricFamily(
-                "flopwatch", "How FLOPs are counted, and the peak of the device.", value=_labels(origin)
-            )
+            told = "How FLOPs are counted, and the peak of the device."
+            yield core.InfoMetricFamily("flopwatch", told, value=_known(_facts(origin)))
         if row is not None:
             yield core.GaugeMetricFamily(_OWN_NAMES[-2], "The last step that was logged.", value=row.step)
             yield core.GaugeMetricFamily(_OWN_NAMES[-1], "When the newest values were logged.", value=row.unix_time)
@@ -111,6 +110,7 @@ class PrometheusSink:
         client = require("prometheus_client", "prometheus")
         registry = client.CollectorRegistry()
         registry.register(self)
+        first, last = self._ports[0], self._ports[-1]
         for port in self._ports:
             try:
                 self._server, self._thread = client.start_http_server(port, self._address, registry)
@@ -121,20 +121,14 @@ class PrometheusSink:
                 self._port = port
                 break
         else:
-            self._refuse_taken_ports()
-        if self._port != self._ports[0]:
-            address = f"http://{self._address}:{self._port}/metrics"
-            self.tell(
-                f"port {self._ports[0]} is taken by another program, so Prometheus finds the metrics at {address}"
+            which = f"port {first} of {self._address} is" if first == last else f"the ports {first} to {last} are"
+            raise InputError(
+                f"{which} taken by another program, so nothing is served to Prometheus; pass another port, such as "
+                f"prometheus:{last + 1}"
             )
-
-    def _refuse_taken_ports(self) -> None:
-        first, last = self._ports[0], self._ports[-1]
-        which = f"port {first} of {self._address} is" if first == last else f"the ports {first} to {last} are"
-        raise InputError(
-            f"{which} taken by another program, so nothing is served to Prometheus; pass another port, such as "
-            f"prometheus:{last + 1}"
-        )
+        if self._port != first:
+            address = f"http://{self._address}:{self._port}/metrics"
+            self.tell(f"port {first} is taken by another program, so Prometheus finds the metrics at {address}")
 
     def _take(self, row: Row) -> None:
         for key in row.values.keys() - self._series.keys():
@@ -171,10 +165,14 @@ def _name(key: str, taken: set[str]) -> _Series:
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
 
 
-def _run_labels(start: RunStart) -> dict[str, str]:
-    """The labels of the metric `flopwatch_run_info`; unknown facts are left out."""
+def _known(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The facts as labels of a metric; unknown ones are left out."""
+    return {label: str(fact) for label, fact in facts.items() if fact is not None}
+
+
+def _run_facts(start: RunStart) -> dict[str, Any]:
     jobs = {name.lower(): os.environ.get(name) for name in _JOBS}
-    facts = {
+    return {
         "run": Path(start.output_dir).absolute().name,
         "folder": str(Path(start.output_dir).absolute()),
         "session": start.session,
@@ -183,22 +181,12 @@ def _run_labels(start: RunStart) -> dict[str, str]:
         "world_size": start.world_size,
         **{name: job for name, job in jobs.items() if job and job != "none"},
     }
-    return {label: str(fact) for label, fact in facts.items() if fact is not None}
 
 
-def _labels(origin: Provenance) -> dict[str, str]:
-    """The labels of the metric `flopwatch_info`; unknown facts are left out."""
+def _facts(origin: Provenance) -> dict[str, Any]:
     peak = origin.peak or {}
-    facts = {
-        "mode": origin.mode,
-        "method": origin.method,
-        "attention": origin.attention,
-        "coverage": origin.coverage,
-        "device": peak.get("device"),
-        "device_count": origin.device_count,
-        "dtype": peak.get("dtype"),
-        "peak_flops_per_s": peak.get("flops_per_s"),
-        "peak_kind": peak.get("kind"),
-        "peak_source": peak.get("source"),
+    return {
+        **{name: getattr(origin, name) for name in ("mode", "method", "attention", "coverage", "device_count")},
+        **{name: peak.get(name) for name in ("device", "dtype")},
+        **{f"peak_{name}": peak.get(name) for name in ("flops_per_s", "kind", "source")},
     }
-    return {label: str(fact) for label, fact in facts.items() if fact is not None}

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import socket
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,16 @@ class TensorBoardSink:
         self._started_at = self._wall_time = 0.0
         self._buffer = bytearray()
         self._last_step = 0
-        self._format: EventFormat | None = None
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
             self._start(record)
         elif isinstance(record, Row):
             self._last_step, self._wall_time = record.step, record.unix_time
-            self._add(wall_time=record.unix_time, step=record.step, summary=self._scalars(record))
+            value = self._tensorboard.Summary.Value
+            scalars = [value(tag=key, simple_value=figure) for key, figure in record.values.items()]
+            summary = self._tensorboard.Summary(value=scalars)
+            self._add(wall_time=record.unix_time, step=record.step, summary=summary)
         elif isinstance(record, Provenance):
             self._add_text("flopwatch/provenance", record.step, _as_code(record.to_json()))
         elif isinstance(record, Notice):
@@ -78,10 +81,9 @@ class TensorBoardSink:
     def close(self) -> None:
         self.flush()
 
-    @property
+    @cached_property
     def _tensorboard(self) -> EventFormat:
-        self._format = self._format or EventFormat()
-        return self._format
+        return EventFormat()
 
     def _start(self, start: RunStart) -> None:
         # TensorBoard reads files in the order of their names, so the name begins with a time of constant width.
@@ -94,10 +96,6 @@ class TensorBoardSink:
         session_log = self._tensorboard.SessionLog
         self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))
-
-    def _scalars(self, row: Row) -> Any:
-        summary = self._tensorboard.Summary
-        return summary(value=[summary.Value(tag=key, simple_value=row.values[key]) for key in row.values])
 
     def _add_text(self, tag: str, step: int, markdown: str) -> None:
         summary = self._tensorboard.Summary()

@@ -46,6 +46,7 @@ class SinkThread:
         name: The sink's name.
         dropped_rows: Records dropped because the queue was full.
         failed: Why the sink was switched off; None while it works.
+        cpu_seconds: CPU time of this thread until it wrote its last record.
         opening_cpu_seconds: CPU time until the first row was written, including imports and connecting; 0 before that.
     """
 
@@ -59,7 +60,7 @@ class SinkThread:
         """Start the thread.
 
         Args:
-            sink: The sink. If it has an attribute `gather_seconds`, that overrides the argument.
+            sink: If it has an attribute `gather_seconds`, that overrides the argument.
             on_failure: Called once, in the thread, with the sink's name and its first error.
             queue_size: The maximum number of waiting rows. For other records, which matter more, it is doubled.
             gather_seconds: Seconds for which rows are gathered; 0 writes every row immediately.
@@ -67,23 +68,17 @@ class SinkThread:
         self.name = sink.name
         self.dropped_rows = 0
         self.failed: str | None = None
-        self.opening_cpu_seconds = 0.0
+        self.cpu_seconds = self.opening_cpu_seconds = 0.0
         self._sink = sink
         self._on_failure = on_failure
         self._queue_size = queue_size
         self._gather_seconds: float = getattr(sink, "gather_seconds", gather_seconds)
         self._wake = Event()
-        self._cpu_seconds = 0.0
         self._closing = False
         # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
         self._thread.start()
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU time of this thread until it wrote its last record."""
-        return self._cpu_seconds
 
     def put(self, record: Record) -> bool:
         """Queue a record without blocking; never raises. Returns False if the record is dropped."""
@@ -122,7 +117,7 @@ class SinkThread:
             self._serve()
         except BaseException as error:  # BaseException, because SystemExit would end the thread without a report
             self._switch_off(error)
-        self._cpu_seconds = time.thread_time()
+        self.cpu_seconds = time.thread_time()
 
     def _serve(self) -> None:
         unflushed = False
@@ -135,9 +130,9 @@ class SinkThread:
             elif not (isinstance(record, Row) and self.name in record.skip):
                 self._sink.write(record)
                 unflushed = True
-            self._cpu_seconds = time.thread_time()
+            self.cpu_seconds = time.thread_time()
             if not self.opening_cpu_seconds and isinstance(record, Row):
-                self.opening_cpu_seconds = self._cpu_seconds
+                self.opening_cpu_seconds = self.cpu_seconds
         self._sink.flush()
         self._sink.close()
 

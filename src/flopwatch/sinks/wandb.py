@@ -77,7 +77,9 @@ class WandbSink:
                     run.finish()
         finally:
             if self._connection_lost:
-                _forget_dead_service()
+                # W&B's exit handler would fail with a traceback, because its background process has exited.
+                with suppress(BaseException):
+                    require("wandb", "wandb").teardown()
 
     @contextmanager
     def _noticing_a_lost_connection(self) -> Iterator[None]:
@@ -106,19 +108,16 @@ class WandbSink:
         options = {"reinit": "create_new", **self._place(), **self._init}
         settings = self._init.get("settings")
         if settings is None or isinstance(settings, Mapping):
-            options["settings"] = {**self._settings(), **(settings or {})}
+            # Statistics of the machine are switched off if there is a run of the training, which has them.
+            users = self._users_run
+            beside = {} if users is None else {"x_disable_stats": True, "base_url": users.settings.base_url}
+            options["settings"] = {"console": "off", **beside, **(settings or {})}
         _refuse_shared_id(wandb)
         refuse_to_prompt(wandb, options.get("mode"))
         hide = wandb_run_hider(wandb)
         run = wandb.init(**options)
         hide(run)
         return run
-
-    def _settings(self) -> dict[str, Any]:
-        if self._users_run is None:
-            return {"console": "off"}
-        # Statistics of the machine are switched off, because the run of the training has them.
-        return {"console": "off", "x_disable_stats": True, "base_url": self._users_run.settings.base_url}
 
     def _place(self) -> dict[str, Any]:
         """Arguments of `wandb.init` that place the run beside the run of the training, if there is one."""
@@ -134,7 +133,9 @@ class WandbSink:
 
     def _take(self, record: Record) -> None:
         if isinstance(record, Row):
-            self._define(record)
+            for key in record.values.keys() - self._defined:
+                self._run.define_metric(key, step_metric=STEP_KEY)
+                self._defined.add(key)
             self._run.log({**record.values, STEP_KEY: record.step})
         elif isinstance(record, RunStart | Provenance):
             self._config[record.type] = record.to_json()
@@ -145,18 +146,9 @@ class WandbSink:
             else:
                 self._summary = record.to_json()
             self._run.summary["flopwatch"] = {**self._summary, "messages": self._messages}
-            self._update_users_run(record)
-
-    def _update_users_run(self, record: Record) -> None:
-        """Write the totals into the summary of the training's run, unless that run is finished."""
-        if self._users_run is not None and isinstance(record, Summary):
-            with suppress(Exception):
-                self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
-
-    def _define(self, row: Row) -> None:
-        for key in row.values.keys() - self._defined:
-            self._run.define_metric(key, step_metric=STEP_KEY)
-            self._defined.add(key)
+            if self._users_run is not None and isinstance(record, Summary):
+                with suppress(Exception):  # that run may be finished
+                    self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
 
 
 def _beside(run: Any) -> dict[str, Any]:
@@ -189,12 +181,6 @@ def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
         )
 
 
-def _forget_dead_service() -> None:
-    """Prevent a traceback of W&B's exit handler, which fails if W&B's background process has exited."""
-    with suppress(BaseException):
-        require("wandb", "wandb").teardown()
-
-
 _LONGEST_TAG = 64
 _LONGEST_NAME = 128
 
@@ -221,6 +207,8 @@ class WandbTrials:
         refuse_to_prompt(self._wandb, None)
 
     def log(self, run: TrialRun) -> None:
+        # The output, machine and code of this process are not recorded, because the trial ran in another process.
+        quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
         with self._wandb.init(
             project=self._project,
             id=run.id,
@@ -230,16 +218,10 @@ class WandbTrials:
             group=run.sweep[:_LONGEST_NAME],
             job_type="trial",
             tags=list(dict.fromkeys(tag[:_LONGEST_TAG] for tag in (run.facts["outcome"], run.sweep) if tag)),
-            **self._place(),
+            settings=quiet,
+            **({} if os.environ.get("WANDB_DIR") else {"dir": str(self._folder)}),
         ) as opened:
             opened.config.update({**run.config, "flopwatch_sweep": run.sweep}, allow_val_change=True)
             # Unknown values are written as None, so that an updated run does not keep old values.
             opened.summary.update({**run.figures, **run.facts})
             opened.finish(exit_code=0 if run.state == "finished" else 1)
-
-    def _place(self) -> dict[str, Any]:
-        # The output, machine and code of this process are not recorded, because the trial ran in another process.
-        quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
-        if os.environ.get("WANDB_DIR"):
-            return {"settings": quiet}
-        return {"settings": quiet, "dir": str(self._folder)}

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
 from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
 from flopwatch.records.repeats import run_median
-from flopwatch.records.sweep_results import NewerFormatError, read_result, trial_job_from
+from flopwatch.records.sweep_results import NewerFormatError, read_current, read_result
 from flopwatch.records.trial import UNSETTLED, TrialJob, TrialResult
 from flopwatch.records.trial_files import (
     EARLIER,
@@ -146,7 +146,7 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     if result is not None and result.outcome != "cancelled":
         return False  # the trial had ended before Slurm requeued the job
     try:
-        trial_job = trial_job_from(load_json(folder / SPEC))
+        trial_job = read_current(TrialJob, load_json(folder / SPEC))
     except (FileNotFoundError, UnreadableError, BrokenRecordError, NewerFormatError):
         return True  # the supervisor reads the same file next and reports the error
     requeued = _requeued_result(sweep, name, trial_job, started, result)

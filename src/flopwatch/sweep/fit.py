@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flopwatch.decode import BrokenRecordError
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
 from flopwatch.numbers import byte_size
 from flopwatch.records.sweep_results import read_results, read_trial_list
@@ -344,7 +344,7 @@ def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
     """The memory limit of a trial in `folder` that equals `spec` except for batch size and limit; None without one."""
     for entry in read_trial_list(folder).trials.values():
         try:
-            earlier = TrialSpec.from_json(entry.get("spec", {}))
+            earlier = read_record(TrialSpec, entry.get("spec", {}))
         except BrokenRecordError:
             continue
         limit = earlier.limits.memory_bytes

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopwatch.decode import read_or_none
+from flopwatch.decode import Stored, read_or_none
 from flopwatch.errors import InputError
 from flopwatch.files import read_json, read_lines, write_json
 from flopwatch.process import descendants
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PreflightResult:
+class PreflightResult(Stored):
     """The result of the preflight for one pair of trainer and model.
 
     Attributes:
@@ -82,9 +82,6 @@ class PreflightResult:
     def shares(self) -> dict[str, float]:
         """For each method of Opacus, its share of the trainable parameters: `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def pair_of(spec: TrialSpec) -> Pair:

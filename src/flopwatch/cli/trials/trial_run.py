@@ -23,11 +23,11 @@ from flopwatch.files import UnreadableError, load_json
 from flopwatch.records.sweep_results import (
     NewerFormatError,
     is_sweep_folder,
+    read_current,
     read_result,
     read_trial_list,
-    trial_job_from,
 )
-from flopwatch.records.trial import TrialResult, TrialSpec, content_key
+from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_key
 from flopwatch.sweep.attempts import is_worse, put_aside, put_back
 from flopwatch.sweep.fit import Found, fit_batch, with_host_limit
 from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, result_file, write_trial_list
@@ -108,7 +108,7 @@ def _only_spec(command_does: str, *layers: dict[str, Any]) -> TrialSpec:
 
 def _from_file(file: Path, *, has_folder: bool) -> tuple[TrialSpec, Path, str]:
     try:
-        job = trial_job_from(load_json(file))
+        job = read_current(TrialJob, load_json(file))
     except (FileNotFoundError, UnreadableError, BrokenRecordError) as error:
         raise InputError(
             f"{file} is not the spec.json of a trial ({error}); name a file SWEEP/trials/NAME/spec.json"

@@ -8,7 +8,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
 from flopwatch.report.run_page.contents import Moment, RunReport
-from flopwatch.runs.what_ran import what_ran
+from flopwatch.runs.explain import what_ran
 from flopwatch.text import one_line, plural
 
 NAMES = {

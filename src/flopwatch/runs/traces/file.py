@@ -21,7 +21,7 @@ _LONGEST_VALUE = 1 << 24
 """Characters of one event. Without a limit, damage in the middle of a file would be read into memory up to its end."""
 _LONGEST_WORD = len("-Infinity")
 _GZIP_START = b"\x1f\x8b"
-_TAKE_ANOTHER = "take another one with: flopwatch trace RUN_DIR"
+_CUT = "is incomplete: the file ends in the middle, as if the process that wrote it was stopped or the disk was full"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _EVENTS = "traceEvents"
 
@@ -44,20 +44,12 @@ def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str,
             f"{str(path)!r} is not a trace of torch's profiler: {error}; "
             "pass a .pt.trace.json or .pt.trace.json.gz file that torch.profiler or flopwatch wrote"
         ) from None
-    except (EOFError, _CutError):
-        raise InputError(
-            f"the trace {str(path)!r} is incomplete: the file ends in the middle, "
-            f"as if the process that wrote it was stopped or the disk was full; {_TAKE_ANOTHER}"
-        ) from None
-    except _DamagedError as error:
-        raise InputError(f"the trace {str(path)!r} is damaged: {error}; {_TAKE_ANOTHER}") from None
+    except (EOFError, _DamagedError) as error:
+        problem = _CUT if isinstance(error, EOFError) else f"is damaged: {error}"
+        raise InputError(f"the trace {str(path)!r} {problem}; take another one with: flopwatch trace RUN_DIR") from None
 
 
 class _NotATraceError(Exception):
-    pass
-
-
-class _CutError(Exception):
     pass
 
 
@@ -107,7 +99,7 @@ class _Text:
         """Move behind the next character that is not blank, which must be one of these."""
         found = self.next_character()
         if not found:
-            raise _CutError
+            raise EOFError
         if found not in characters:
             raise _DamagedError(f"there is {found!r} where {' or '.join(characters)} should be")
         self._position += 1
@@ -135,7 +127,7 @@ class _Text:
         if may_be_cut and isinstance(error, json.JSONDecodeError):
             is_at_end = error.pos >= len(self._text) - _LONGEST_WORD or error.msg.startswith("Unterminated string")
             if is_at_end:
-                return _CutError()
+                return EOFError()
         return _DamagedError(f"an entry is not valid JSON ({str(error)[:80]})")
 
 
@@ -166,13 +158,10 @@ def _read_trace(text: _Text, take: Callable[[dict[str, Any]], None]) -> dict[str
 
 def _read_list(text: _Text, take: Callable[[dict[str, Any]], None]) -> None:
     text.skip("[")
-    if text.next_character() == "]":
-        text.skip("]")
-        return
-    while True:
+    is_over = text.next_character() == "]" and text.skip("]") == "]"
+    while not is_over:
         event = text.value()
         if not isinstance(event, dict):
             raise _NotATraceError(f"its events are of type {type(event).__name__}, not objects")
         take(event)
-        if text.skip(",]") == "]":
-            return
+        is_over = text.skip(",]") == "]"

@@ -54,11 +54,7 @@ def trace_name(step: int, rank: int) -> str:
 
 
 def traces_of(run_dir: str | Path) -> Path:
-    """The folder with the traces of a run, which may not exist yet, given the folder of the run or its log file.
-
-    Raises:
-        NoLogError: The folder has no log.
-    """
+    """The folder with the traces of a run, which may not exist yet, given the folder of the run or its log file."""
     return find_log(run_dir).parent / TRACES
 
 
@@ -96,15 +92,11 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
 
 def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
     """The split of each trace: kept from an earlier reading, or read now."""
-    return tuple(_kept_split(path) or _read_and_keep(path) for path in paths)
+    return tuple(map(_split_of, paths))
 
 
 def usable_traces(run_dir: str | Path, files: Sequence[str] = ()) -> tuple[tuple[TraceSplit, ...], list[str]]:
-    """The traces in the files, or else the newest of the run, and what is wrong with those of the run.
-
-    Raises:
-        InputError: One of the files is not a trace that can be read.
-    """
+    """The traces in the files, or else the newest of the run, and what is wrong with those of the run."""
     if files:
         return tuple(read_trace(file) for file in files), []
     try:
@@ -132,24 +124,17 @@ def _written(path: Path) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.split.json")
-
-
-def _kept_split(path: Path) -> TraceSplit | None:
-    content = read_object(_beside(path))
-    written = _written(path)
-    if content.get("format") != _CACHE_FORMAT or written is None or content.get("trace") != list(written):
-        return None
-    return read_or_none(TraceSplit, content.get("split"))
-
-
-def _read_and_keep(path: Path) -> TraceSplit:
-    written = _written(path)
+def _split_of(path: Path) -> TraceSplit:
+    beside, written = path.with_name(f"{path.name}.split.json"), _written(path)
+    content = read_object(beside)
+    if content.get("format") == _CACHE_FORMAT and written is not None and content.get("trace") == list(written):
+        kept = read_or_none(TraceSplit, content.get("split"))
+        if kept is not None:
+            return kept
     split = read_trace(path)
     # If the folder belongs to somebody else or the disk is full, the trace is read again next time.
     with suppress(OSError):
-        write_json(_beside(path), {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})
+        write_json(beside, {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})
     return split
 
 
@@ -208,10 +193,8 @@ def _rank(about: Mapping[str, Any], path: Path) -> int:
     """The rank that the trace names, or else its file name; 0 if neither does."""
     of_job = about.get("distributedInfo")
     rank = of_job.get("rank") if isinstance(of_job, dict) else None
-    if isinstance(rank, int):
-        return rank
     named = _RANK.search(path.name)
-    return int(named[1]) if named else 0
+    return rank if isinstance(rank, int) else int(named[1]) if named else 0
 
 
 class _Collected:

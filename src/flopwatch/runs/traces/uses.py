@@ -51,16 +51,13 @@ def use_of_kernel(name: str, category: str) -> str:
     >>> use_of_kernel("triton_poi_fused_convolution_relu_0", "kernel"), use_of_kernel("triton_tem_fused_mm_5", "kernel")
     ('other_kernel', 'matmul')
     """
-    if category == "gpu_memset" or "DtoD" in name:  # the device works for it, the host does not take part
-        return "other_kernel"
-    if _FUSED_KERNEL.match(name):
+    # In a memset and in a copy within the device, the device works and the host does not take part.
+    if category == "gpu_memset" or "DtoD" in name or _FUSED_KERNEL.match(name):
         return "other_kernel"
     if category == "gpu_memcpy":
         return "copy"
-    for pattern, use in ((_COMMUNICATION, "communication"), (_ATTENTION, "attention"), (_MATMUL_KERNEL, "matmul")):
-        if pattern.search(name):
-            return use
-    return "other_kernel"
+    uses = ((_COMMUNICATION, "communication"), (_ATTENTION, "attention"), (_MATMUL_KERNEL, "matmul"))
+    return next((use for pattern, use in uses if pattern.search(name)), "other_kernel")
 
 
 def use_of_op(name: str) -> str | None:
@@ -73,10 +70,8 @@ def use_of_op(name: str) -> str | None:
     """
     if _WRAPPER_OP.match(name):
         return None
-    for pattern, use in ((_COMMUNICATION, "communication"), (_MATMUL_OP, "matmul"), (_ATTENTION, "attention")):
-        if pattern.search(name):
-            return use
-    return "other_kernel"
+    uses = ((_COMMUNICATION, "communication"), (_MATMUL_OP, "matmul"), (_ATTENTION, "attention"))
+    return next((use for pattern, use in uses if pattern.search(name)), "other_kernel")
 
 
 class Intervals:
@@ -112,12 +107,11 @@ class Intervals:
 def _union(ordered: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     begun: tuple[int, int] | None = None
     for start, end in ordered:
-        if begun is None:
-            begun = start, end
-        elif start <= begun[1]:
+        if begun is not None and start <= begun[1]:
             begun = begun[0], max(begun[1], end)
         else:
-            yield begun
+            if begun is not None:
+                yield begun
             begun = start, end
     if begun is not None:
         yield begun

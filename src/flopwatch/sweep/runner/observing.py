@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flopwatch import files
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.decode import BrokenRecordError, read_or_none
+from flopwatch.decode import BrokenRecordError, read_or_none, read_record
 from flopwatch.files import read_json, write_json
 from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import new_results, read_results, read_trial_list
@@ -290,5 +290,5 @@ def _listed_trials(sweep: Path) -> dict[str, Trial]:
     found = {}
     for name, entry in read_trial_list(sweep).trials.items():
         with contextlib.suppress(BrokenRecordError, KeyError):
-            found[name] = Trial(sweep, name, str(entry.get("key")), TrialSpec.from_json(entry["spec"]))
+            found[name] = Trial(sweep, name, str(entry.get("key")), read_record(TrialSpec, entry["spec"]))
     return found

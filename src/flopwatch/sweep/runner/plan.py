@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from flopwatch.decode import BrokenRecordError
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
 from flopwatch.models.presets import check_model_name
 from flopwatch.records.repeats import RepeatPolicy
@@ -200,7 +200,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
 def _listed_settings(known: TrialList, name: str) -> dict[str, Any] | None:
     """Return the settings of a trial in the sweep's list; None if the trial is not listed or its entry is damaged."""
     try:
-        return TrialSpec.from_json(known.trials[name]["spec"]).measured_settings()
+        return read_record(TrialSpec, known.trials[name]["spec"]).measured_settings()
     except (KeyError, BrokenRecordError):
         return None
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flopwatch.decode import read_record
 from flopwatch.files import read_json
 from flopwatch.process import descendants
 from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
@@ -103,7 +104,7 @@ class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
         job = _job(trial_dir)
-        self.spec, self.attempt = TrialSpec.from_json(job["spec"]), str(job.get("attempt", ""))
+        self.spec, self.attempt = read_record(TrialSpec, job["spec"]), str(job.get("attempt", ""))
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 

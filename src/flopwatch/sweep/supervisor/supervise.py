@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flopwatch.decode import BrokenRecordError
 from flopwatch.files import UnreadableError, load_json, read_object, write_json
-from flopwatch.records.sweep_results import NewerFormatError, trial_job_from
+from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
@@ -225,7 +225,7 @@ def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
 
 def _read_job(folder: Path) -> TrialJob:
     try:
-        return trial_job_from(load_json(folder / SPEC))
+        return read_current(TrialJob, load_json(folder / SPEC))
     except (UnreadableError, BrokenRecordError) as error:
         raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
     except NewerFormatError as error:

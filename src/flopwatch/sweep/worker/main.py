@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flopwatch.decode import read_record
 from flopwatch.files import read_json, write_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank
@@ -46,7 +47,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
     job: dict[str, Any] = read_json(trial_dir / SPEC)
     sys.path.insert(0, os.getcwd())  # as `python -m` does, because a user's trainer may be there
     try:
-        _measure(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat, rank)
+        _measure(trial_dir, read_record(TrialSpec, job["spec"]), heartbeat, rank)
     except BaseException as error:
         content = describe_exception(error)
         file = trial_dir / (EXCEPTION if rank is None else exception_file(rank))
