@@ -11,11 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from flopwatch.records.doubted_rows import is_doubted
 from torch import nn
 
 from flopwatch import TrainingMonitor
 from flopwatch.flops.tracing import live
+from flopwatch.records.run import is_doubted
 from testbeds.loops.truth import OpCounter
 
 STEPS = 12
