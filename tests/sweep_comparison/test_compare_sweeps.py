@@ -191,7 +191,7 @@ def test_changed_outcomes_and_missing_trials_are_told_and_have_no_ratio():
     a = [ran("standard", 1, 64), ended("standard", 2, 64, "error", reason="KeyError")]
     b = [ended("standard", 1, 64, "oom_host", reason="too large"), ran("standard", 2, 64)]
     found = compare_sweeps(sweep_of(*a), sweep_of(*b, missing=[TrialSpec("standard", "tiny", 4, 64)]))
-    assert [(pair.outcome_a, pair.outcome_b) for pair in found.changed_outcomes] == [
+    assert [(pair.outcome_a, pair.outcome_b) for pair in found.pairs if pair.outcome_a != pair.outcome_b] == [
         ("ok", "oom_host"),
         ("error", "ok"),
     ]

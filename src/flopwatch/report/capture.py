@@ -35,6 +35,11 @@ class Capture:
     preflight: tuple[Mapping[str, Any], ...] = ()
     troubles: tuple[str, ...] = ()
 
+    def trials(self) -> Iterator[tuple[str, TrialSpec, TrialResult | None]]:
+        """Yield the name, configuration and result of each trial; those without a result come last."""
+        yield from ((name, result.spec, result) for name, result in self.results.items())
+        yield from ((name, spec, None) for name, spec in self.missing.items())
+
 
 @dataclass(frozen=True, slots=True)
 class _PreflightRow:

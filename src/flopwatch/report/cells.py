@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopwatch.records.repeats import has_interval
-from flopwatch.records.trial import LABELS, Measured, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
+from flopwatch.records.trial import LABELS, Measured, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, PrivacyClass, TrialRow
 
 _MICRO_BATCH = "micro-batch"
@@ -130,14 +130,17 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
     interval = steps if has_interval(measured) else None
+    host, start, is_on_cpu = memory.host_bytes, memory.baseline_bytes, memory.reserved_bytes is None
+    # A peak of host memory says nothing about a trial that ran on an accelerator.
+    knows_peak = not is_on_cpu or str(result.environment.get("device", "cpu")).startswith("cpu")
     return Cell(
         *place,
         seconds=positive(steps and steps.median),
         low_seconds=positive(interval and interval.low),
         high_seconds=positive(interval and interval.high),
         is_unstable=bool(steps and steps.unstable),
-        peak_bytes=positive(memory.peak_bytes) if _knows_peak(result) else None,
-        above_start_bytes=_above_start(memory),
+        peak_bytes=positive(memory.peak_bytes) if knows_peak else None,
+        above_start_bytes=positive(host - start) if is_on_cpu and host and start is not None else None,
         device_bytes=positive(memory.device_bytes),
         alloc_retries=memory.alloc_retries,
         bytes_by_phase={name: value for name, value in memory.by_phase.items() if positive(value)},
@@ -170,13 +173,11 @@ def _why_no_epsilon(result: TrialResult) -> str:
 
 def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
     of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
-    of_spec = ("checkpointing", "batch_size", "seq_len")
-    model, dtype = (getattr(spec, name) if takes_setting(spec, name) else "" for name in ("model", "dtype"))
     return TrialRow(
         **{name: getattr(cell, name) for name in of_cell},
-        **{name: getattr(spec, name) for name in of_spec},
-        model=model,
-        dtype=dtype,
+        **{name: getattr(spec, name) for name in ("checkpointing", "batch_size", "seq_len")},
+        model=spec.model if takes_setting(spec, "model") else "",
+        dtype=spec.dtype if takes_setting(spec, "dtype") else "",
         name=cell.trial,
         group=group,
         reason=result.reason if result else "planned, but has no result yet",
@@ -192,17 +193,3 @@ def positive(value: Any) -> Any:
     """Return the value if it is a finite number above 0, as every valid measurement is; otherwise None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
-
-
-def _knows_peak(result: TrialResult) -> bool:
-    """Whether the memory peak was measured on the trial's device. A peak of host memory says nothing about a GPU."""
-    on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
-    return on_cpu or result.measured.memory.reserved_bytes is not None
-
-
-def _above_start(memory: MemoryUse) -> int | None:
-    host = memory.host_bytes
-    if memory.reserved_bytes is not None or host is None or memory.baseline_bytes is None:
-        return None
-    above: int | None = positive(host - memory.baseline_bytes)
-    return above

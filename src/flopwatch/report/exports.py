@@ -55,12 +55,7 @@ def table_parquet(table: Table) -> bytes:
     """
     pyarrow = require_package("pyarrow", "Parquet", "; CSV needs nothing")
     parquet = require_package("pyarrow.parquet", "Parquet", "; CSV needs nothing")
-    types: Mapping[Kind, Any] = {
-        "text": pyarrow.string(),
-        "integer": pyarrow.int64(),
-        "number": pyarrow.float64(),
-        "flag": pyarrow.bool_(),
-    }
+    types = {"text": pyarrow.string(), "integer": pyarrow.int64(), "number": pyarrow.float64(), "flag": pyarrow.bool_()}
     columns = {
         name: pyarrow.array([_typed(row[name], kind) for row in table.rows], types[kind])
         for name, kind in table.kinds.items()

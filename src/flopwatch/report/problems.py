@@ -198,38 +198,31 @@ _CODE = "code of "
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:
     """Return the environments in which trials ran, the most common first."""
     seen: Counter[tuple[tuple[str, str], ...]] = Counter()
-    for environment, count in _counted_environments(results):
-        if settings := _shown_settings(environment):
-            seen[tuple(settings.items())] += count
-    return tuple(Environment(dict(settings), count) for settings, count in seen.most_common())
+    for facts, count in _counted_environments(results):
+        seen[tuple((name, value) for name, value in facts.items() if not name.startswith(_CODE))] += count
+    return tuple(Environment(dict(settings), count) for settings, count in seen.most_common() if settings)
 
 
 def environment_facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
     """Count the trials by version, device and host, and by the version of each file of the user (`code of FILE`)."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for environment, count in _counted_environments(results):
-        sources = environment.get("sources")
-        facts = _shown_settings(environment)
-        if isinstance(sources, Mapping):
-            facts |= {f"{_CODE}{name}": str(digest)[:12] for name, digest in sources.items()}
+    for facts, count in _counted_environments(results):
         for name, value in facts.items():
             found[name][value] += count
     return found
 
 
-def _counted_environments(results: Iterable[TrialResult]) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Count equal environments, so that each is formatted only once."""
-    counts: Counter[str] = Counter()
-    examples: dict[str, Mapping[str, Any]] = {}
-    for result in results:
-        key = repr([result.environment.get(name) for name in (*_SHOWN, "sources")])
-        counts[key] += 1
-        examples[key] = result.environment
-    return ((examples[key], count) for key, count in counts.items())
-
-
-def _shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _as_text(environment[name]) for name in _SHOWN if environment.get(name) not in (None, "", {})}
+def _counted_environments(results: Iterable[TrialResult]) -> Iterator[tuple[dict[str, str], int]]:
+    """Yield distinct environments as texts, with their numbers of trials."""
+    known = [[result.environment.get(name) for name in (*_SHOWN, "sources")] for result in results]
+    examples = {repr(values): values for values in known}
+    for key, count in Counter(map(repr, known)).items():
+        *shown, sources = examples[key]
+        facts = {
+            name: _as_text(value) for name, value in zip(_SHOWN, shown, strict=True) if value not in (None, "", {})
+        }
+        digests = sources.items() if isinstance(sources, Mapping) else ()
+        yield facts | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}, count
 
 
 def _as_text(value: Any) -> str:

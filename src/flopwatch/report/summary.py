@@ -60,11 +60,9 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
     """Divide the trials into groups of comparable trials, the group with the most `ok` trials first."""
-    specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
-    columns = cells.column_names(specs)
+    columns = cells.column_names({name: spec for name, spec, _ in capture.trials()})
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
-    for name, spec in specs.items():
-        result = capture.results.get(name)
+    for name, spec, result in capture.trials():
         cell = cells.make_cell(name, spec, result, columns[name])
         groups[cells.group_key(spec)].append(_Member(cell, spec, result))
     return sorted(groups.values(), key=lambda group: -sum(member.cell.outcome == "ok" for member in group))
@@ -72,7 +70,9 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     settings = cells.group_settings(members[0].spec)
-    measured = _with_like_peaks([member.cell for member in members])
+    measured = tuple(member.cell for member in members)
+    if any(cell.device_bytes for cell in measured):  # Peaks of host memory are not comparable with those of devices.
+        measured = tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in measured)
     trainers = cells.trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
     results = [member.result for member in members if member.result is not None]
     counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
@@ -97,19 +97,9 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         crossovers=verdicts.find_crossovers(measured, trainers) if len(trainers) <= MOST_COLUMNS else (),
         pareto=verdicts.pareto_trials(measured),
         denominators=problems.denominators(results),
-        warnings=(
-            *problems.group_warnings(results),
-            *([too_many] if len(trainers) > MOST_COLUMNS else []),
-        ),
+        warnings=(*problems.group_warnings(results), *([too_many] if len(trainers) > MOST_COLUMNS else [])),
         privacy_spent=_privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
     )
-
-
-def _with_like_peaks(measured: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Remove peaks of host memory if other trials report accelerator memory, because the two are not comparable."""
-    if not any(cell.device_bytes for cell in measured):
-        return tuple(measured)
-    return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in measured)
 
 
 def _privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:

@@ -251,16 +251,14 @@ def load(folder: str | PathLike[str]) -> Table:
 
 def make_table(capture: Capture) -> Table:
     """Make the table of a sweep. Trials without a result have the outcome `missing`."""
-    trials = [_trial(name, result.spec, result) for name, result in capture.results.items()]
-    trials += [_trial(name, spec) for name, spec in capture.missing.items()]
-    return _table(trials, capture.troubles)
+    return _table([_trial(*trial) for trial in capture.trials()], capture.troubles)
 
 
 def result_row(result: TrialResult) -> dict[str, Any]:
     return _table([_trial(result.name, result.spec, result)]).rows[0]
 
 
-def _trial(name: str, spec: TrialSpec, result: TrialResult | None = None) -> Trial:
+def _trial(name: str, spec: TrialSpec, result: TrialResult | None) -> Trial:
     ok = result.measured if result and result.outcome == "ok" else None
     return Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok)
 

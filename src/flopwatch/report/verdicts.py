@@ -33,17 +33,21 @@ class _Point(NamedTuple):
     is_decided: bool
 
 
-def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
+def find_crossovers(cells: Sequence[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
     """Find all crossovers between pairs of trainers, the clearly measured ones first."""
-    ran = [cell for cell in cells if cell.outcome == "ok"]
     found: list[Crossover] = []
     for axis in ("sequence", "batch"):
-        for fixed, line in _lines(ran, axis).items():
+        lines: dict[tuple[int, str], dict[int, Cell]] = defaultdict(dict)
+        for cell in cells:
+            if cell.outcome == "ok":
+                sizes = (cell.seq_len, cell.batch_size)
+                along, fixed = sizes if axis == "sequence" else reversed(sizes)
+                lines[fixed, cell.trainer][along] = cell
+        for fixed in sorted({fixed for fixed, _ in lines}):
             for first, second in combinations(trainers, 2):
-                if first in line and second in line:
-                    for quantity in ("time", "memory"):
-                        points = _points(line[first], line[second], quantity)
-                        found += _along(points, first, second, quantity, axis, fixed)
+                for quantity in ("time", "memory"):
+                    points = _points(lines.get((fixed, first), {}), lines.get((fixed, second), {}), quantity)
+                    found += _along(points, first, second, quantity, axis, fixed)
     return tuple(sorted(found, key=lambda crossover: not crossover.is_claimed))
 
 
@@ -75,21 +79,6 @@ def ratio_interval(a: Interval, b: Interval) -> Interval:
     return (b[0] / a[1], b[1] / a[0]) if a and b else None
 
 
-def interpolated(low: _Point, high: _Point) -> float:
-    """Return the batch size or sequence length between two points at which both trainers cost the same."""
-    share = low.log_ratio / (low.log_ratio - high.log_ratio)
-    return exp(log(low.value) + share * (log(high.value) - log(low.value)))
-
-
-def _lines(cells: Sequence[Cell], axis: Axis) -> dict[int, dict[str, dict[int, Cell]]]:
-    """Index cells by the size that is not on `axis`, then by trainer, then by the size on `axis`."""
-    lines: dict[int, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
-    for cell in cells:
-        along, fixed = (cell.seq_len, cell.batch_size) if axis == "sequence" else (cell.batch_size, cell.seq_len)
-        lines[fixed][cell.trainer][along] = cell
-    return dict(sorted(lines.items()))
-
-
 def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity) -> list[_Point]:
     points = []
     for value in sorted(first.keys() & second.keys()):
@@ -110,18 +99,16 @@ def _along(
     decided = [place for place, point in enumerate(points) if point.is_decided]
     covered: set[int] = set()
     for low, high in pairwise(decided):
-        if _crosses(points[low], points[high]):
+        if points[low].log_ratio * points[high].log_ratio < 0:
             between = tuple(point.value for point in points[low + 1 : high])
             covered.update(range(low, high))
-            at = None if between else interpolated(points[low], points[high])
-            yield crossover(points[low], points[high], at, between, True)
+            a, b = points[low], points[high]
+            share = a.log_ratio / (a.log_ratio - b.log_ratio)
+            at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
+            yield crossover(a, b, at, between, True)
     for place, (below, above) in enumerate(pairwise(points)):
-        if place not in covered and _crosses(below, above):
+        if place not in covered and below.log_ratio * above.log_ratio < 0:
             yield crossover(below, above, None, (), False)
-
-
-def _crosses(low: _Point, high: _Point) -> bool:
-    return (low.log_ratio < 0 < high.log_ratio) or (high.log_ratio < 0 < low.log_ratio)
 
 
 NEAR = 0.9
@@ -162,7 +149,7 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
         lightest=min(near, key=lambda cell: cell.peak_bytes or 0) if near else None,
         candidates=len(ranked),
         verdict=_verdict(fastest, tied, len(ranked)),
-        caveats=(*_epsilon_caveats(fastest, ranked, left_out), *_caveats(fastest, ranked[1:])),
+        caveats=tuple(_caveats(fastest, ranked[1:], left_out)),
     )
 
 
@@ -178,27 +165,22 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
     return f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
 
 
-def _epsilon_caveats(fastest: Cell, ranked: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
+def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
     if fastest.why_no_epsilon:
         yield fastest.why_no_epsilon
     if left_out:
         # A trainer may have an epsilon with some batch sizes only: a batch can be larger than the data set.
-        kept = {cell.trainer for cell in ranked}
+        kept = {cell.trainer for cell in (fastest, *others)}
         names = dict.fromkeys(configuration(cell) if cell.trainer in kept else cell.trainer for cell in left_out)
         yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), 3)}"
-
-
-_UNSTABLE = "its step time is unstable"
-
-
-def _caveats(fastest: Cell, others: Sequence[Cell]) -> Iterator[str]:
     if fastest.alloc_retries:
         yield "barely fits into memory: the allocator had to free its cache to make room"
-    unstable = sum(cell.is_unstable for cell in others)
-    if fastest.is_unstable:
-        yield f"{_UNSTABLE}, and so are {unstable} of the {len(others)} others" if unstable else _UNSTABLE
-    elif unstable:
-        yield f"the step times of {unstable} of the {len(others)} others are unstable"
+    if unstable := sum(cell.is_unstable for cell in others):
+        of_all = f"{unstable} of the {len(others)} others"
+        its = f"its step time is unstable, and so are {of_all}"
+        yield its if fastest.is_unstable else f"the step times of {of_all} are unstable"
+    elif fastest.is_unstable:
+        yield "its step time is unstable"
     if others and time_interval(fastest) is None:
         yield f"it has no 95 % interval (fewer than {FEWEST_STEPS} step times), so differences below 10 % do not count"
 
@@ -226,15 +208,12 @@ def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell
     return places
 
 
-BASELINE = "standard"
-
-
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
     """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
     # If seeds or options vary, `standard` has several columns. Then only the column named `standard` is the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
-    baseline = next(iter(columns)) if len(columns) == 1 else BASELINE
+    baseline = next(iter(columns)) if len(columns) == 1 else "standard"
     standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
     return tuple(
         _factor(cell, standard[cell.seq_len, cell.batch_size])

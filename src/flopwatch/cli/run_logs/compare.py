@@ -122,7 +122,7 @@ def _gate_of_sweeps(comparison: SweepComparison, percent: float) -> tuple[list[s
     slower = [
         trial for trial, ratio in judged.items() if ratio.verdict == "worse" and 100 * (ratio.ratio - 1) > percent
     ]
-    gone = [pair.trial for pair in comparison.changed_outcomes if pair.outcome_a == "ok"]
+    gone = [pair.trial for pair in comparison.pairs if pair.outcome_a == "ok" != pair.outcome_b]
     said = [
         f"failed: {plural(len(trials), 'trial')} {word}, such as {one_line(trials[0])}"
         for word, trials in ((f"slower by more than {percent:g} %", slower), ("no longer ok", gone))

@@ -13,16 +13,7 @@ from typing import Any
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import make_cell, trainer_name
-from flopwatch.report.comparison.ratios import (
-    Difference,
-    Overall,
-    Pair,
-    Quantity,
-    Side,
-    SweepComparison,
-    overall,
-    ratios,
-)
+from flopwatch.report.comparison.ratios import Difference, Pair, Side, SweepComparison, overall, ratios
 from flopwatch.report.problems import counted_values, denominators, environment_facts
 from flopwatch.text import one_line, plural
 
@@ -68,7 +59,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
     pairing = _paired(in_a, in_b, [name for name in values if name not in changed])
     pairs = tuple(_pair(one, pairing[one], changed) for one in in_a if one in pairing)
     environment = _environment_differences(a.results.values(), b.results.values())
-    taken = set(pairing.values())
+    trainers, taken = dict.fromkeys(pair.trainer for pair in pairs if pair.ratios), set(pairing.values())
     return SweepComparison(
         a=_side(a, in_a),
         b=_side(b, in_b),
@@ -76,7 +67,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
         environment=environment,
         pairs=pairs,
         overall=overall(pairs),
-        by_trainer=_by_trainer(pairs),
+        by_trainer={name: overall([pair for pair in pairs if pair.trainer == name]) for name in trainers},
         only_a=tuple(entry.name for entry in in_a if entry not in pairing),
         only_b=tuple(entry.name for entry in in_b if entry not in taken),
         notes=(
@@ -93,15 +84,8 @@ def _side(capture: Capture, members: Sequence[_Entry]) -> Side:
     return Side(str(capture.folder), len(members), Counter(entry.outcome for entry in members))
 
 
-def _by_trainer(pairs: Sequence[Pair]) -> dict[str, dict[Quantity, Overall]]:
-    trainers = dict.fromkeys(pair.trainer for pair in pairs if pair.ratios)
-    return {name: overall([pair for pair in pairs if pair.trainer == name]) for name in trainers}
-
-
 def _entries(capture: Capture) -> list[_Entry]:
-    """Return all trials of a sweep in the order of its plan; trials without a result come last."""
-    found = [_Entry(name, result.spec, result, _settings(result.spec)) for name, result in capture.results.items()]
-    return found + [_Entry(name, spec, None, _settings(spec)) for name, spec in capture.missing.items()]
+    return [_Entry(name, spec, result, _settings(spec)) for name, spec, result in capture.trials()]
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
@@ -139,8 +123,8 @@ def _paired(a: Sequence[_Entry], b: Sequence[_Entry], names: Sequence[str]) -> d
     """Pair trials with equal settings, and pair the remaining trials if their names and sizes are equal."""
     found = _matched(a, b, lambda entry: tuple(entry.settings.get(name) for name in names))
     taken = set(found.values())
-    left_a, left_b = ([entry for entry in a if entry not in found], [entry for entry in b if entry not in taken])
-    return found | _matched(left_a, left_b, lambda entry: (entry.name, *(entry.settings.get(name) for name in SIZES)))
+    left = [entry for entry in a if entry not in found], [entry for entry in b if entry not in taken]
+    return found | _matched(*left, lambda entry: (entry.name, *(entry.settings.get(name) for name in SIZES)))
 
 
 def _matched(a: Sequence[_Entry], b: Sequence[_Entry], key: Callable[[_Entry], Any]) -> dict[_Entry, _Entry]:

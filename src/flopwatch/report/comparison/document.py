@@ -42,8 +42,8 @@ def _parts(comparison: SweepComparison) -> Iterator[doc.Part]:
     if comparison.overall:
         yield _overall(comparison)
         yield _pairs(comparison)
-    if comparison.changed_outcomes:
-        yield doc.Section("Changed outcomes", list(_changes(comparison.changed_outcomes)))
+    if changes := list(_changes(comparison.pairs)):
+        yield doc.Section("Changed outcomes", changes)
     for name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
             yield doc.Text(f"Only in {name}, {len(names):,}: {listed(list(names), _MOST_NAMES)}")
@@ -132,11 +132,12 @@ def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | s
         yield doc.Cell(said, _TONES.get(ratio.verdict, ""), unstable, short=f"{mark} {unstable}")
 
 
-def _changes(changed: Sequence[Pair]) -> Iterator[doc.Section]:
+def _changes(all_pairs: Sequence[Pair]) -> Iterator[doc.Section]:
     """Say which trials ended otherwise in B, by both outcomes. Those that are `ok` only in A come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
-    for pair in changed:
-        found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
+    for pair in all_pairs:
+        if pair.outcome_a != pair.outcome_b:
+            found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
     ordered = sorted(found.items(), key=lambda one: (one[0][0] != "ok", one[0][1] != "ok", -len(one[1])))
     for (before, after), pairs in ordered:
         tone: doc.Tone = "worse" if before == "ok" else "better" if after == "ok" else ""

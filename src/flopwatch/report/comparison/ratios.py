@@ -131,10 +131,6 @@ class SweepComparison:
     only_b: tuple[str, ...]
     notes: tuple[str, ...]
 
-    @property
-    def changed_outcomes(self) -> tuple[Pair, ...]:
-        return tuple(pair for pair in self.pairs if pair.outcome_a != pair.outcome_b)
-
 
 QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
 
@@ -170,12 +166,10 @@ def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, 
 
 
 def overall(pairs: Sequence[Pair]) -> dict[Quantity, Overall]:
-    known = {quantity: [pair.ratios[quantity] for pair in pairs if quantity in pair.ratios] for quantity in QUANTITIES}
-    return {quantity: _overall(found) for quantity, found in known.items() if found}
-
-
-def _overall(found: list[Ratio]) -> Overall:
-    verdicts = [ratio.verdict for ratio in found]
-    better, worse = verdicts.count("better"), verdicts.count("worse")
-    mean = math.exp(math.fsum(math.log(ratio.ratio) for ratio in found) / len(found))
-    return Overall(len(found), mean, better, worse, len(found) - better - worse)
+    found = {}
+    for quantity in QUANTITIES:
+        if known := [pair.ratios[quantity] for pair in pairs if quantity in pair.ratios]:
+            better, worse = (sum(one.verdict == verdict for one in known) for verdict in ("better", "worse"))
+            mean = math.exp(math.fsum(math.log(one.ratio) for one in known) / len(known))
+            found[quantity] = Overall(len(known), mean, better, worse, len(known) - better - worse)
+    return found

@@ -4,21 +4,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from flopwatch.numbers import byte_size, count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report import contents
+from flopwatch.report.contents import Metric
 from flopwatch.report.records import Cell, Group
 from flopwatch.report.verdicts import configuration, rate_interval
 
 MOST_PANELS = 8
 MOST_CELLS = 24
 PHASES = ("build", "forward", "backward", "optimizer")
-_WIDTH = 280.0
-_LABEL, _END = 70.0, 208.0
+_LABEL, _END, _BARS_WIDTH = 70.0, 208.0, 302.0
 _SHADES = 7
 
 
@@ -89,6 +89,7 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
 
 
 _LEAST_SPAN = 8
+_Cells: TypeAlias = Mapping[tuple[int, int], Cell]
 
 
 def frontier_maps(group: Group) -> list[Drawing]:
@@ -99,8 +100,8 @@ def frontier_maps(group: Group) -> list[Drawing]:
     seqs, batches = evenly(group.seq_lens, MOST_CELLS), evenly(group.batch_sizes, MOST_CELLS)
     if len(seqs) * len(batches) < 2:
         return []
-    places = {(cell.trainer, cell.seq_len, cell.batch_size): cell for cell in group.cells}
-    return [_map(name, seqs, batches, places, span) for name in group.trainers]
+    cells = {name: {(c.seq_len, c.batch_size): c for c in group.cells if c.trainer == name} for name in group.trainers}
+    return [_map(name, seqs, batches, own, span) for name, own in cells.items()]
 
 
 def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
@@ -127,16 +128,10 @@ def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> 
         parts.append(_rect(_LABEL, top, scale * bar.value, 14, f"fill k{bar.kind % 8}", bar.tip))
         end = _LABEL + scale * max(bar.value, bar.behind or 0)
         parts.append(svg.text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
-    return Drawing(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
+    return Drawing(title, remark, "".join(parts), _BARS_WIDTH, 8 + 22 * max(len(bars), 1))
 
 
-def _map(
-    trainer: str,
-    seqs: Sequence[int],
-    batches: Sequence[int],
-    places: Mapping[tuple[str, int, int], Cell],
-    span: tuple[int, int],
-) -> Drawing:
+def _map(trainer: str, seqs: list[int], batches: list[int], cells: _Cells, span: tuple[int, int]) -> Drawing:
     left, width = 40.0, 300.0
     across = (width - left - 4) / len(seqs)
     high = min(26.0, max(9.0, 260 / len(batches)))
@@ -145,8 +140,7 @@ def _map(
         if len(batches) <= 14 or row % 2 == 0:
             parts.append(svg.text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
         for column, seq in enumerate(seqs):
-            cell = places.get((trainer, seq, batch))
-            if cell is not None:
+            if cell := cells.get((seq, batch)):
                 parts.append(_map_cell(cell, left + column * across, row * high, across, high, span))
     bottom = len(batches) * high
     every = max(1, -(-len(seqs) // 8))
@@ -165,7 +159,7 @@ def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: 
     middle = x + across / 2
     if cell.outcome == "ok":
         shade = _shade(cell.peak_bytes, span)
-        words = number((cell.peak_bytes or 0) / 2**30) if cell.peak_bytes else "ok"
+        words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
         tip += f"peak {byte_size(cell.peak_bytes)}"
         label = svg.text(middle, y + high / 2 + 3.5, words, anchor="middle", style="td" if shade > 3 else "tl")
         return _rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip) + (label if has_room else "")
@@ -206,6 +200,7 @@ _DENSE = 12
 _MARKER = 8.0
 """Width of a marker."""
 _LINES_WIDTH, _HEIGHT = 300.0, 214.0
+_Place: TypeAlias = Callable[[Cell], float]
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
@@ -226,7 +221,7 @@ def layout_of(group: Group) -> Layout:
     return Layout(*batch, *sequence)
 
 
-def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, int]) -> list[Drawing]:
+def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
     layout = layout_of(group)
     kept = evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS)
@@ -245,13 +240,14 @@ def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, in
     if capacity and y.low <= capacity <= y.high:
         grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
         grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
-    found = {value: [cell for cell in cells if layout.panel_of(cell) == value] for value in panels}
-    return [
-        Drawing(f"{layout.panel_name} {value}", "", drawn, _LINES_WIDTH, _HEIGHT)
-        for value, own in found.items()
-        if any(metric.value(cell) is not None for cell in own)
-        for drawn in [grid + "".join(_curves(group, own, metric, colours, x, y, layout.x_of))]
-    ]
+    drawings = []
+    for value in panels:
+        own = sorted((cell for cell in cells if layout.panel_of(cell) == value), key=layout.x_of)
+        if any(metric.value(cell) is not None for cell in own):
+            by_trainer = {name: [cell for cell in own if cell.trainer == name] for name in group.trainers}
+            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(layout.x_of(cell)), y))
+            drawings.append(Drawing(f"{layout.panel_name} {value}", "", drawn, _LINES_WIDTH, _HEIGHT))
+    return drawings
 
 
 def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
@@ -270,25 +266,19 @@ def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
 
 
 def _curves(
-    group: Group,
-    cells: Sequence[Cell],
-    metric: contents.Metric,
-    colours: Mapping[str, int],
-    x: svg.Scale,
-    y: svg.Scale,
-    x_of: Callable[[Cell], int],
+    by_trainer: Mapping[str, Sequence[Cell]], metric: Metric, colours: Mapping[str, int], x: _Place, y: svg.Scale
 ) -> Iterator[str]:
-    by_trainer = {name: sorted((c for c in cells if c.trainer == name), key=x_of) for name in group.trainers}
     known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
-    places = _side_by_side([(cell.trial, x(x_of(cell)), y(metric.value(cell) or 1)) for cell in known])
+    places = _side_by_side([(cell.trial, x(cell), y(metric.value(cell) or 1)) for cell in known])
     crosses = []
     for place, (trainer, own) in enumerate(by_trainer.items()):
-        yield from _curve(own, metric, colours[trainer], places, y)
+        points = [(*places[cell.trial], cell) for cell in own if cell.trial in places]
+        yield from _curve(points, metric, colours[trainer], y)
         height = 6 + 16 * (place + 0.5) / len(by_trainer)
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
                 tip = f"{configuration(cell)}: {contents.outcome_word(cell.outcome)}"
-                crosses.append(_cross(x(x_of(cell)), height, colours[trainer], tip))
+                crosses.append(_cross(x(cell), height, colours[trainer], tip))
     if crosses:
         yield f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>'
         yield svg.text(_LEFT - 6, 17, "OOM", anchor="end")
@@ -314,14 +304,7 @@ def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple
     return {trial: (x + moved[trial], y) for trial, x, y in points}
 
 
-def _curve(
-    own: Sequence[Cell],
-    metric: contents.Metric,
-    kind: int,
-    places: Mapping[str, tuple[float, float]],
-    y: svg.Scale,
-) -> Iterator[str]:
-    known = [(*places[cell.trial], cell) for cell in own if cell.trial in places]
+def _curve(known: Sequence[tuple[float, float, Cell]], metric: Metric, kind: int, y: svg.Scale) -> Iterator[str]:
     if len(known) > 1:
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
         yield f'<polyline class="l d{kind % 4} k{kind % 8}" points="{points}"/>'
@@ -337,7 +320,7 @@ def _curve(
 
 
 def _pareto_parts(
-    group: Group, cells: Sequence[Cell], rate: contents.Metric, colours: Mapping[str, int], x: svg.Scale, y: svg.Scale
+    group: Group, cells: Sequence[Cell], rate: Metric, colours: Mapping[str, int], x: svg.Scale, y: svg.Scale
 ) -> Iterator[str]:
     best = set(group.pareto)
     for privacy, style in (("not private", "front dash"), ("private", "front"), ("unknown", "front dash")):

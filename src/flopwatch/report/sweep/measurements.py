@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from functools import partial
 
 from flopwatch.numbers import UNKNOWN, byte_size, factor
 from flopwatch.present import document as doc
@@ -12,7 +12,6 @@ from flopwatch.report.records import Cell, CostFactor, Crossover, FrontierPoint,
 from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.sweep import charts
 
-_Row: TypeAlias = tuple[tuple[int, int], list[Cell | None]]
 _ROWS = doc.Most(24, 60, 60)
 _SIZES = (doc.Column("sequence", is_number=True, short="seq"), *doc.numbers("batch"))
 
@@ -44,8 +43,10 @@ def narrowed(group: Group) -> Group:
 
 
 def _matrices(group: Group, metrics: Sequence[contents.Metric]) -> doc.Tabs:
-    rows, notes = list(matrix_rows(group).items()), " ".join(_matrix_notes(group))
-    return doc.Tabs([_matrix(group, metric, rows) for metric in metrics], notes if metrics else "")
+    columns, rows = [*_SIZES, *doc.numbers(*group.trainers)], list(matrix_rows(group).items())
+    made = [doc.Lazy(rows, partial(_matrix_cells, metric)) for metric in metrics]
+    tables = [_matrix_table(columns, cells, metric.title) for metric, cells in zip(metrics, made, strict=True)]
+    return doc.Tabs(tables, " ".join(_matrix_notes(group)) if metrics else "")
 
 
 def matrix_rows(group: Group) -> dict[tuple[int, int], list[Cell | None]]:
@@ -55,24 +56,21 @@ def matrix_rows(group: Group) -> dict[tuple[int, int], list[Cell | None]]:
     return {place: [by_place.get((*place, name)) for name in group.trainers] for place in places}
 
 
-def _matrix(group: Group, metric: contents.Metric, rows: Sequence[_Row]) -> doc.Table:
-    def cells(row: _Row) -> list[doc.Cell | str]:
-        place, found = row
-        best = contents.best_trials(found, metric)
-        return [*map(str, place), *(_matrix_cell(cell, metric, best) if cell else "" for cell in found)]
-
-    return _matrix_table([*_SIZES, *doc.numbers(*group.trainers)], doc.Lazy(rows, cells), metric.title)
+def _matrix_cells(metric: contents.Metric, row: tuple[tuple[int, int], list[Cell | None]]) -> list[doc.Cell | str]:
+    place, found = row
+    best = contents.best_trials(found, metric)
+    cells: list[doc.Cell | str] = [*map(str, place)]
+    for cell in found:
+        tone: doc.Tone = "" if not cell or cell.outcome == "ok" else contents.outcome_class(cell.outcome)
+        tone = "best" if cell and cell.trial in best else tone
+        cells.append(doc.Cell(contents.cell_text(cell, metric), tone) if cell else "")
+    return cells
 
 
 def _matrix_table(
     columns: Sequence[doc.Column], rows: Sequence[Sequence[doc.Cell | str]], title: str, note: str = ""
 ) -> doc.Table:
     return doc.Table(columns, rows, title, note, _ROWS, doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
-
-
-def _matrix_cell(cell: Cell, metric: contents.Metric, best: set[str]) -> doc.Cell:
-    tone = "best" if cell.trial in best else "" if cell.outcome == "ok" else contents.outcome_class(cell.outcome)
-    return doc.Cell(contents.cell_text(cell, metric), tone)
 
 
 _BOLD = "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better."
