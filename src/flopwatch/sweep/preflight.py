@@ -125,18 +125,17 @@ def preflight_trials(
 
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
     """Raise InputError if a configuration is unusable, because a sweep that skips its trials would look complete."""
-    mistakes = [_mistake(result) for result in found.values() if result.is_mistake]
+    mistakes = [
+        each.reason if repr(each.trainer) in each.reason else f"{each.trainer} on {each.model}: {each.reason}"
+        for each in found.values()
+        if each.is_mistake
+    ]
     if mistakes:
         more = f"; and {len(mistakes) - _MOST_MISTAKES} more" if len(mistakes) > _MOST_MISTAKES else ""
         raise InputError(
             f"no trial was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. "
             "Correct it, or leave it out with --exclude"
         )
-
-
-def _mistake(result: PreflightResult) -> str:
-    is_named = repr(result.trainer) in result.reason
-    return result.reason if is_named else f"{result.trainer} on {result.model}: {result.reason}"
 
 
 def run_preflight(

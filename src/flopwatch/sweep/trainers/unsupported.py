@@ -11,7 +11,7 @@ from torch import nn
 from flopwatch.errors import UnsupportedError
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
-from flopwatch.text import first_line
+from flopwatch.text import first_line, listed
 from flopwatch.torch_internals.modules import ANY_BATCH_NORM
 
 _MOST_NAMED = 3
@@ -57,14 +57,14 @@ def _with_buffers(model: nn.Module) -> str | None:
     batch_norms = [name for name, module in found if isinstance(module, ANY_BATCH_NORM)]
     if batch_norms:
         return (
-            f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that gradients per sample do not "
-            "exist; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces BatchNorm)"
+            f"BatchNorm ({listed(batch_norms, _MOST_NAMED)}) mixes the samples of a batch, so that gradients per "
+            "sample do not exist; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces BatchNorm)"
         )
     name, module = found[0]
     buffers = [buffer for buffer, _ in module.named_buffers()]
     return (
         f"Opacus does not support a layer with both parameters and buffers, such as {name} ({type(module).__name__} "
-        f"with {_named(buffers)}); make its buffers plain attributes, or freeze the layer"
+        f"with {listed(buffers, _MOST_NAMED)}); make its buffers plain attributes, or freeze the layer"
     )
 
 
@@ -113,8 +113,8 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
         return (
-            f"{_named(idle)} got no gradient in the step, but Opacus needs a gradient for every trainable parameter; "
-            "freeze the parameter (requires_grad = False), or remove it from the model"
+            f"{listed(idle, _MOST_NAMED)} got no gradient in the step, but Opacus needs a gradient for every trainable "
+            "parameter; freeze the parameter (requires_grad = False), or remove it from the model"
         )
     for sign, meaning in _MEANINGS.items():
         if sign in message:
@@ -145,11 +145,6 @@ _MEANINGS = {
         "row for all samples, or all tokens in one list, as in a mixture of experts)"
     ),
 }
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 Path = Literal["ghost", "hook", "functorch"]

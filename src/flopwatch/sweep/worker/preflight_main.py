@@ -21,7 +21,7 @@ from torch import nn
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.files import append_line, read_json
 from flopwatch.models.load import Decoder, ResNet, load_model
-from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
+from flopwatch.models.presets import PRESETS, ImagePreset, Preset, config_file, image_preset, is_config
 from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import LABELS, PRIVATE
 from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
@@ -234,9 +234,8 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
     if (sizes := image_preset(model)) is not None:
         yield ResNet(_small_image_preset(sizes)).train()
         return
-    path = Path(model)
-    if path.suffix == ".json" or path.is_dir():
-        settings = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if is_config(model):
+        settings = json.loads(config_file(model).read_text(encoding="utf-8"))
         for smaller in (with_small_width(settings), with_few_layers(settings), settings):
             copy = _built(smaller)
             if copy is not None:
