@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.what_ran import what_ran
-from flopwatch.records.flops import Peak
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
@@ -38,42 +37,71 @@ class NoticeText(NamedTuple):
     message: str
 
 
-def _info(code: str, message: str) -> NoticeText:
-    return NoticeText("info", code, message)
+_INFOS = {
+    "input_wait_unknown": "the input wait is not known, because micro-batches are fetched inside the step; a "
+    "TrainingMonitor measures it: `for batch in monitor.batches(loader)`, or `with monitor.input_wait():` around your "
+    "own function that fetches",
+    "work_between_steps": "the model was called without gradients between two steps. The {seconds:.3g} s between them "
+    "are part of the step time, and their input wait is unknown. If this is evaluation, put it into "
+    '`with monitor.phase("eval")`',
+    "stalled": "some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
+    "(time/stall_seconds). If the loop has a TrainingMonitor and evaluates or saves inside of steps, put that into "
+    '`with monitor.phase("eval")`; otherwise other work on the machine is a frequent cause',
+    "totals_estimated": "the run continues at step {first_step}, in the middle of a logged window of several ranks. "
+    "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
+    "monitor.state_dict() on every rank when you save",
+    "not_exact": "the FLOPs of these steps are not exact: {reasons}",
+    "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
+    "leave it out to see what the training does alone",
+    "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
+    "the model's FLOPs nor the executed FLOPs include them",
+}
+_WARNINGS = {
+    "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} "
+    "FLOP/s ({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
+    "peak_flops_per_s=312e12 if it is 312 TFLOP/s",
+    "step_logged_twice": "step {step} was logged twice, and both count as optimizer steps. With gradient "
+    "accumulation, pass each batch to micro_batch() and log the step once, after optimizer.step()",
+    "folder_in_use": "process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are "
+    "mixed there; give each run an output_dir of its own, or close the first monitor before the second starts",
+    "time_outside_steps": "{seconds:.3g} s passed between two steps, far longer than usual. This is counted as time "
+    "outside steps (time/outside_seconds), not as input wait. To name it, mark it with a TrainingMonitor: "
+    '`with monitor.phase("checkpoint")` around saving, `for batch in monitor.batches(loader)` for the data',
+    "log_not_resumed": "the totals start at 0, because those in {log} cannot be read: {why}",
+    "steps_lost": "the log ends at step {last_step} and the run continues at step {first_step}, so the totals lack the "
+    "steps in between; save monitor.state_dict() with your checkpoint and load it",
+    "state_is_behind": "state_dict() was not called on all ranks, or some ranks are late, so the saved totals end with "
+    "the last window that all ranks have sent; call state_dict() on every rank to save them up to this step",
+    "ranks_unknown": "there are {world_size} ranks, but torch.distributed was not initialised before the first step, "
+    "so all numbers are those of rank {rank} only; call torch.distributed.init_process_group before the first step",
+    "ranks_lost": "from now on all numbers are those of rank {rank} only: {why}",
+    "ranks_missing": "{missing} of {world_size} ranks sent no numbers for this window, so the row has those of the "
+    "logging rank only, and the totals lack the missing ranks; ranks/reporting shows the number of ranks in each row",
+    "ranks_late": "other ranks had not closed their monitor {seconds:.0f} s after this one, so the last window lacks "
+    "their numbers; close the monitor on every rank when the training ends",
+    "device_late": "the device had not finished the last {steps} steps {seconds:g} s after the end of the run, so no "
+    "number includes them",
+    "flops_unknown": "the FLOPs of this model could not be counted: {why}. Pass as batch= what the model is called "
+    "with, or pass flops_fn=..., which returns the FLOPs of a batch",
+    "coverage_below_1": "{percent:.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
+    "{notes}. Add a formula with flopwatch.register_formula",
+}
+
+
+def notice(code: str, **facts: Any) -> NoticeText:
+    """The notice of a code whose text is in the tables above, with these facts in it; an exception in one line."""
+    level: Level = "info" if code in _INFOS else "warning"
+    said = {name: first_line(fact) if isinstance(fact, BaseException) else fact for name, fact in facts.items()}
+    return NoticeText(level, code, (_INFOS.get(code) or _WARNINGS[code]).format(**said))
 
 
 def _warning(code: str, message: str) -> NoticeText:
     return NoticeText("warning", code, message)
 
 
-def mfu_above_peak(mfu: float, peak: Peak) -> NoticeText:
-    return _warning(
-        "mfu_above_peak",
-        f"MFU is {100 * mfu:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} FLOP/s "
-        f"({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
-        "peak_flops_per_s=312e12 if it is 312 TFLOP/s",
-    )
-
-
 def not_a_model(model: object) -> str:
     got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     return f"model= must be the torch.nn.Module that is trained, got {got}, so there will be no FLOPs and no MFU"
-
-
-def step_logged_twice(step: int) -> NoticeText:
-    return _warning(
-        "step_logged_twice",
-        f"step {step} was logged twice, and both count as optimizer steps. With gradient accumulation, pass each batch "
-        "to micro_batch() and log the step once, after optimizer.step()",
-    )
-
-
-def folder_in_use(output_dir: Path, pid: int) -> NoticeText:
-    return _warning(
-        "folder_in_use",
-        f"process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are mixed there; "
-        "give each run an output_dir of its own, or close the first monitor before the second starts",
-    )
 
 
 def nothing_to_count(*, has_model: bool, has_batch: bool, is_counted: bool = False) -> NoticeText:
@@ -103,99 +131,6 @@ def not_readable(name: str) -> NoticeText:
     )
 
 
-def input_wait_unknown() -> NoticeText:
-    return _info(
-        "input_wait_unknown",
-        "the input wait is not known, because micro-batches are fetched inside the step; "
-        "a TrainingMonitor measures it: `for batch in monitor.batches(loader)`, or `with monitor.input_wait():` around "
-        "your own function that fetches",
-    )
-
-
-def time_outside_steps(seconds: float) -> NoticeText:
-    return _warning(
-        "time_outside_steps",
-        f"{seconds:.3g} s passed between two steps, far longer than usual. This is counted as time outside steps "
-        "(time/outside_seconds), not as input wait. To name it, mark it with a TrainingMonitor: "
-        '`with monitor.phase("checkpoint")` around saving, `for batch in monitor.batches(loader)` for the data',
-    )
-
-
-def work_between_steps(seconds: float) -> NoticeText:
-    return _info(
-        "work_between_steps",
-        f"the model was called without gradients between two steps. The {seconds:.3g} s between them are part of the "
-        'step time, and their input wait is unknown. If this is evaluation, put it into `with monitor.phase("eval")`',
-    )
-
-
-def stalled(seconds: float) -> NoticeText:
-    return _info(
-        "stalled",
-        f"some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
-        "(time/stall_seconds). If the loop has a TrainingMonitor and evaluates or saves inside of steps, put that into "
-        '`with monitor.phase("eval")`; otherwise other work on the machine is a frequent cause',
-    )
-
-
-def log_not_resumed(log: Path, error: BaseException) -> NoticeText:
-    why = first_line(error)
-    return _warning("log_not_resumed", f"the totals start at 0, because those in {log} cannot be read: {why}")
-
-
-def steps_lost(last_step: int, first_step: int) -> NoticeText:
-    return _warning(
-        "steps_lost",
-        f"the log ends at step {last_step} and the run continues at step {first_step}, so the totals lack the steps "
-        "in between; save monitor.state_dict() with your checkpoint and load it",
-    )
-
-
-def totals_estimated(first_step: int) -> NoticeText:
-    return _info(
-        "totals_estimated",
-        f"the run continues at step {first_step}, in the middle of a logged window of several ranks. The tokens and "
-        "FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
-        "monitor.state_dict() on every rank when you save",
-    )
-
-
-def state_is_behind() -> NoticeText:
-    return _warning(
-        "state_is_behind",
-        "state_dict() was not called on all ranks, or some ranks are late, so the saved totals end with the last "
-        "window that all ranks have sent; call state_dict() on every rank to save them up to this step",
-    )
-
-
-def ranks_unknown(rank: int, world_size: int) -> NoticeText:
-    return _warning(
-        "ranks_unknown",
-        f"there are {world_size} ranks, but torch.distributed was not initialised before the first step, so all "
-        f"numbers are those of rank {rank} only; call torch.distributed.init_process_group before the first step",
-    )
-
-
-def ranks_lost(rank: int, why: str) -> NoticeText:
-    return _warning("ranks_lost", f"from now on all numbers are those of rank {rank} only: {why}")
-
-
-def ranks_missing(missing: int, world_size: int) -> NoticeText:
-    return _warning(
-        "ranks_missing",
-        f"{missing} of {world_size} ranks sent no numbers for this window, so the row has those of the logging rank "
-        "only, and the totals lack the missing ranks; ranks/reporting shows the number of ranks in each row",
-    )
-
-
-def device_late(steps: int, seconds: float) -> NoticeText:
-    return _warning(
-        "device_late",
-        f"the device had not finished the last {steps} steps {seconds:g} s after the end of the run, so no number "
-        "includes them",
-    )
-
-
 def ranks_absent(ranks: Sequence[int]) -> NoticeText:
     return _warning(
         "ranks_absent",
@@ -203,18 +138,6 @@ def ranks_absent(ranks: Sequence[int]) -> NoticeText:
         "it ended, so the totals lack them; create the same monitors on every rank, in the same order and with "
         "the same logging_rank",
     )
-
-
-def ranks_late(seconds: float) -> NoticeText:
-    return _warning(
-        "ranks_late",
-        f"other ranks had not closed their monitor {seconds:.0f} s after this one, so the last window lacks "
-        "their numbers; close the monitor on every rank when the training ends",
-    )
-
-
-def not_exact(reasons: Sequence[str]) -> NoticeText:
-    return _info("not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
 
 
 def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
@@ -239,42 +162,10 @@ def doubt_of_rank(rank: int) -> str:
     return f"on rank {rank}, a counted step ran other FLOPs than equal calls had run until then"
 
 
-def every_step_counted() -> NoticeText:
-    return _info(
-        "every_step_counted",
-        "count: every slows down every step, so step times, rates and MFU are those of slower steps; leave it out to "
-        "see what the training does alone",
-    )
-
-
-def optimizer_products(flops: int) -> NoticeText:
-    return _info(
-        "optimizer_products",
-        f"the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither the model's FLOPs "
-        "nor the executed FLOPs include them",
-    )
-
-
-def flops_unknown(error: BaseException) -> NoticeText:
-    return _warning(
-        "flops_unknown",
-        f"the FLOPs of this model could not be counted: {first_line(error)}. Pass as batch= what the model is called "
-        "with, or pass flops_fn=..., which returns the FLOPs of a batch",
-    )
-
-
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split())
     return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why[0].lower()}{why[1:]}")
-
-
-def coverage_below_1(coverage: float, notes: Sequence[str]) -> NoticeText:
-    return _warning(
-        "coverage_below_1",
-        f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
-        f"{'; '.join(notes)}. Add a formula with flopwatch.register_formula",
-    )
 
 
 _log = logging.getLogger("flopwatch")

@@ -119,7 +119,7 @@ class MonitoredRun:
         self.step_clock = self._new_step_clock()
         self._passes = PassHooks(lambda: self.step_clock)
         if config.count == "every":
-            self._notify(*notices.every_step_counted())
+            self._notify(*notices.notice("every_step_counted"))
         self.counter = StepCounter(
             config,
             clock,
@@ -196,8 +196,8 @@ class MonitoredRun:
             self._clock,
             self.ranks.busy_time,
             on_time_outside=self._note_outside,
-            on_wait_unknown=lambda: self._notify(*notices.input_wait_unknown()),
-            on_work_between=lambda seconds: self._notify(*notices.work_between_steps(seconds)),
+            on_wait_unknown=lambda: self._notify(*notices.notice("input_wait_unknown")),
+            on_work_between=lambda seconds: self._notify(*notices.notice("work_between_steps", seconds=seconds)),
             seconds_before_first_step=seconds_before_first_step,
         )
 
@@ -205,7 +205,7 @@ class MonitoredRun:
         self._session.add_seconds("outside", seconds)
         self._outside_seconds += seconds
         if self._outside_seconds > _LEAST_OUTSIDE_SECONDS:
-            self._notify(*notices.time_outside_steps(seconds))
+            self._notify(*notices.notice("time_outside_steps", seconds=seconds))
 
     def _look_at_layout(self) -> None:
         size = self._config.data_parallel_size or data_parallel_size(self.counter.model, self._world_size)
@@ -231,7 +231,7 @@ class MonitoredRun:
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if step == self.last_step:
-            self._notify(*notices.step_logged_twice(step))
+            self._notify(*notices.notice("step_logged_twice", step=step))
         if not self._has_started:
             self._start_run(step)
         if batch is not None:
@@ -478,7 +478,7 @@ class MonitoredRun:
             self.outlets.send(row)
             # With several ranks no notice is given, but the reasons are in the row's notes.
             if row.exact is False and self._world_size == 1 and row.notes != (NO_MODEL,):
-                self._notify(*notices.not_exact(row.notes), row.step)
+                self._notify(*notices.notice("not_exact", reasons="; ".join(row.notes)), row.step)
             self._look_for_alarms(row.step)
 
     def _later_seconds(self) -> float:
@@ -488,15 +488,17 @@ class MonitoredRun:
 
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:
-            self._notify(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
+            self._notify(
+                *notices.notice("ranks_missing", missing=self.rows.missing_ranks, world_size=self._world_size), step
+            )
         if self._session.stalled_seconds > _LEAST_STALL_SECONDS:
-            self._notify(*notices.stalled(self._session.stalled_seconds), step)
+            self._notify(*notices.notice("stalled", seconds=self._session.stalled_seconds), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
             self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
         mfu, peak = self.rows.latest.get("perf/mfu"), self.pricer.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
-            self._notify(*notices.mfu_above_peak(mfu, peak), step)
+            self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)
 
     def state(self) -> dict[str, Any]:
         """Return the totals up to the last step for a checkpoint, and flush the log up to the same step."""
@@ -542,7 +544,7 @@ class MonitoredRun:
         self._may_wait_for_ranks = link.wait_for(last, CHECKPOINT_SECONDS)
         self._send_rows(now=True)
         if not self._may_wait_for_ranks:
-            self._notify(*notices.state_is_behind())
+            self._notify(*notices.notice("state_is_behind"))
 
     def load(self, state: Any) -> None:
         if state["step"] is None:  # the checkpoint was saved before the first step
@@ -568,7 +570,8 @@ class MonitoredRun:
                 self._leave_ranks()
             self.close_window(now=True, wait_seconds=device_seconds)
             if self._late:
-                self._notify(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
+                steps = sum(len(late.window.steps) for late in self._late)
+                self._notify(*notices.notice("device_late", steps=steps, seconds=device_seconds))
             if not self._has_started:
                 self._start_run(0)
             self.counter.doubt_unproven()
@@ -599,7 +602,7 @@ class MonitoredRun:
         environment = describe_environment(self.pricer.peaks.device)
         other = process_writing(self._log_path)
         if other is not None:
-            self._notify(*notices.folder_in_use(self._output_dir, other))
+            self._notify(*notices.notice("folder_in_use", output_dir=self._output_dir, pid=other))
         clock = self.step_clock
         ledger = self._session.begin(first_step, environment, clock.first_step_began, clock.seconds_before_first_step)
         start = RunStart(

@@ -422,15 +422,15 @@ class Session:
             elif self.resumed_after is None and is_same_job(self._log_path, environment):
                 self._continue_from(Ledger())
         except _UNREADABLE_LOG as error:
-            self._notify(*notices.log_not_resumed(self._log_path, error))
+            self._notify(*notices.notice("log_not_resumed", log=self._log_path, why=error))
         if self.resumed_after is not None and self.resumed_after + 1 < first_step:
-            self._notify(*notices.steps_lost(self.resumed_after, first_step))
+            self._notify(*notices.notice("steps_lost", last_step=self.resumed_after, first_step=first_step))
 
     def _continue_at(self, point: ResumePoint, first_step: int) -> None:
         self._continue_from(point.ledger)
         self.resumed_after = point.step
         if point.is_estimated:
-            self._notify(*notices.totals_estimated(first_step))
+            self._notify(*notices.notice("totals_estimated", first_step=first_step))
 
 
 def _totals_of(ledger: Ledger) -> Totals:

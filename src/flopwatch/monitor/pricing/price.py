@@ -186,7 +186,9 @@ class StepPricer:
             return None
         self._written = written
         if facts.coverage is not None and facts.coverage < 1:
-            self._notify(*notices.coverage_below_1(facts.coverage, facts.notes))
+            self._notify(
+                *notices.notice("coverage_below_1", percent=100 * (1 - facts.coverage), notes="; ".join(facts.notes))
+            )
         peak = self.peak
         return Provenance(
             step,

@@ -571,7 +571,7 @@ class StepCounter:
             self._futile += 1
             return None
         if count.optimizer:
-            self._notify(*notices.optimizer_products(count.optimizer))
+            self._notify(*notices.notice("optimizer_products", flops=count.optimizer))
         if not self._is_late:
             self.starts_free = self.starts_free is not False and not count.before_calls
         elif not self.starts_free:  # the first step of `flopwatch run`, whose beginning was not seen
@@ -636,7 +636,7 @@ class StepCounter:
                 with self._off_the_clock():
                     self._estimates.learn(model, batch, plan)
             except Exception as error:  # the model may raise anything
-                self._notify(*notices.flops_unknown(error))
+                self._notify(*notices.notice("flops_unknown", why=error))
                 if self._config.strict:
                     raise
         return StepTrace(estimates=self._estimates, doubt=self._why_untold())

@@ -75,7 +75,7 @@ class Rank(Generic[Step]):
         if self.world_size == 1:
             return
         if not is_possible():
-            self._notify(*notices.ranks_unknown(self.rank, self.world_size))
+            self._notify(*notices.notice("ranks_unknown", rank=self.rank, world_size=self.world_size))
             return
         key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
@@ -178,7 +178,7 @@ class Rank(Generic[Step]):
         if self.is_logging and self.link.absent:
             self._notify(*notices.ranks_absent(self.link.absent))
         elif self.is_logging and not is_in_time:
-            self._notify(*notices.ranks_late(seconds))
+            self._notify(*notices.notice("ranks_late", seconds=seconds))
 
     def leave(self) -> None:
         """Stop exchanging reports with other ranks, without waiting."""
@@ -189,7 +189,7 @@ class Rank(Generic[Step]):
 
     def _leave(self, why: str) -> None:
         if self.is_logging:
-            self._notify(*notices.ranks_lost(self.rank, why))
+            self._notify(*notices.notice("ranks_lost", rank=self.rank, why=why))
         self.leave()
         self.link = None
 
