@@ -345,7 +345,7 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
     elif all(bool(((tensor == 0) | (tensor == 1)).all()) for tensor in own):
         changes = [_half_off, torch.ones_like]
     else:
-        changes.append(_halved)
+        changes.append(lambda tensor: torch.clamp(tensor // 2, min=min(1, int(tensor.min()))))
     for change in changes:
 
         def changed(path: str, tensor: torch.Tensor, change: Any = change) -> torch.Tensor:
@@ -376,7 +376,3 @@ def _half_ignored(tensor: torch.Tensor) -> torch.Tensor:
 def _half_off(tensor: torch.Tensor) -> torch.Tensor:
     tensor[..., tensor.shape[-1] // 2 + 1 :] = 0
     return tensor
-
-
-def _halved(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.clamp(tensor // 2, min=min(1, int(tensor.min())))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flopwatch.flops.batch_contents import tensors_of
 from flopwatch.flops.formulas import find_formula
+from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import FlopCount
 from flopwatch.torch_internals.ops import FakeTensor, OpOverload, op_name, op_packet
 
@@ -210,17 +211,7 @@ def _numpy_state(numpy: Any) -> Any:
 
 
 def _gathered(values: Any, name: str) -> frozenset[str]:
-    if isinstance(values, torch.Tensor):
-        return getattr(values, name, _NOTHING)
-    if isinstance(values, list | tuple):
-        found = _NOTHING
-        for value in values:
-            if isinstance(value, torch.Tensor | list | tuple):
-                found = found | _gathered(value, name)
-        return found
-    if isinstance(values, dict):
-        return _gathered(list(values.values()), name)
-    return _NOTHING
+    return _NOTHING.union(*(getattr(tensor, name, _NOTHING) for tensor in tensors_in(values)))
 
 
 _origins = partial(_gathered, name=_ORIGIN)

@@ -34,20 +34,12 @@ class ModuleTables(NamedTuple):
     parameters: str
     buffers: str
     modules: str
-    forward_pre_hooks: str
-    forward_hooks: str
-    hook_options: tuple[str, ...]
+    running_hooks: tuple[str, ...]
+    """Those before and those after `forward`."""
     backward_hooks: tuple[str, ...]
-
-    @property
-    def running_hooks(self) -> tuple[str, ...]:
-        return self.forward_pre_hooks, self.forward_hooks
-
-    @property
-    def state(self) -> frozenset[str]:
-        """Attributes that torch sets, as opposed to the user's, and that a copy of a module gets separately."""
-        hooks = (*self.running_hooks, *self.hook_options, *self.backward_hooks)
-        return frozenset((self.parameters, self.buffers, self.modules, COMPILED_CALL, *hooks))
+    hook_options: tuple[str, ...]
+    state: frozenset[str]
+    """Attributes that torch sets, as opposed to the user's, and that a copy of a module gets separately."""
 
 
 @functools.cache
@@ -71,10 +63,10 @@ def _tables_of(module: nn.Module) -> ModuleTables:
     module.register_buffer("buffer", buffer)
     module.register_module("child", child)
     handles: list[Any] = [
-        module.register_forward_pre_hook(_idle, with_kwargs=True),
-        module.register_forward_hook(_idle, with_kwargs=True, always_call=True),
-        module.register_full_backward_hook(_idle),
-        module.register_full_backward_pre_hook(_idle),
+        module.register_forward_pre_hook(print, with_kwargs=True),  # no hook is called
+        module.register_forward_hook(print, with_kwargs=True, always_call=True),
+        module.register_full_backward_hook(print),
+        module.register_full_backward_pre_hook(print),
     ]
     held = {name: value for name, value in vars(module).items() if isinstance(value, dict | set)}
 
@@ -86,19 +78,9 @@ def _tables_of(module: nn.Module) -> ModuleTables:
     options = tuple(name for name, each in held.items() if name not in hooks and any(key in each for key in ids))
     if len(options) < 3:
         raise LookupError("options of hooks are kept elsewhere")
-    return ModuleTables(
-        keeper("weight", weight),
-        keeper("buffer", buffer),
-        keeper("child", child),
-        hooks[0],
-        hooks[1],
-        options,
-        (hooks[2], hooks[3]),
-    )
-
-
-def _idle(*_: Any) -> None:
-    return None
+    kept = keeper("weight", weight), keeper("buffer", buffer), keeper("child", child)
+    state = frozenset((*kept, COMPILED_CALL, *hooks, *options))
+    return ModuleTables(*kept, tuple(hooks[:2]), tuple(hooks[2:]), options, state)
 
 
 COMPILED_CALL = declare("torch.nn.Module._compiled_call_impl")

@@ -8,6 +8,7 @@ from __future__ import annotations  # earlier torch releases raise an error for 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,11 +93,7 @@ def register_formula(
             kernel_formulas[name] = function
             return function
 
-        def as_called(call: OpCall) -> int:
-            args, kwargs = unbind(call)
-            return function(*args, **kwargs, out=call.out)
-
-        _formulas[name] = as_called
+        _formulas[name] = partial(_called, function, "out")
         return function
 
     return register
@@ -109,14 +106,14 @@ def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
     if ours is not None:
         return ours
     theirs = torch_registry.get(op_packet(func))
-    if theirs is None:
-        return None
+    return None if theirs is None else partial(_called, theirs, "out_val")
 
-    def as_called(call: OpCall) -> int:
-        args, kwargs = unbind(call)
-        return int(theirs(*args, **kwargs, out_val=call.out))
 
-    return as_called
+def _called(formula: Callable[..., Any], out: str, call: OpCall) -> Any:
+    """Call a formula that takes the arguments of the op, and its result under the name `out`."""
+    args, kwargs = unbind(call)
+    flops = formula(*args, **kwargs, **{out: call.out})
+    return int(flops) if out == "out_val" else flops
 
 
 def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

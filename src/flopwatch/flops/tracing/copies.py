@@ -124,10 +124,9 @@ class Copies:
             for name, child in vars(original)[tables.modules].items()
         }
         # Copy attributes after submodules: a module that is both must get its path from its place in the module tree.
-        state = tables.state
         for name, value in list(original.__dict__.items()):
             is_sharded = name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS
-            if name not in state and not is_sharded:
+            if name not in tables.state and not is_sharded:
                 twin.__dict__[name] = self.value(value)
         self._outside.add_class(type(twin))
         self._copied_modules.append((original, twin))

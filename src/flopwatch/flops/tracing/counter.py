@@ -20,7 +20,7 @@ from flopwatch.flops.formulas.registry import compute_type, type_of_product
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.flops.tracing.tally import Phase, Tally, float_tensors
+from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.autograd import (
@@ -302,7 +302,8 @@ class CountingMode(TorchDispatchMode):
             self.add(kernels.name_of(kernel), OpFlops(flops), type_of_product(arguments))
 
     def _add_uncounted(self, name: str, arguments: Sequence[Any] = ()) -> None:
-        self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(arguments))
+        tensors = [each for each in tensors_in(list(arguments)) if each.is_floating_point() or each.is_complex()]
+        self.tally.add_uncounted(_short(name), self._module(self._phase()), tensors)
 
     def _phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.

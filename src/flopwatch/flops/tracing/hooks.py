@@ -70,7 +70,7 @@ class HookCopies:
                 copy = self._per_sample(hook)
                 # The copy becomes a forward hook, because torch warns about backward hooks if no input needs gradients.
                 if copy is not None:
-                    kept[names.forward_hooks][key] = functools.partial(_when_gradient_comes, copy)
+                    kept[names.running_hooks[1]][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -85,14 +85,3 @@ class Tally:
         for key, cell in self._flops.items():
             groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
         return dict(groups)
-
-
-def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point() or value.is_complex():
-                found.append(value)
-        elif isinstance(value, list | tuple):
-            found += float_tensors(value)
-    return found
