@@ -232,7 +232,6 @@ class Sample:
 
     Attributes:
         one: The sample as a batch of size 1.
-        layout: Which sizes of the sample can be changed.
         image_tokens: Token ids of image placeholders. Resizing keeps their number, because the model compares it with
             the number of patches.
         merge: The vision tower merges `merge` x `merge` patches into one, which takes the place of one placeholder.

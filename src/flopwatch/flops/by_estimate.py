@@ -7,6 +7,7 @@ per token. Attention adds two products over the pairs of positions. State-space 
 left out. docs/accuracy.md has the measured errors per architecture.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -259,6 +260,7 @@ def _attention_products(
 ) -> list[_Product]:
     """Return the products over pairs of positions (scores, and scores times values) of every attention module."""
     products = []
+    of_causal_model = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     for path, module in model.named_modules():
         widths = _attention_widths(module)
         if widths:
@@ -266,7 +268,8 @@ def _attention_products(
             queries = keys = stream.attended_now
             if "encoder" in streams and any(word in path.lower() for word in ("encdec", "cross", "encoder_attn")):
                 keys = streams["encoder"].attended_now
-            half = attention == "causal" and queries == keys and _is_causal(model, path, module)
+            is_causal = "causal" in type(module).__name__.lower() or of_causal_model
+            half = attention == "causal" and queries == keys and is_causal and not re.search("vision|visual", path)
             pairs = queries * (keys + 1) // 2 if half else queries * keys
             products.append(_Product(path, stream.batch_size * pairs * sum(widths), False))
     return products
@@ -296,12 +299,6 @@ def _features(module: nn.Module) -> tuple[int | None, int | None]:
     if isinstance(weight, torch.Tensor) and weight.dim() == 2:  # GPT-2's Conv1D stores its weight transposed
         return weight.shape[0], weight.shape[1]
     return None, None
-
-
-def _is_causal(model: nn.Module, path: str, module: nn.Module) -> bool:
-    if any(word in path for word in ("vision", "visual")):
-        return False
-    return "causal" in type(module).__name__.lower() or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product]:

@@ -22,11 +22,7 @@ from flopwatch.records.flops import AttentionConvention, Method, PhaseFlops
 class StepShape:
     """The sizes of a batch on which the FLOPs of a step depend.
 
-    Attributes:
-        batch_size: The number of samples.
-        seq_len: The length of the main sequence; None for a model without one.
-        grids: (frames, rows, columns) of patches of every image of the batch, in order.
-        others: The lengths of other sequences, such as a decoder's target, by the name of their variable.
+    The main sequence may be missing; `others` are those of a decoder's target and so on, by the name of their variable.
     """
 
     batch_size: int
@@ -194,11 +190,8 @@ class FlopLaw:
         """Return the FLOPs of one step on samples of different lengths, without padding, by phase.
 
         Terms that are linear in the number of samples are evaluated for each sample at its own lengths. All other terms
-        (position embeddings, pairs of samples) are evaluated at the greatest lengths.
-
-        Args:
-            rows: For each sample, its lengths by variable, such as `{"s": 512}`.
-            image_grids: The grids of all images; by default, each sample has images as in the fitted batch.
+        (position embeddings, pairs of samples) are evaluated at the greatest lengths. `rows` are the lengths of each
+        sample by variable, such as `{"s": 512}`.
         """
         longest = {name: max(row[name] for row in rows) for name in rows[0]}
         grids = self._grids(image_grids, len(rows))
@@ -226,13 +219,8 @@ class FlopLaw:
     ) -> PhaseFlops:
         """Return the FLOPs of one step on packed documents, where attention stays inside each document, by phase.
 
-        Each document has the images of the example.
-
-        Args:
-            documents: The number of documents, and the sums of their lengths and squared lengths.
-            longest: The length of a row with its padding; None if the documents fill one row without padding.
-            rows: The number of rows that the documents are packed into.
-            others: Variable and length of further sequences, such as a decoder's target; the same for all documents.
+        Each document has the images of the example, and the same lengths of `others`, such as a decoder's target. They
+        are packed into `rows` rows, of which the `longest` is None if they fill one row without padding.
         """
         # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.
         powers_of_main = (documents.count, documents.tokens, documents.squares)

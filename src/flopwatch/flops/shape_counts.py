@@ -24,10 +24,7 @@ _LEAST_RELIABLE_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 class ShapeCounts:
     """Counts the FLOPs of batches of different shapes, all made from one sample, and caches the latest results.
 
-    Attributes:
-        sample: The sample that batches are made from.
-        notes: Sentences about the limits of the counts.
-        doubts: Reasons why a formula that is fitted on these counts is not exact.
+    `notes` are about the limits of the counts, `doubts` say why a formula that is fitted on them is not exact.
     """
 
     def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:

@@ -4,29 +4,9 @@ A multiply-add is 2 FLOPs. Importing this package registers all of our formulas.
 """
 
 from flopwatch.flops.formulas import attention, layers, matrices
-from flopwatch.flops.formulas.registry import (
-    Formula,
-    OpCall,
-    OpFlops,
-    bind,
-    find_formula,
-    kernel_formulas,
-    register_formula,
-)
+from flopwatch.flops.formulas.registry import register_formula
 
 formula = register_formula
 """The short name of it for users: `@flopwatch.formula("mylib::foo")`."""
 
-__all__ = [
-    "Formula",
-    "OpCall",
-    "OpFlops",
-    "attention",
-    "bind",
-    "find_formula",
-    "formula",
-    "kernel_formulas",
-    "layers",
-    "matrices",
-    "register_formula",
-]
+__all__ = ["attention", "formula", "layers", "matrices", "register_formula"]

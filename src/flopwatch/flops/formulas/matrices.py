@@ -15,7 +15,7 @@ def matmul_flops(rows: int, contracted: int, columns: int) -> int:
     return 2 * rows * contracted * columns
 
 
-_DENSE_FACTORS = {
+FACTORS = {
     "aten::mm": ("self", "mat2"),
     "aten::_int_mm": ("self", "mat2"),
     "aten::_scaled_mm": ("self", "mat2"),
@@ -27,12 +27,18 @@ _DENSE_FACTORS = {
     "aten::baddbmm": ("batch1", "batch2"),
     "aten::addbmm": ("batch1", "batch2"),
     "aten::addr": ("vec1", "vec2"),
+    "aten::_sparse_addmm": ("mat1", "mat2"),
+    "aten::addmv": ("mat", "vec"),
+    "aten::dot": ("self", "tensor"),
+    "aten::mv": ("self", "vec"),
 }
+"""The names of the two factors of a matrix product in the schemas of ops. Addends are left out."""
+_OTHERWISE = ("aten::_sparse_addmm", "aten::addmv", "aten::dot", "aten::mv")
 
 
-@formula(*_DENSE_FACTORS)
+@formula(*(name for name in FACTORS if name not in _OTHERWISE))
 def _dense_product(call: OpCall) -> int:
-    left, right = (call.arguments[name] for name in _DENSE_FACTORS[op_name(call.func).removesuffix("_")])
+    left, right = (call.arguments[name] for name in FACTORS[op_name(call.func).removesuffix("_")])
     # Two fp4 numbers are packed into one element.
     numbers_per_element = 2 if left.dtype is FLOAT4 else 1
     return int(2 * prod(left.shape) * numbers_per_element * right.shape[-1])
@@ -180,23 +186,16 @@ STORED_NUMBERS = (
     "the FLOPs of sparse products depend on the number of stored elements, which may differ in other batches"
 )
 
-_PRODUCTS = {
-    "aten::mm": ("self", "mat2"),
-    "aten::addmm": ("mat1", "mat2"),
-    "aten::_sparse_addmm": ("mat1", "mat2"),
-    "aten::mv": ("self", "vec"),
-}
-
 
 def sparse_product_flops(call: OpCall) -> OpFlops | None:
     """Return the FLOPs of a product with exactly one sparse factor; None for any other op or layout.
 
     Every stored element is multiplied with one row or column of the dense factor.
     """
-    names = _PRODUCTS.get(op_name(call.func).removesuffix("_"))
-    if names is None:
+    name = op_name(call.func).removesuffix("_")
+    if name not in ("aten::mm", "aten::addmm", "aten::_sparse_addmm", "aten::mv"):
         return None
-    left, right = (call.arguments[name] for name in names)
+    left, right = (call.arguments[each] for each in FACTORS[name])
     if (left.layout is torch.strided) == (right.layout is torch.strided):
         return None
     if right.layout is torch.strided:

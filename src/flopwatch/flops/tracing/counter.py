@@ -11,12 +11,19 @@ import torch
 from torch import distributed
 
 from flopwatch.errors import MeasurementError
-from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import backward_flops, flex_sizes, forward_flops
 from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, costs_nothing
 from flopwatch.flops.formulas.layers import TAKE_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
-from flopwatch.flops.formulas.registry import compute_type, type_of_product
+from flopwatch.flops.formulas.registry import (
+    Formula,
+    OpCall,
+    OpFlops,
+    bind,
+    compute_type,
+    find_formula,
+    type_of_product,
+)
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack

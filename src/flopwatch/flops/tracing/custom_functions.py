@@ -23,7 +23,8 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from flopwatch.flops.formulas import bind
+from flopwatch.flops.formulas.matrices import FACTORS
+from flopwatch.flops.formulas.registry import bind
 from flopwatch.flops.tree import leaves_of, tensors_in
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
@@ -207,17 +208,9 @@ CANNOT_TELL = (
 )
 NOT_FOLLOWED = "products that a custom autograd function recomputes could not be recognised, so they count as needed"
 
-# The names of the two factors of a matrix product. Addends are not listed, because they do not change the product.
-_FACTORS = {
-    "aten::_addmm_activation": ("mat1", "mat2"),
-    "aten::addmm": ("mat1", "mat2"),
-    "aten::addmv": ("mat", "vec"),
-    "aten::baddbmm": ("batch1", "batch2"),
-    "aten::bmm": ("self", "mat2"),
-    "aten::dot": ("self", "tensor"),
-    "aten::mm": ("self", "mat2"),
-    "aten::mv": ("self", "vec"),
-}
+_MATRIX_PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("_addmm_activation", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +406,8 @@ def _forward_codes(function: type[Any]) -> set[CodeType]:
 def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:
     """Return the factors of a product, in a form that is the same for A x B and for its transpose B' x A'."""
     name = op_name(func).removesuffix("_")
-    names = _FACTORS.get(name)
-    if names is not None:
-        left, right = (arguments[each] for each in names)
+    if name in _MATRIX_PRODUCTS:  # addends are ignored, because they do not change the product
+        left, right = (arguments[each] for each in FACTORS[name])
         return [_matrix(left, -1, values, call), _matrix(right, -2 if right.dim() > 1 else -1, values, call)]
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from flopwatch.flops.formulas import kernel_formulas
+from flopwatch.flops.formulas.registry import kernel_formulas
 
 PREFIX = "triton::"
 OnLaunch = Callable[[Any, Mapping[str, Any]], None]

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.free_ops import RISKY as RISKY_OPS
 from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.counter import METADATA_OPS, UNSEEN_KERNEL, CountingMode
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
@@ -60,6 +60,7 @@ from flopwatch.torch_internals.ops import (
 )
 from flopwatch.torch_internals.probes import why_not_countable
 
+_has_kernel = cache(has_kernel)
 _WHOLE = frozenset(
     (
         *("bilinear", "corrcoef", "cov", "einsum", "gru", "gru_cell", "inner", "istft", "linalg_multi_dot", "lstm"),
@@ -81,9 +82,6 @@ class StepCount:
     """FLOPs of one step, counted op by op as it ran.
 
     Attributes:
-        phases: FLOPs by phase.
-        by_dtype: FLOPs by compute type.
-        by_op: FLOPs by op.
         by_scale: Needed FLOPs (without recomputation) by how they depend on the lengths of rows.
         uncounted: Names of ops without a formula.
         failure: Why the count is not complete; None if it is.
@@ -324,9 +322,7 @@ class SeenRegion:
 
     Attributes:
         phase: When it ran: in the forward pass, or again in the backward pass.
-        axes: The shape of the micro-batch that was running.
         backwards: How often its backward pass ran.
-        is_over: Whether the step has ended.
         may_skip: Whether not all of its products may have run.
     """
 
@@ -444,7 +440,8 @@ class PassingMode(CountingMode):
             and can_decompose(func)
             and not _has_kernel(func, frozenset(each.device.type for each in tensors_in(args)))
         ):
-            # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE` would change results.
+            # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE`, or one that has its
+            # own kernel on the device, would change the last bits of results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -607,9 +604,3 @@ def _codes_of(closure: Any) -> tuple[CodeType, ...]:
     function = inspect.unwrap(getattr(closure, "func", closure))
     called: tuple[Any, ...] = getattr(function, "__func__", function), vars(type(function)).get("__call__")
     return tuple(each.__code__ for each in called if hasattr(each, "__code__"))
-
-
-@cache
-def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
-    """Whether an op has its own kernel on these devices; decomposing such an op could change the result's last bits."""
-    return has_kernel(func, device_types)

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flopwatch.errors import MeasurementError
-from flopwatch.flops.formulas import Formula, OpCall, OpFlops, find_formula
 from flopwatch.flops.formulas.free_ops import costs_nothing
 from flopwatch.flops.formulas.matrices import sparse_product_flops
-from flopwatch.flops.formulas.registry import type_of_product, unbind
+from flopwatch.flops.formulas.registry import Formula, OpCall, OpFlops, find_formula, type_of_product, unbind
 from flopwatch.flops.tracing.counter import with_complex
 from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
 from flopwatch.flops.tracing.tally import Phase, Tally

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from flopwatch.flops.formulas import OpFlops, find_formula
+from flopwatch.flops.formulas.registry import OpFlops, find_formula
 from flopwatch.flops.tracing.custom_functions import storage_of, written
 from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast

@@ -27,10 +27,7 @@ Listener = Callable[["Region", tuple[Any, ...]], Leave | None]
 class InputSpec:
     """What a graph takes in one place: a tensor of these sizes, or the size itself if it is a number.
 
-    Attributes:
-        sizes: The sizes of the tensor, as numbers or as expressions of sizes that differ from call to call.
-        strides: Its strides, likewise.
-        kind: Its class, if that is not one of torch's own.
+    Sizes and strides are numbers, or expressions of sizes that differ from call to call; `kind` is a class not torch's.
     """
 
     sizes: tuple[Any, ...]
@@ -53,12 +50,7 @@ class _Source(NamedTuple):
 class Region:
     """A compiled function, and the graph it was compiled from.
 
-    Attributes:
-        number: Tells compiled functions apart.
-        graph: The graph, before the backend could change it.
-        inputs: What the graph takes.
-        autocast: The autocast state in which it was captured.
-        counts: Its FLOPs by sizes, as far as they were counted.
+    The graph is kept as it was before the backend could change it, with the autocast state in which it was captured.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from flopwatch.flops.formulas import OpCall
+from flopwatch.flops.formulas.matrices import FACTORS
+from flopwatch.flops.formulas.registry import OpCall
 from flopwatch.torch_internals.ops import GROUPED_MM, op_packet, short_op_name
 
-_MATRICES = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "_addmm_activation": ("mat1", "mat2")}
+_MATRICES, _BATCHED = ("mm", "addmm", "_addmm_activation"), ("bmm", "baddbmm")
 _GROUPED = "grouped"
-_BATCHED = {"bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
 
 
 class Axes(NamedTuple):
@@ -53,11 +53,7 @@ Shape = tuple[int, ...]
 class Product(NamedTuple):
     """What the sizes of a matrix product or of fused attention show, for batches whose shape is known only later.
 
-    Attributes:
-        name: The op.
-        shapes: The shapes of its factors; of query and key for attention.
-        is_weight: For each factor, whether it is a parameter of the model.
-        is_causal: Whether only pairs were counted in which the key is not after the query.
+    The shapes are those of its factors, or of query and key; `is_weight` says which factors are model parameters.
     """
 
     name: str
@@ -100,8 +96,8 @@ def scale_of(product: Product | None, axes: Axes | None) -> Scale:
 def factors_of(call: OpCall) -> tuple[Any, ...]:
     """The two factors of a matrix product; empty for other ops."""
     name = short_op_name(call.func).removesuffix("_")
-    names = _MATRICES.get(name) or _BATCHED.get(name)
-    return tuple(call.arguments[each] for each in names or ())
+    is_product = name in _MATRICES or name in _BATCHED
+    return tuple(call.arguments[each] for each in FACTORS[f"aten::{name}"]) if is_product else ()
 
 
 def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]) -> Scale:
@@ -164,10 +160,8 @@ class RowLengths(NamedTuple):
     """The real lengths of a micro-batch's documents, one list for each of its sequences.
 
     Attributes:
-        axes: The shape of the micro-batch.
         sums: For each sequence, the sum of the documents' lengths.
         products: For each pair of sequences (query, key), the sum of the products of both lengths.
-        documents: How many documents there are.
         longest: For each sequence, the length of the longest document; empty if it is not known.
     """
 

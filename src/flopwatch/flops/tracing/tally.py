@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from flopwatch.flops.formulas import OpFlops
+from flopwatch.flops.formulas.registry import OpFlops
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 
 UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts masked pairs too, as its mask is not visible"

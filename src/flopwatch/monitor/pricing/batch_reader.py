@@ -61,7 +61,6 @@ class Reading(NamedTuple):
     """The sizes of one micro-batch, as integer tensors that may still be on the device.
 
     Attributes:
-        plan: Sizes and tensor names that follow from the shapes.
         row_lengths: For each row, the number of positions that are not padding.
         documents: The number of packed documents, the number of their tokens, and the sum of their squared lengths.
         cumulative: The positions at which packed documents end.
@@ -90,7 +89,6 @@ class Work(NamedTuple):
     """The sizes of one micro-batch, as integers.
 
     Attributes:
-        plan: Sizes that follow from the shapes.
         lengths: For each row, the number of positions that are not padding; None without padding or without a mask.
         documents: The documents in the batch; None if each row is one document without padding.
         trainable_tokens: Number of labels that are not -100; None without labels.
