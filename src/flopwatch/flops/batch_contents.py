@@ -7,11 +7,11 @@ dimensions of all tensors, in order). One formula for the FLOPs of a step serves
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from math import prod
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,14 +30,8 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 _DEEPEST = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The structure and sizes of a batch, without the values of its tensors.
-
-    Attributes:
-        structure: Names, types, numbers of dimensions and plain values of everything in the batch; hashable.
-        sizes: All dimensions of all tensors, and the lengths of lists of equal items, in the order of the structure.
-    """
+class Description(NamedTuple):
+    """A hashable structure, and the sizes in its order: dimensions of tensors, and lengths of lists of equal items."""
 
     structure: Any
     sizes: tuple[int, ...]
@@ -199,8 +193,7 @@ _DEEPEST_SEARCHED = 8
 _MOST_KEYS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """The number of samples, and of positions per sample; `seq_len` is None for a batch without a text sequence."""
 
     batch_size: int

@@ -76,7 +76,11 @@ def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream
     """Return the streams of a batch by name: text, image, merged image patches, for some models encoder and decoder."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
-    streams = {"text": text, "image": image, "merged": _merged(model, image)}
+    # The vision tower merges neighbouring patches before they enter the language model.
+    side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
+    share = side**2 if isinstance(side, int) else 1
+    merged = Stream(image.batch_size, image.positions // share, image.attended // share)
+    streams = {"text": text, "image": image, "merged": merged}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         target = batch.get("decoder_input_ids", batch.get("labels"))
         streams["encoder"] = image if "input_features" in batch else text
@@ -128,13 +132,6 @@ def _image_stream(model: nn.Module, batch: Mapping[str, Any], text: Stream) -> S
     size = list(pixels.shape[2:])
     patches_per_image = prod(extent // side for extent in size) if isinstance(side, int) else 1
     return Stream(pixels.shape[0], pixels.shape[0] * patches_per_image, patches_per_image, size)
-
-
-def _merged(model: nn.Module, image: Stream) -> Stream:
-    """Return the stream of patches that enters the language model, after the vision tower has merged neighbours."""
-    side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
-    share = side**2 if isinstance(side, int) else 1
-    return Stream(image.batch_size, image.positions // share, image.attended // share)
 
 
 def _sides(module: nn.Module, name: str, dims: int) -> list[int]:

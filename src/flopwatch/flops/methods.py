@@ -32,8 +32,7 @@ from flopwatch.flops.tracing.passes import (
     device_type_of,
     failures_named,
     run_step,
-    threads_followed,
-    threads_noticed,
+    threads_met,
     under_autocast,
 )
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
@@ -69,7 +68,7 @@ def count_by_step(
     with undisturbed(parameter.device for parameter in model.parameters()):
         replica, own_batch, own_loss = copies.all_of(model, _apart(batch), loss_fn)
         steering.name(own_batch, (*replica.parameters(), *replica.buffers()))
-        noticed = threads_followed(modes_of_thread, mode.add_threads)
+        noticed = threads_met(mode.add_threads, modes_of_thread)
         reads = PythonReads(steering) if training else nullcontext()
         with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed, ExitStack() as ends:
             ends.callback(watch_launches(mode.add_kernel))
@@ -180,7 +179,7 @@ class _Trace:
             steering.name(fake_batch)
             # In inference, torch runs an encoder layer as one op, which a function mode (`PythonReads`) would prevent.
             reads = PythonReads(steering) if self.training else nullcontext()
-            noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
+            noticed = python_draws(steering), reads, threads_met(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
             with copies.in_place(), failures_named(stack), noticed[0], noticed[1], noticed[2], whole_attention:
                 copy_context().run(

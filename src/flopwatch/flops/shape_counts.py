@@ -121,20 +121,15 @@ class ShapeCounts:
         sample = self.sample
         if not shape.grids or shape.grids == sample.grids * shape.batch_size:
             return sample.batch(shape.values)
-        one = sample.with_grids(_grids_of_one_sample(shape), shape.seq_len or 0)
-        return repeated(one, shape.batch_size)
+        per_sample, left = divmod(len(shape.grids), shape.batch_size)
+        grids = shape.grids[:per_sample]
+        if left or grids * shape.batch_size != shape.grids:
+            raise InputError(
+                "this model has no formula for its FLOPs, and a batch can only be counted if all its samples have the "
+                f"same images; got {len(shape.grids)} images for {shape.batch_size} samples"
+            )
+        return repeated(sample.with_grids(grids, shape.seq_len or 0), shape.batch_size)
 
 
 def _phases_of(count: FlopCount) -> PhaseFlops:
     return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
-
-
-def _grids_of_one_sample(shape: StepShape) -> tuple[Grid, ...]:
-    per_sample, left = divmod(len(shape.grids), shape.batch_size)
-    grids = shape.grids[:per_sample]
-    if left or grids * shape.batch_size != shape.grids:
-        raise InputError(
-            "this model has no formula for its FLOPs, and a batch can only be counted if all its samples have the same "
-            f"images; got {len(shape.grids)} images for {shape.batch_size} samples"
-        )
-    return grids

@@ -164,6 +164,8 @@ class LiveStep:
 
     def __init__(self, attention: AttentionConvention, parameters: Iterable[torch.Tensor] = ()) -> None:
         self._mode = PassingMode(attention, parameters)
+        self.enter_optimizer, self.leave_optimizer = self._mode.enter_optimizer, self._mode.leave_optimizer
+        self.note_call = self._mode.note_call
         self.region_calls: list[SeenRegion] = []
         self._thread = get_ident()
         self._listener = regions.listen(self._region_is_called)
@@ -181,23 +183,13 @@ class LiveStep:
         self._stop_watching = watch_launches(self._mode.add_kernel)
         _under_way.add(self)
 
-    # Evaluations are not part of the step. An optimizer's own products are not those of the training.
-
     def set_paused(self, is_paused: bool) -> None:
+        """Pause or resume the count. Evaluations are not part of the step."""
         self._mode.is_paused = is_paused
 
     def set_axes(self, axes: Axes | None) -> None:
         """Say which shape the micro-batch has that runs from now on; None if it has no sequence."""
         self._mode.axes = axes
-
-    def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mode.enter_optimizer(args, kwargs)
-
-    def leave_optimizer(self) -> None:
-        self._mode.leave_optimizer()
-
-    def note_call(self) -> None:
-        self._mode.note_call()
 
     def _region_is_called(self, region: Region, args: tuple[Any, ...]) -> regions.Leave | None:
         """Count a call of compiled code, and nothing of what runs in it."""
@@ -544,7 +536,7 @@ class PassingMode(CountingMode):
         if find_formula(func) is None and not costs_nothing(func):
             self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
 
-    def enter_optimizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin an optimizer step, and note its closures, which run forward and backward passes."""
         closures = (value for value in (*args[1:], *kwargs.values()) if callable(value))
         codes = frozenset(code for closure in closures for code in _codes_of(closure))

@@ -11,8 +11,7 @@ the step, torch ends this recording by itself, and it is left as it is.
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -170,8 +169,14 @@ class ObservedStep:
     def _begin_recording(self) -> None:
         check_countable()
         recording = profile(record_shapes=True)
-        with _without_messages():
+        # Torch reads, when it loads its profiler, that it shall print nothing at the begin and end of a recording.
+        is_set = _LOG_LEVEL in os.environ
+        os.environ.setdefault(_LOG_LEVEL, _NOTHING)
+        try:
             recording.__enter__()
+        finally:
+            if not is_set:
+                del os.environ[_LOG_LEVEL]
         _running.append(recording)
         _threads[:] = [get_ident()]
         with record_function(BEGIN):
@@ -189,16 +194,3 @@ class ObservedStep:
             return
         recording.__exit__(None, None, None)
         self._recordings.append(recording.kineto_results)
-
-
-@contextmanager
-def _without_messages() -> Iterator[None]:
-    """Let torch read, when it loads its profiler, that it shall print nothing at the begin and end of a recording."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _NOTHING
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]

@@ -208,35 +208,15 @@ def _set(device_type: str, dtype: torch.dtype | None, default: torch.dtype | Non
         torch.set_autocast_dtype(device_type, chosen)
 
 
-Report = Callable[[], None]
-
-
 @contextmanager
-def threads_noticed(report: Report) -> Iterator[None]:
+def threads_met(report: Callable[[], None], modes: Callable[[], Sequence[Any]] | None = None) -> Iterator[None]:
     """Call `report` for each thread that starts in the block, because a dispatch mode only works in its own thread.
 
+    With `modes`, enter `modes()` in each thread instead, and call `report` for each that outlives the block. A thread
+    leaves the modes when it ends. If it outlives the block, as in a thread pool, it leaves them at its next function
+    call, because its later work for the training must not run under these modes.
+
     Each new thread calls the function given to `threading.setprofile`. Ours removes itself at its first call.
-    """
-    before: Any = threading.getprofile()
-
-    def on_start(frame: FrameType, event: str, argument: Any) -> None:
-        sys.setprofile(before)
-        if not _is_of_flopwatch(threading.current_thread()):
-            report()
-
-    threading.setprofile(on_start)
-    try:
-        yield
-    finally:
-        threading.setprofile(before)
-
-
-@contextmanager
-def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iterator[None]:
-    """Enter `modes()` in each thread that starts in the block; call `report` for each thread that outlives the block.
-
-    A thread leaves the modes when it ends. If it outlives the block, as in a thread pool, it leaves them at its next
-    function call, because its later work for the training must not run under these modes.
     """
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
@@ -246,10 +226,13 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
         flags = {name: value[-1] for name, value in vars(mode).items() if isinstance(value, deque | list) and value}
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
-        if _is_of_flopwatch(threading.current_thread()):
-            sys.setprofile(before)
-            return
-        _Followed(modes(), frame, under_way, is_over, before).enter(flags)
+        sys.setprofile(before)
+        if threading.current_thread().name.startswith("flopwatch-"):
+            return  # a thread of the monitor, such as the one that connects the ranks; the model did not start it
+        if modes is None:
+            report()
+        else:
+            _Followed(modes(), frame, under_way, is_over, before).enter(flags)
 
     threading.setprofile(on_start)
     try:
@@ -259,11 +242,6 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
         is_over.set()
         for _ in list(under_way):
             report()
-
-
-def _is_of_flopwatch(thread: threading.Thread) -> bool:
-    """Whether this is a thread of the monitor, such as the one that connects the ranks. The model did not start it."""
-    return thread.name.startswith("flopwatch-")
 
 
 class _Followed:

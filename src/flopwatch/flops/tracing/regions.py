@@ -55,7 +55,7 @@ class Region:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.number = next(_numbers)
-        _regions[self.number] = self
+        by_number[self.number] = self
         self.module, self.graph = module, fx.Graph()
         self.graph.output(self.graph.graph_copy(module.graph, {}))
         self.inputs = [
@@ -103,12 +103,8 @@ class Region:
 _OWN_HOMES = ("torch", "_operator", "builtins", "math", "operator", "torchvision", "torchaudio")
 """The packages of functions that torch puts into graphs itself. What has no module is written in C."""
 _numbers = itertools.count()
-_regions: "weakref.WeakValueDictionary[int, Region]" = weakref.WeakValueDictionary()
-
-
-def region_of(number: int) -> Region | None:
-    """The compiled function with this number; None if it is gone."""
-    return _regions.get(number)
+by_number: "weakref.WeakValueDictionary[int, Region]" = weakref.WeakValueDictionary()
+"""The compiled functions that are not gone."""
 
 
 def spec_of(value: Any) -> InputSpec | None:

@@ -221,8 +221,7 @@ class BatchReader:
     def _new_plan(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> BatchLayout:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        shape = read_shape(batch)
-        batch_size, seq_len = shape.batch_size, shape.seq_len
+        batch_size, seq_len = read_shape(batch)
         if seq_len is None and "attention_mask" in tensors and tensors["attention_mask"].dim() == 2:
             batch_size, seq_len = tensors["attention_mask"].shape
         mask, positions, labels = (

@@ -601,7 +601,7 @@ class StepCounter:
         if self._all_compiled.get(_compiled_families(kind)) is not True or not self._schedule.may_add(self._steps):
             return None
         compiled = [call for call in kind.calls if call.name == COMPILED]
-        found = [(regions.region_of(call.family[1]), call) for call in compiled]  # type: ignore[index]
+        found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
         axes = _axes_of(readings)
         seen = [
             SeenRegion(region, call.sizes, call.has_grad, "forward", axes, False, int(call.has_grad))
