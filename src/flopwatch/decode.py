@@ -184,13 +184,13 @@ def _sequence(read: Read, length: int | None) -> Read:
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     may_be_unknown = read is not _metric
-    if annotation is Any:
-        # `clean_value` gets the whole mapping, because it counts levels of nesting from the value that it gets.
-        return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:
         if type(value) is not dict:
             raise _wrong(value, "an object")
+        if annotation is Any:
+            # `clean_value` gets the whole mapping, because it counts levels of nesting from the value that it gets.
+            return clean_value(value)
         found = {}
         for name, item in value.items():
             if may_be_unknown and type(item) is float and not isfinite(item):
@@ -202,10 +202,6 @@ def _mapping(annotation: Any) -> Read:
         return found
 
     return read_all
-
-
-def _raise(error: Exception) -> Any:
-    raise error
 
 
 def _text(value: Any) -> str:

@@ -27,11 +27,7 @@ _EVENTS = "traceEvents"
 
 
 def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Give each event of a trace to `take`, in the file's order. Returns the other entries of the file.
-
-    Raises:
-        InputError: The file does not exist, cannot be read, is damaged or incomplete, or is no trace.
-    """
+    """Give each event of a trace to `take`, in the file's order. Returns the other entries of the file."""
     try:
         with opened_regular(path) as file:
             return _read_trace(_Text(_chunks(file)), take)

@@ -74,9 +74,6 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
     """The split of the newest trace of each rank of a run, in the order of the ranks; empty without traces.
 
     What was read is kept beside each trace, as `<trace>.split.json`, so that a trace is read once.
-
-    Raises:
-        InputError: A trace cannot be read, or is damaged.
     """
     try:
         folder = traces_of(run_dir)
