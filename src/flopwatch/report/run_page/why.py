@@ -1,21 +1,28 @@
-"""What `flopwatch why` says: where the rest of the peak went, or where the time went if MFU is unknown."""
+"""What `flopwatch why` says: where the rest of the peak went, or where the time went if MFU is unknown.
+
+A notebook shows a short form of it for a log.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
 from flopwatch.errors import InputError
-from flopwatch.numbers import count, duration, flop_rate, percent, step_time
+from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Bar, Bars, Cell, Column, Document, Items, Part, Section, Table, Text, numbers
+from flopwatch.present.notebook import html_table
 from flopwatch.records.time_uses import USES
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.advice import LEAST_DRAWN_POINTS, TimeUse, conclusion_of, steps_of, times_of, what_is_missing
 from flopwatch.runs.reading import RunLog
+from flopwatch.runs.state import standing
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
 _LARGEST = 3
 _WHOLE_MFU = "MFU of the whole run"
+_LONGEST_NAME = 200
+_STATES = {"running": "still running", "running or killed": "still running, or killed", "killed": "killed"}
 
 
 def waterfall_bars(waterfall: Waterfall) -> Bars:
@@ -185,3 +192,23 @@ def where_the_time_went(
         *_notes([*times.notes, *problems]),
     ]
     return content, Document(f"Where the time of {one_line(str(log.path.parent))} went", parts)
+
+
+def log_table(log: RunLog) -> str:
+    """A small HTML table: the state of the run, its newest figures, and where the rest of the peak went."""
+    folder = str(log.starts[-1].output_dir) if log.starts else str(log.path)
+    values = {**(log.rows[-1].values if log.rows else {}), **(log.summary.values if log.summary else {})}
+    steps = f"{log.rows[-1].steps_done:,} steps" if log.rows else "no steps yet"
+    state = standing(log.starts[-1] if log.starts else None, log.summary)
+    cause = f" by {one_line(log.summary.ended_by, _LONGEST_NAME)}" if log.summary and log.summary.ended_by else ""
+    shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
+    waterfall = waterfall_of(log)
+    lines = [
+        ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
+        *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
+        ("tokens/s", count(values.get("perf/tokens_per_second"))),
+        ("step time", step_time(values.get("perf/step_time"))),
+        ("loss", number(values.get("training/loss"), 4)),
+        *([] if waterfall is None else waterfall.pairs()),
+    ]
+    return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)
