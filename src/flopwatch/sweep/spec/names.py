@@ -24,6 +24,12 @@ from flopwatch.sweep.trainers.options import read_options
 from flopwatch.text import one_line
 
 _WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings
+_MAY_VARY = (
+    *("model", "dtype", "device", "checkpointing", "seed", "threads", "gpus", "nodes", "processes", "layout"),
+    "micro_batch_size",
+)
+"""Settings that names of trials contain if they vary, in this order."""
+_SHORT = {"checkpointing": "ckpt", "micro_batch_size": "micro"}
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -58,19 +64,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _other_settings(spec: TrialSpec) -> dict[str, Any]:
-    fixed: dict[str, Any] = {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "ckpt": spec.checkpointing,
-        "seed": spec.seed,
-        "threads": spec.threads,
-        "gpus": spec.gpus,
-        "nodes": spec.nodes,
-        "processes": spec.processes,
-        "layout": spec.layout,
-        "micro": spec.micro_batch_size,
-    }
+    fixed = {_SHORT.get(name, name): getattr(spec, name) for name in _MAY_VARY}
     return fixed | {f"options.{name}": value for name, value in spec.options.items()}
 
 

@@ -99,15 +99,8 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: Attention
 
 
 def _cost_of(count: FlopCount) -> StepCost:
-    return StepCost(
-        model_flops=count.model_flops,
-        hardware_flops=count.hardware_flops,
-        method=count.method,
-        attention=count.attention,
-        coverage=count.coverage,
-        is_lower_bound=count.is_lower_bound,
-        notes=count.notes,
-    )
+    same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
+    return StepCost(**{name: getattr(count, name) for name in same})
 
 
 def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
