@@ -87,7 +87,6 @@ _FIGURES = {column.name for column in _RESULTS if column.kind != "text"}
 
 
 def trial_runs(capture: Capture) -> Iterator[TrialRun]:
-    """Yield a run of a tracking service for each trial that has a result."""
     for result in capture.results.values():
         yield trial_run(result, capture.folder.resolve().name, capture.created)
 

@@ -196,7 +196,6 @@ _CODE = "code of "
 
 
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:
-    """Return the environments in which trials ran, the most common first."""
     seen: Counter[tuple[tuple[str, str], ...]] = Counter()
     for facts, count in _counted_environments(results):
         seen[tuple((name, value) for name, value in facts.items() if not name.startswith(_CODE))] += count
@@ -235,7 +234,6 @@ def _as_text(value: Any) -> str:
 
 
 def counted_values(counts: Counter[str]) -> str:
-    """List the most common values, each with its number of trials."""
     return listed([f"{value} ({count:,})" for value, count in counts.most_common()], 3)
 
 

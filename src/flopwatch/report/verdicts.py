@@ -64,7 +64,6 @@ Interval: TypeAlias = tuple[float, float] | None
 
 
 def time_interval(cell: Cell) -> Interval:
-    """Return the 95 % interval of the step time; None if it has none."""
     return (cell.low_seconds, cell.high_seconds) if cell.low_seconds and cell.high_seconds else None
 
 

@@ -112,7 +112,6 @@ def _shown(value: str | None) -> str | None:
 
 
 def _setting_values(a: Sequence[_Entry], b: Sequence[_Entry]) -> dict[str, tuple[set[str | None], set[str | None]]]:
-    """Return the values of each setting in A and in B."""
     return {
         name: ({entry.settings.get(name) for entry in a}, {entry.settings.get(name) for entry in b})
         for name in dict.fromkeys(name for entry in (*a, *b) for name in entry.settings)

@@ -48,7 +48,6 @@ _PHASES = "The peak in each phase of a step. Peaks of different phases do not ad
 
 
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
-    """Return the charts of a group, those of one kind together."""
     layout = layout_of(group)
     in_all = len({layout.panel_of(cell) for cell in group.cells})
     some = f" {MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > MOST_PANELS else ""
