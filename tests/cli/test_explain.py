@@ -4,11 +4,12 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
 
-from flopwatch.records.run import RunStart
+from flopwatch.records.run import Provenance, RunStart
 from support.make_run_log import PEAK, Accounts, Story, session, write_log, write_run
 
 LOG = "training_log.jsonl"
@@ -144,6 +145,33 @@ def test_the_peaks_of_several_devices_are_summed(flopwatch, tmp_path):
     assert division[1][2] == 8
     assert is_close(quotient(division), rows_in(path)[-1]["values"]["perf/mfu"])
     assert "8 devices, 7,915,200,000,000,000 FLOP/s in all" in out
+
+
+@pytest.mark.parametrize("peak", [{"flops_per_s": 1e12}, {**PEAK, "fraction": None}], ids=["no words", "no fraction"])
+def test_a_damaged_peak_is_explained_as_far_as_it_is_known(flopwatch, tmp_path, peak):
+    records = list(session(Story(), 1, 100, Accounts()))
+    (tmp_path / "a").mkdir()
+    damaged = [replace(each, peak=peak) if isinstance(each, Provenance) else each for each in records]
+    write_log(tmp_path / "a" / "training_log.jsonl", damaged)
+    status, out, err = flopwatch("explain", str(tmp_path / "a"))
+    assert (status, err) == (0, "")
+    assert f"{peak['flops_per_s']:,.0f} FLOP/s, {peak.get('device', 'unknown')}" in out
+    assert flopwatch("watch", str(tmp_path / "a"), "--once")[0] == 0
+
+
+def test_json_has_null_and_not_nan(flopwatch, tmp_path):
+    records = list(session(Story(), 1, 100, Accounts()))
+    (tmp_path / "a").mkdir()
+    steps = dict(records[-1].steps)
+    steps["hardware_flops"] = [float("nan")] * len(steps["step"])
+    log = write_log(tmp_path / "a" / "training_log.jsonl", records[:-1])
+    with log.open("a") as file:
+        file.write(json.dumps({**records[-1].to_json(), "steps": steps}) + "\n")
+    for command in (["explain", str(log), "--json"], ["compare", str(log), str(log), "--json"]):
+        status, out, _ = flopwatch(*command)
+        assert status == 0
+        assert "null" in out
+        assert "NaN" not in out
 
 
 def test_a_logged_value_that_does_not_follow_from_the_steps_is_pointed_out(flopwatch, tmp_path):

@@ -163,6 +163,17 @@ def test_the_last_notices_are_shown_newest_first():
     assert text.index("x step 150: second thing") < text.index("! step 120: first thing")
 
 
+def test_texts_of_the_log_do_not_steer_the_terminal():
+    evil = "\x1b]0;owned\x07 \u202eevil \x00"
+    run = watched(session(Story(), 1, 200, Accounts()))
+    run.start = replace(run.start, environment={**run.start.environment, "host": evil})
+    run.add(Notice(None, "warning", "a", evil))
+    run.add(Notice(None, "warning", "b", "\x1b[31m"))
+    text = text_of(run, width=220, height=70)
+    assert "\\u202eevil \\x00" in text
+    assert not set("\x1b\x07\u202e\x00") & set(text)
+
+
 # The state
 
 

@@ -261,6 +261,23 @@ def test_what_is_missing_is_said_with_what_to_do(flopwatch, tmp_path, story, wor
     assert "Traceback" not in err
 
 
+def test_a_run_that_has_ended_is_not_told_to_wait(flopwatch, tmp_path):
+    write_run(tmp_path / "a", 100, ended=True)
+    status, _, err = flopwatch("why", str(tmp_path / "a"))
+    assert status == 2
+    assert "not logged before the run ended; run it again for more steps" in err
+    assert "wait" not in err
+
+
+def test_a_report_of_times_beyond_the_wall_time_fits_the_terminal(flopwatch, tmp_path):
+    run = write_ledger(tmp_path / "a", {**SECONDS, "start_up": 4000.0})
+    status, out, _ = flopwatch("report", run)
+    assert status == 0
+    bars = [line for line in out.splitlines() if "█" in line]
+    assert bars
+    assert max(map(len, bars)) <= 80
+
+
 def test_a_run_without_rows_says_when_the_first_comes(flopwatch, tmp_path):
     (tmp_path / "a").mkdir()
     write_log(tmp_path / "a" / "training_log.jsonl", records_of(SECONDS)[:2])

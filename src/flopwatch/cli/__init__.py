@@ -13,6 +13,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.present.json_form import finite
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
@@ -94,8 +95,16 @@ def argument(text: str, metavar: str) -> Any:
     return Declared(text, metavar=metavar, is_argument=True)
 
 
+def indented_json(content: Any) -> str:
+    """JSON for other programs. NaN and infinity of a damaged log, which are not JSON, become null."""
+    try:
+        return json.dumps(content, indent=2, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(content), indent=2, allow_nan=False)
+
+
 def print_json(content: Any) -> None:
-    click.echo(json.dumps(content, indent=2))
+    click.echo(indented_json(content))
 
 
 def write_file(path: str, content: str | bytes) -> None:

@@ -34,14 +34,15 @@ def _strict(value: Any) -> str:
     try:
         return json.dumps(value, default=record_fields, allow_nan=False)
     except ValueError:  # Some number is NaN or infinite. This is rare, so numbers are not checked beforehand.
-        return json.dumps(_finite(value), allow_nan=False)
+        return json.dumps(finite(value), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None instead of NaN and infinity."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if is_dataclass(value):
-        return _finite(record_fields(value))
+        return finite(record_fields(value))
     if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(name): finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -305,13 +305,15 @@ def _(part: doc.Bars, form: _Form) -> Iterator[RenderableType]:
 def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) -> str:
     """A bar between two shares of the width, in half characters; a shorter one is a thin mark.
 
-    Its length is rounded, not its two ends, so that equal losses have equal bars.
+    Its length is rounded, not its two ends, so that equal losses have equal bars. It ends at the edge, because logged
+    times may add up to more than the wall time.
 
     >>> bar_cells(0.5, 1.0, 8), bar_cells(0.5, 0.69, 8)
     ('    ████', '    █▌')
     >>> bar_cells(0.5, 1.0, 8, ascii_only=True), bar_cells(0.49, 0.5, 8, ascii_only=True)
     ('    ####', '   |')
     """
+    low, high = (min(max(share, 0.0), 1.0) for share in (low, high))
     parts = 1 if ascii_only else 2
     length, end = round((high - low) * parts * width), round(high * parts * width)
     if length == 0:

@@ -134,13 +134,15 @@ def what_is_missing(log: RunLog) -> str:
             f"(`flopwatch why {place} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
             f"(`flopwatch peak --measure{dtype}`), and repeat the command"
         )
-    known = seconds_of(log)
+    known, then = seconds_of(log), "yet; wait for the next row"
+    if log.summary is not None:
+        then = "before the run ended; run it again for more steps"
     if not known.get("wall") or "model_at_peak" not in known:
         return (
             "the log does not have the times that show where the peak went (time/wall_seconds and "
-            "time/model_at_peak_seconds); no step was timed yet; wait for the next row"
+            f"time/model_at_peak_seconds); they were not logged {then}"
         )
-    return "the log has no step that was timed and whose FLOPs are known yet; wait for the next row"
+    return f"the log has no step that was timed and whose FLOPs are known {then}"
 
 
 def steps_of(log: RunLog) -> int:

@@ -1,13 +1,12 @@
 """`flopwatch compare`: shows from two logs or two sweeps whether a change made training faster."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument, flag, write_file
+from flopwatch.cli import argument, flag, indented_json, write_file
 from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.present.json_form import to_json
@@ -54,7 +53,7 @@ def compare(
         log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
         runs = compare_logs(log_a, log_b, *traces)
         document, gate = comparison_document(runs), partial(_gate_of_runs, runs)
-        content = json.dumps(runs.to_json(), indent=2)
+        content = indented_json(runs.to_json())
     if md is not None:
         write_file(md, to_markdown(document).encode("utf-8"))
     if as_json:

@@ -15,6 +15,7 @@ from flopwatch.records.time_uses import USES
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
+from flopwatch.text import one_line, plain
 
 _TIME_LOOKS = (
     *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),
@@ -211,7 +212,7 @@ def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     rate = run.value("perf/hardware_flops_per_second_per_device")
     drawn = bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
     for note in run.row.notes[:1] if run.row is not None else ():
-        drawn.append(line(" " * _LABEL_WIDTH, (f"not exact: {note}", "yellow")))
+        drawn.append(line(" " * _LABEL_WIDTH, (f"not exact: {one_line(note)}", "yellow")))
         drawn[-1].truncate(width, overflow="ellipsis")
     return drawn
 
@@ -387,4 +388,4 @@ def flow(items: Iterable[Text], width: int, gap: int = 2) -> list[Text]:
 
 
 def paragraph(text: str, width: int, style: str = "") -> list[Text]:
-    return [line((piece, style)) for piece in textwrap.wrap(text, max(width, 10))]
+    return [line((piece, style)) for piece in textwrap.wrap(plain(text), max(width, 10)) or [""]]

@@ -19,6 +19,7 @@ from flopwatch.numbers import duration, flop_rate, percent
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice
 from flopwatch.runs.state import State, WatchedRun
+from flopwatch.text import one_line
 
 _STATES: Mapping[State, tuple[str, str]] = {
     "no log": ("○", "yellow"),
@@ -78,9 +79,10 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
     if state == "silent":
         words = f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "failed" and run.summary is not None and run.summary.ended_by:
-        words = f"failed: {run.summary.ended_by.partition(':')[0]}"
+        words = f"failed: {one_line(run.summary.ended_by.partition(':')[0])}"
     end = line((f"{mark} {words}", f"bold {style}"))
     room = max(width - end.cell_len - len("flopwatch  "), 2)
+    place = one_line(place)
     shown = place if len(place) <= room else f"…{place[1 - room :]}"
     return spread(line(("flopwatch ", "dim"), (shown, "bold")), end, width)
 
@@ -98,7 +100,8 @@ def _facts(run: WatchedRun, width: int) -> Text:
     ]
     text = ""
     for fact in filter(None, facts):
-        longer = f"{text} · {fact}" if text else str(fact)
+        shown = one_line(str(fact))
+        longer = f"{text} · {shown}" if text else shown
         text = longer if len(longer) <= width else text
     return line((text, "dim"))
 
@@ -109,7 +112,8 @@ def _device(run: WatchedRun, environment: Mapping[str, Any]) -> list[Any]:
         return [environment.get("device"), "peak unknown"]
     peak = provenance.peak
     times = f"{provenance.device_count} x " if provenance.device_count > 1 else ""
-    return [f"{times}{peak['device']}", f"{peak['dtype']} {flop_rate(peak['flops_per_s'])} {peak['kind']}"]
+    device, dtype, kind = (peak.get(name, "unknown") for name in ("device", "dtype", "kind"))
+    return [f"{times}{device}", f"{dtype} {flop_rate(peak['flops_per_s'])} {kind}"]
 
 
 def _counting(run: WatchedRun) -> list[str]:

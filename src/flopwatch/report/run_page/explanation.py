@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from flopwatch.decode import is_amount
 from flopwatch.numbers import flop_rate, percent
 from flopwatch.present.document import Block, Document, Facts, Part, Section, Text
 from flopwatch.records.metrics import Goodput, advice
@@ -113,9 +114,11 @@ def _peak(explanation: Explanation) -> Iterator[str]:
         yield f"unknown: {explanation.unknown['peak']}"
         return
     peak = provenance.peak
-    yield f"{peak['flops_per_s']:,.0f} FLOP/s, {peak['device']}, {peak['dtype']}"
-    yield f"{peak['kind']}, confidence {peak['confidence']}: {peak['source']}"
-    if peak.get("fraction", 1) < 1:
+    names = ("device", "dtype", "kind", "confidence", "source")
+    device, dtype, kind, how_sure, source = (peak.get(name, "unknown") for name in names)  # a damaged log may lack them
+    yield f"{peak['flops_per_s']:,.0f} FLOP/s, {device}, {dtype}"
+    yield f"{kind}, confidence {how_sure}: {source}"
+    if is_amount(peak.get("fraction")) and peak["fraction"] < 1:
         yield f"scaled to the {percent(peak['fraction'])} of the device that this process can use"
     devices = provenance.device_count
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
