@@ -261,9 +261,11 @@ def counters(monkeypatch):
 
 @without("_aot_autograd")
 def aot_autograd(monkeypatch):
+    from torch._dynamo.output_graph import OutputGraph
+
+    monkeypatch.setattr(OutputGraph, "call_user_compiler", OutputGraph.call_user_compiler)
     monkeypatch.setattr(autograd, "_AOT", "_absent")
     monkeypatch.setattr(regions, "state", regions.State())
-    monkeypatch.setattr(regions, "wrap_backend_calls", lambda _: True)
     regions.install()
     assert regions.state.missed == regions.UNSEEN
 

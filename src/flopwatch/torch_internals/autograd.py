@@ -115,10 +115,6 @@ def is_checkpoint_recomputing() -> bool:
 _AOT = declare("torch._functorch._aot_autograd")
 
 
-def sees_compiled_backward() -> bool:
-    return find_spec(f"torch._functorch.{_AOT}") is not None
-
-
 def runs_compiled_backward() -> bool:
     """Whether compiled code runs its backward pass: a hook of the training on its node has the same running node."""
     return _runs_in_engine(lambda code: _AOT in code.co_filename)
@@ -167,13 +163,13 @@ def compiled_graphs() -> int:
 
 
 def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> bool:
-    """Let `compile_with` compile each graph from now on; return False if the compiler has no such place.
+    """Let `compile_with` compile each graph from now on; return False if calls of compiled code could not be counted.
 
     It gets the graph and the function that compiles it.
     """
     owner: Any = getattr(sys.modules.get("torch._dynamo.output_graph"), "OutputGraph", None)
     original = getattr(owner, _OUTPUT_GRAPH, None)
-    if original is None:
+    if original is None or find_spec(f"torch._functorch.{_AOT}") is None:
         return False
 
     def call_user_compiler(self: Any, module: Any, *rest: Any) -> Any:  # torch 2.6 passes the graph alone

@@ -163,9 +163,6 @@ def _counter_of(kind: type) -> Callable[[torch.Tensor], int]:
 tensor_version = _counter_of(torch.Tensor)
 """A counter that every in-place write increments. If torch has none, each call returns a new number."""
 
-FAKE_TENSOR_LOGGER = FakeTensorMode.__module__
-"""The logger in which torch writes a long message about an op with wrong shapes, before it raises the error."""
-
 
 def needs_values(error: BaseException) -> bool:
     """Whether a fake tensor has raised this error because an op needs values, or has no rule for fake tensors."""

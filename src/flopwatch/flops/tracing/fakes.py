@@ -20,7 +20,6 @@ from flopwatch.flops.tree import leaves_of, map_tensors_in
 from flopwatch.torch_internals.ops import (
     CTC_LOSS,
     CTC_LOSS_BACKWARD,
-    FAKE_TENSOR_LOGGER,
     GROUPED_MM,
     FakeTensor,
     FakeTensorMode,
@@ -149,7 +148,7 @@ def _are_fake(values: Iterable[Any]) -> bool:
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Silence torch's log of ops whose shapes do not fit, because torch also raises an error, which we report."""
-    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+    logger = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from flopwatch.flops.tracing.passes import AutocastState, current_autocast
-from flopwatch.torch_internals.autograd import compiled_graphs, sees_compiled_backward, wrap_backend_calls
+from flopwatch.torch_internals.autograd import compiled_graphs, wrap_backend_calls
 from flopwatch.torch_internals.ops import FakeTensor, OpOverload
 
 Leave = Callable[[Any], None]
@@ -166,7 +166,7 @@ def install() -> None:
         return
     state.is_installed = True
     state.missed = MISSED if compiled_graphs() else None
-    if not wrap_backend_calls(_compiled) or not sees_compiled_backward():
+    if not wrap_backend_calls(_compiled):
         state.missed = UNSEEN
 
 
