@@ -49,7 +49,7 @@ def _named(names: list[str]) -> list[Any]:
     ]
 
 
-SHAPES = int(os.environ.get("FLOPWATCH_TEST_SHAPES", "8"))
+SHAPES = int(os.environ.get("FLOPWATCH_TEST_SHAPES", "4"))
 """`make campaign` draws 50."""
 
 
