@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.files import read_object, tail
+from flopwatch.files import read_json, read_object, tail
 from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
@@ -93,8 +93,8 @@ class LateResults:
 
 def _may_have_begun_elsewhere(folder: Path) -> bool:
     """Whether a supervisor on another host may have started this trial."""
-    claimed = read_object(folder / STARTED)
-    if not claimed:
+    claimed = read_json(folder / STARTED)
+    if not isinstance(claimed, dict):
         # `withdraw` prevents any supervisor from starting the trial. It returns False if the trial has already started.
         return not withdraw(folder)
     return not is_withdrawn(claimed) and is_alive_here(claimed) is None
