@@ -33,10 +33,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 test: install
 	$(PYTEST) --numprocesses $(WORKERS) -m "not slow and not gpu"
 
-# A slow test that fails is run once more, because some wait for name servers and for processes of other projects;
-# the summary names every test that needed it.
+# No test that fails is run again: one that fails now and then is a defect of the test or of the code.
 test-all: install
-	$(PYTEST) --numprocesses $$((2 * $(WORKERS))) -m "not gpu" --durations 20 --reruns 1 -r fEsxXR
+	$(PYTEST) --numprocesses $$((2 * $(WORKERS))) -m "not gpu" --durations 20 -r fEsxX
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

@@ -36,7 +36,7 @@ PORTABLE = {"llama", "gemma3", "mixtral", "resnet", "mamba2"}
 
 CAMPAIGN = {
     *("gpt_neox", "mistral", "phi3", "olmo2", "qwen3", "qwen3_moe", "llava"),
-    *("qwen3_next", "segformer"),
+    *("qwen3_next", "segformer", "gpt_oss", "clip", "whisper"),
 }
 """More of the same kinds."""
 

@@ -52,7 +52,7 @@ def flops_of(rows):
 
 
 @ON_NEW_TORCH
-@pytest.mark.parametrize("door", ["step", "log"])
+@pytest.mark.parametrize("door", ["step", pytest.param("log", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_row_is_exact_and_right(name, door, tmp_path):
     trained(name, tmp_path, door=door)
