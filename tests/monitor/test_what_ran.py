@@ -31,7 +31,7 @@ def started(monkeypatch, repository):
     """The process looks as if it had been started with these arguments, by Slurm, in a repository."""
     monkeypatch.chdir(repository)
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr=3e-4", "--hf-token", "hunter2", "--max-tokens", "512"])
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711_beta")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "rendezvous")
     monkeypatch.setenv("SLURM_JWT", "hunter3")
     monkeypatch.setenv("LOGNAME", "ada")
@@ -62,7 +62,7 @@ def test_the_log_says_what_ran(started, tmp_path):
     assert what["folder"] == str(started)
     assert what["git"] == {"commit": commit, "branch": "trunk", "dirty": False}
     assert what["user"] == "ada"
-    assert what["job"]["SLURM_JOB_ID"] == "4711"
+    assert what["job"]["SLURM_JOB_ID"] == "4711_beta"
     assert what["job"]["TORCHELASTIC_RUN_ID"] == "rendezvous"
     assert what["packages"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert "hunter" not in (tmp_path / "run" / "training_log.jsonl").read_text()
@@ -70,13 +70,13 @@ def test_the_log_says_what_ran(started, tmp_path):
 
 def test_other_sinks_do_not_get_it(started, tmp_path):
     _, records = train(tmp_path / "run")
-    assert "4711" not in json.dumps([record.to_json() for record in records])
+    assert "4711_beta" not in json.dumps([record.to_json() for record in records])
 
 
 def test_a_setting_leaves_it_out(started, tmp_path):
     start, _ = train(tmp_path / "run", config={"log_what_ran": False})
     assert start["what_ran"] == {}
-    assert "4711" not in (tmp_path / "run" / "training_log.jsonl").read_text()
+    assert "4711_beta" not in (tmp_path / "run" / "training_log.jsonl").read_text()
 
 
 def test_explain_and_the_page_show_it(started, tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_explain_and_the_page_show_it(started, tmp_path, capsys):
             main(command)
         assert not ended.value.code
     for shown in (capsys.readouterr().out, page.read_text()):
-        assert "SLURM_JOB_ID 4711" in " ".join(shown.split())
+        assert "SLURM_JOB_ID 4711_beta" in " ".join(shown.split())
         assert "--max-tokens 512" in shown
         assert "(trunk)" in shown
         assert "hunter2" not in shown
