@@ -63,6 +63,12 @@ def test_pauses_are_not_named_first_where_steps_became_2_7_times_longer():
     )
 
 
+def test_steps_that_doubled_are_not_named_first_where_a_checkpoint_costs_a_hundred_times_as_much():
+    """As in a tiny training on a busy machine: 2.8 ms became 6.8 ms beside a checkpoint of 400 ms."""
+    a = RunTime({"passes": 0.28}, 100, {}, MEASURED)
+    assert named_first(a, RunTime({"passes": 0.68, "checkpoint": 40.0}, 100, {}, MEASURED)) == "checkpoint"
+
+
 def test_faster_steps_are_not_named_first_where_a_pause_made_the_run_longer():
     found = compare_per_step(run(passes=37.0), run(passes=9.0, optimizer=2.0, pause=90.0))
     assert [cause.key for cause in found.causes[:2]] == ["pause", "passes"]

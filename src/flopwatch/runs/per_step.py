@@ -24,7 +24,8 @@ LEAST_SHARE = 0.02
 """Two runs of the same training differ by some percent; a smaller share of the time per step is not put into words."""
 _FAR_LONGER = 2.0
 """If the steps themselves became longer or shorter by this factor, as the whole run did, what changed most in them is
-named first: a long pause or start-up may cost a short run more, but does not explain such steps."""
+named first, unless something else changed by more than this factor of it: a long pause may cost a short run somewhat
+more, but does not explain such steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,8 @@ def _ordered(causes: Mapping[str, float], in_a: Mapping[str, float], in_b: Mappi
     has_grown = sum(in_b.values()) > sum(in_a.values())
     if (step_b >= _FAR_LONGER * step_a) if has_grown else (step_a >= _FAR_LONGER * step_b):
         first = next(cause for cause in found if _is_in_steps(cause.key))
-        found.sort(key=lambda cause: cause is not first)
+        if _FAR_LONGER * abs(first.change_ms) >= abs(found[0].change_ms):
+            found.sort(key=lambda cause: cause is not first)
     return found
 
 
