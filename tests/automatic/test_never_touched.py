@@ -41,8 +41,8 @@ WITH_ALL_SINKS = (
 ALL_SINKS = ("console", "tensorboard", "prometheus", "wandb", "mlflow")
 
 AT_ONCE = "import atexit, os, sys; atexit._run_exitfuncs(); sys.stdout.flush(); os._exit(0)"
-"""What is to be done at the end is done, with the log; the end of an interpreter that has torch takes half a second more
-and is not what these tests are about."""
+"""What is to be done at the end is done, the log among it; the end of an interpreter that has torch takes half a second
+more, and is not what these tests are about."""
 SCRIPT = "import runpy; runpy.run_module('testbeds.stateful', run_name='__main__', alter_sys=True)"
 COMMAND = "from flopwatch.cli import main\ntry: main()\nexcept SystemExit as end: assert not end.code, end.code"
 
