@@ -1,5 +1,6 @@
 """A trace that another process asks for is taken once, after the next logging window, and disturbs no training."""
 
+import gc
 import json
 import shutil
 import threading
@@ -16,6 +17,14 @@ from flopwatch.runs.traces.splits import newest_traces, read_trace
 from support.sinks.servers import wait_until
 from support.small_models import TinyText, text_batch
 from support.torchrun import torchrun
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_profilers():
+    """One that was interrupted looks to later tests like a profiler of the training, until it is collected."""
+    yield
+    gc.collect()
+
 
 LOG_EVERY = 4
 RANKS = Path(__file__).parent / "scripts" / "traced_ranks.py"
