@@ -154,6 +154,23 @@ def test_what_a_phase_or_another_thread_fetches_is_not_waited_for(run):
     assert run.monitor.summary.values["time/eval_seconds"] == 21.0
 
 
+def test_a_checkpoint_that_the_loader_saves_is_no_wait(run):
+    def loader():
+        for batch in run.batches(4):
+            with run.monitor.phase("checkpoint"):
+                run.clock.advance(50.0)
+            run.clock.advance(0.5)
+            yield batch
+
+    for batch in run.monitor.batches(loader()):
+        with run.monitor.step(batch):
+            run.work()
+
+    assert run.column("input_wait_seconds") == [0.0, 1.5, 1.5, 1.5]
+    assert run.column("seconds") == [3.0, 4.5, 4.5, 4.5]
+    assert run.monitor.summary.values["time/checkpoint_seconds"] == 200.0
+
+
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_what_the_monitor_does_between_steps_is_no_wait(run, is_timed):
     loader = run.batches(9)

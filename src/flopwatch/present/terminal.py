@@ -107,7 +107,7 @@ class _Form:
         return (Text(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
 
     def indented(self, content: RenderableType) -> RenderableType:
-        return Padding(content, (0, 0, 0, self.indent), expand=False)
+        return Padding(content, (0, 0, 0, self.indent))
 
     def note(self, text: str) -> Iterator[Text]:
         return self.paragraph(text, "dim")

@@ -442,7 +442,10 @@ class StepClock:
         if self._busy_time is not None:
             self._was_in_step = self._busy_time.leave()
         if self._start is not None:
-            self._segments.append((self._start, self.timer.mark()))
+            mark = self.timer.mark()
+            self._segments.append((self._start, mark))
+            if self._state == _WAIT:
+                self._waits.append((self._wait_began, mark))
         self._before_phase = self._state
         self._turn(_APART)
         self._usual.leave_gap()
@@ -454,6 +457,6 @@ class StepClock:
         if self._busy_time is not None:
             self._busy_time.come_back(self._was_in_step)
         if self._start is not None:
-            self._start = self.timer.mark()
+            self._start = self._wait_began = self.timer.mark()
         self._usual.come_back_to_gap()
         self._turn(self._before_phase)
