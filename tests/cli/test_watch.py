@@ -239,6 +239,13 @@ def test_curves_forget_what_was_run_again_and_all_of_an_older_run():
     assert fresh.sessions == 1
 
 
+def test_points_of_a_damaged_log_that_are_out_of_order_are_drawn_all_the_same():
+    points = [(step, 1.0 * step) for step in range(100)]
+    shuffled = [points[50], *points[:50], *points[51:90], points[99], *points[90:99]]
+    expected = draw_curve(points, width=4, height=2, low=0.0, high=99.0)
+    assert draw_curve(shuffled, width=4, height=2, low=0.0, high=99.0) == expected
+
+
 def test_a_curve_is_drawn_through_its_points():
     rising = draw_curve([(step, float(step)) for step in range(100)], width=20, height=5, low=0.0, high=99.0)
     assert rising[0].strip() == rising[0][-len(rising[0].strip()) :], "the top line is filled at its right end"

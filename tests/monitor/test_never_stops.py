@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_a_sink_that_is_too_slow_loses_rows_and_that_is_said(tmp_path, caplog, m
     assert caplog.text.count("too slow") == 1
     rows = [line for line in monitor.log_path.read_text().splitlines() if '"type":"row"' in line]
     assert len(rows) == 1500
+
+
+def test_a_process_that_can_start_no_threads_trains_and_says_that_there_is_no_log(tmp_path, caplog, monkeypatch):
+    def cannot(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    run(tmp_path)
+    assert "the sink jsonl failed and is switched off, the training goes on: RuntimeError" in caplog.text
 
 
 def test_an_unknown_sink_is_said_and_left_out(tmp_path, caplog):

@@ -27,6 +27,19 @@ def start():
         assert thread.close(10)
 
 
+def test_a_thread_that_cannot_be_started_is_a_sink_that_failed(start, monkeypatch):
+    def cannot(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    sink = RecordingSink()
+    thread = start(sink)
+    assert thread.failed == "RuntimeError: can't start new thread"
+    assert [(name, str(error)) for name, error in start.failures] == [(sink.name, "can't start new thread")]
+    assert not thread.put(START)
+    assert not thread.flush(10)
+
+
 def test_every_record_arrives_in_order_and_the_sink_is_flushed_and_closed_once(start):
     sink = RecordingSink()
     thread = start(sink)

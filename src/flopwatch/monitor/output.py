@@ -188,11 +188,11 @@ class Outlets:
         for sink in sinks:
             if hasattr(sink, "tell"):
                 sink.tell = partial(self.notify, "warning", f"sink:{sink.name}")
-        self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
         self._early: list[Record] = []
         self._has_started = False
         self._notices: Counter[str] = Counter()
         self.failed_parts: dict[str, str] = {}
+        self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
 
     @property
     def cpu_seconds(self) -> float:

@@ -84,7 +84,15 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """One loss in two runs, in percent of the peak; 0 in a run that does not have it. `change` is in points."""
+    """One loss in two runs; 0 in a run that does not have it.
+
+    Attributes:
+        key: Its stable name, such as `input_wait`.
+        name: Its name for people, such as "input wait".
+        a: Percent of the peak that it costs in run A.
+        b: Percent of the peak that it costs in run B.
+        change: From A to B, in points.
+    """
 
     key: str
     name: str

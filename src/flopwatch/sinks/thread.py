@@ -78,7 +78,10 @@ class SinkThread:
         # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._switch_off(error)
 
     def put(self, record: Record) -> bool:
         """Queue a record without blocking; never raises. Returns False if the record is dropped."""
@@ -109,7 +112,8 @@ class SinkThread:
             self._closing = True
             self._queue.put(_CLOSE)
             self._wake.set()
-        self._thread.join(timeout_seconds)
+        if self._thread.ident is not None:  # else it could not be started
+            self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

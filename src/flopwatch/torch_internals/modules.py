@@ -2,7 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,10 +59,6 @@ def module_tables() -> ModuleTables:
 
 
 def _tables_of(module: nn.Module) -> ModuleTables:
-    weight, buffer, child = nn.Parameter(torch.empty(0)), torch.empty(0), nn.Module()
-    module.register_parameter("weight", weight)
-    module.register_buffer("buffer", buffer)
-    module.register_module("child", child)
     handles: list[Any] = [
         module.register_forward_pre_hook(print, with_kwargs=True),  # no hook is called
         module.register_forward_hook(print, with_kwargs=True, always_call=True),
@@ -70,15 +67,27 @@ def _tables_of(module: nn.Module) -> ModuleTables:
     ]
     held = {name: value for name, value in vars(module).items() if isinstance(value, dict | set)}
 
-    def keeper(key: str, value: Any) -> str:
-        return next(name for name, each in held.items() if isinstance(each, dict) and each.get(key) is value)
+    def keeper(value: Any, listed: Callable[[], Iterator[Any]]) -> str:
+        """The table whose values torch lists. Nothing is registered, which would call the training's hooks for that."""
+        for name, table in held.items():
+            if isinstance(table, dict) and not table:
+                table["it"] = value
+                with suppress(AttributeError):  # torch takes it for a module
+                    if any(each is value for each in listed()):
+                        return name
+                del table["it"]
+        raise LookupError("what a module holds is kept elsewhere")
 
     hooks = [next(name for name, each in held.items() if each is handle.hooks_dict_ref()) for handle in handles]
     ids = [handle.id for handle in handles]
     options = tuple(name for name, each in held.items() if name not in hooks and any(key in each for key in ids))
     if len(options) < 3:
         raise LookupError("options of hooks are kept elsewhere")
-    kept = keeper("weight", weight), keeper("buffer", buffer), keeper("child", child)
+    kept = (
+        keeper(nn.Parameter(torch.empty(0)), module.parameters),
+        keeper(torch.empty(0), module.buffers),
+        keeper(nn.Module(), module.children),
+    )
     state = frozenset((*kept, COMPILED_CALL, *hooks, *options))
     return ModuleTables(*kept, tuple(hooks[:2]), tuple(hooks[2:]), options, state)
 

@@ -288,7 +288,8 @@ def draw_curve(points: Points, width: int, height: int, low: float, high: float)
 
 def _columns(points: Points, columns: int) -> Iterator[tuple[int, float]]:
     """The value of each column from the first to the last point: a mean, or between two means on a straight line."""
-    first, last = points[0][0], points[-1][0]
+    places = [x for x, _ in points]
+    first, last = min(places), max(places)  # a damaged log may have rows in another order
     in_column: dict[int, list[float]] = {}
     for x, value in points:
         column = min(floor((x - first) / (last - first) * columns), columns - 1) if last > first else 0
