@@ -113,8 +113,8 @@ def test_with_a_peak_given_afterwards_every_output_is_that_of_a_run_that_knew_it
 
 
 def without_dots(text):
-    """The text without the dots of curves, which the rounding of the last digit can move."""
-    return re.sub("[\u2800-\u28ff]", " ", text)
+    """The text without the dots of curves, which the rounding of the last digit can move, also beyond a line's end."""
+    return re.sub("[ \u2800-\u28ff]+$", "", re.sub("[\u2800-\u28ff]", " ", text), flags=re.MULTILINE)
 
 
 def leaves(value, path=""):
