@@ -130,6 +130,27 @@ def test_at_the_end_steps_of_a_kind_that_has_changed_before_are_doubted():
     assert evidence.unproven() is None, "said once"
 
 
+def test_at_the_end_all_steps_before_a_change_are_doubted_if_too_few_counts_agreed_after_it():
+    evidence = counted(100, 100, 100)
+    claim(evidence, 3, 5)
+    evidence.add(ONE, 6, count(100))
+    claim(evidence, 7, 9)
+    evidence.add(ONE, 10, count(150))
+
+    assert evidence.unproven().steps == ((3, 9),)
+    assert evidence.unproven() is None, "said once"
+
+
+def test_at_the_end_of_a_run_a_change_that_stayed_leaves_the_steps_before_it_exact():
+    evidence = counted(100, 100, 100)
+    claim(evidence, 3, 5)
+    evidence.add(ONE, 6, count(100))
+    for step in range(10, 14):
+        evidence.add(ONE, step, count(150))
+
+    assert evidence.unproven() is None
+
+
 def test_at_the_end_steps_of_a_kind_that_never_changed_are_believed():
     evidence = counted(100, 100, 100)
     claim(evidence, 3, 8)

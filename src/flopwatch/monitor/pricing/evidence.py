@@ -209,8 +209,19 @@ class Evidence:
         return Doubt(ranges, _shown(step, before, count)) if ranges else None
 
     def unproven(self) -> Doubt | None:
-        """At the end of a run: steps after the last count, of kinds whose cost has changed before."""
-        ranges = [each for known in self._known.values() if known.changes for each in known.claims.take()]
+        """At the end of a run: steps of kinds whose cost has changed, as far as no later count proves them.
+
+        These are the steps after the last count. If too few counts agreed since the change, the cost may come and go,
+        so that two counts prove nothing of the steps between them: then all steps before the change are doubted.
+        """
+        ranges: list[tuple[int, int]] = []
+        for known in self._known.values():
+            claims = known.claims
+            if known.changes:
+                ranges += claims.take()
+            if known.changes and not known.is_settled and claims.first is not None:
+                ranges.append((claims.first, claims.broken_at - 1))
+                claims.first = None
         return Doubt(tuple(sorted(ranges)), UNPROVEN) if ranges else None
 
     def needs_count(self, kind: StepKind) -> bool:
