@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folders = [str(ROOT / folder) for folder in config.getini("pythonpath")]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*inherited, *folders])))
+    with suppress(ImportError):  # the portable suite runs without it
+        from hypothesis import settings
+
+        settings.register_profile("flopwatch", deadline=None)  # a time that depends on what else the machine does
+        settings.load_profile("flopwatch")
     # A shell that starts pytest in the background makes it ignore SIGINT, and every child would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

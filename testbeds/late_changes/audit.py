@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +89,12 @@ class Outcome:
         return None if self.noticed is None else self.noticed - self.plan.change
 
 
-def audit(loop: Loop, folder: Path, plan: Plan) -> Outcome:
-    """Both runs of a training, compared step by step."""
+def audit(loop: Loop, folder: Path, plan: Plan, clock: Callable[[], float] = time.monotonic) -> Outcome:
+    """Both runs of a training, compared step by step. The monitor's `clock` decides how often it can count."""
     truth: list[int] = []
     _train(loop, plan, _Counted(truth))
     records = Records()
-    monitored = _Monitored(folder, records)
+    monitored = _Monitored(folder, records, clock)
     _train(loop, plan, monitored)
     monitored.close()
     file = [json.loads(line) for line in (folder / "training_log.jsonl").read_text("utf-8").splitlines()]
@@ -161,12 +162,18 @@ class _Counted:
 class _Monitored:
     """`with monitor.step(batch)`."""
 
-    def __init__(self, folder: Path, records: Records) -> None:
+    def __init__(self, folder: Path, records: Records, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._records = records
+        self._clock = clock
 
     def watch(self, model: Any) -> None:
-        options: dict[str, Any] = {"peak_flops_per_s": 1e12, "log_every": LOG_EVERY, "sinks": [self._records]}
+        options: dict[str, Any] = {
+            "peak_flops_per_s": 1e12,
+            "log_every": LOG_EVERY,
+            "sinks": [self._records],
+            "clock": self._clock,
+        }
         self._monitor = TrainingMonitor(self._folder, model=model, **options)
 
     def step(self, batch: Any) -> Any:

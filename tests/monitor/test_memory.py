@@ -2,6 +2,8 @@
 
 import gc
 from collections import deque
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -58,7 +60,9 @@ def wrong_steps(sink, steps):
 def test_a_run_with_thousands_of_shapes_keeps_a_bounded_number_of_them(tmp_path, logged):
     model = ManyLayers()
     sink = RecordingSink()
-    monitor = TrainingMonitor(tmp_path, model=model, log_every=200, sinks=[sink])
+    monitor = TrainingMonitor(
+        tmp_path, model=model, log_every=200, sinks=[sink], clock=partial(next, count(step=0.001))
+    )
     steps = [samples for _ in range(PASSES) for samples in range(1, SHAPES + 1)]
     for number, samples in enumerate(steps):
         batch = torch.zeros(samples, WIDTH)

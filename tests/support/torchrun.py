@@ -32,13 +32,13 @@ def outputs_of_ranks(
     for rank in range(ranks):
         own = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
         started.append(start_warm(script, *arguments, env={**os.environ, **own}, modules=modules))
-    outputs = []
+    ended = []
     try:
-        for process in started:
-            out, err = process.communicate(timeout=seconds)
-            assert process.returncode == 0, err
-            outputs.append(out)
+        ended += [(*process.communicate(timeout=seconds), process.returncode) for process in started]
     finally:
         for process in started:
             process.end()
-    return outputs
+    # The ranks that fail because another one is gone say nothing about why it is.
+    said = [f"rank {rank} ended with {code}:\n{err}" for rank, (_, err, code) in enumerate(ended)]
+    assert not any(code for *_, code in ended), "\n".join(said)
+    return [out for out, *_ in ended]
