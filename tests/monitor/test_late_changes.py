@@ -9,20 +9,14 @@ from itertools import count
 
 import pytest
 
+from support.quick import one_in
 from testbeds.late_changes.audit import Plan, audit
 from testbeds.late_changes.loops import LOOPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def marks_of(number):
-    """Every fourth in CI."""
-    return [] if number % 4 == 0 else [pytest.mark.campaign]
-
-
-@pytest.mark.parametrize(
-    "loop", [pytest.param(loop, id=loop.name, marks=marks_of(number)) for number, loop in enumerate(LOOPS)]
-)
+@pytest.mark.parametrize("loop", one_in(4, LOOPS, lambda loop: loop.name))
 def test_no_exact_row_is_wrong_after_a_late_change_and_it_is_noticed(loop, tmp_path):
     outcome = audit(loop, tmp_path, Plan.drawn(loop.name), partial(next, count(step=0.001)))
 

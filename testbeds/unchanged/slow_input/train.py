@@ -203,7 +203,7 @@ def lightning():
 
 
 PLACES = (
-    *(dataloader, collate, before, generator, thread, between, compiled, accumulation, accumulation_between),
+    *(dataloader, collate, between, before, thread, generator, compiled, accumulation, accumulation_between),
     *(accelerate, hf, lightning),
 )
 
