@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from house.side_by_side import module_name
-
 _USES_OF_TIME = {"input_wait", "eval", "checkpoint", "restart", "start_up", "pause", "compile", "rerun", "warm_up"}
 _LEAST_USES = 4
 _LEAST_CHECKS = 3
@@ -43,7 +41,8 @@ def read_modules(source: Path) -> list[Module]:
     modules = []
     for path in sorted(source.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        modules.append(Module(module_name(source, path), text, ast.parse(text), text.splitlines()))
+        name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        modules.append(Module(name, text, ast.parse(text), text.splitlines()))
     return modules
 
 

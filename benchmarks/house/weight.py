@@ -25,6 +25,7 @@ from house.one_of_each import (
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "house.md"
 BEGIN, END = "<!-- weight: begin -->", "<!-- weight: end -->"
+BROAD = re.compile(r"except (Base)?Exception\b|except:|except \([^)]*\b(Base)?Exception\b")
 KINDS = ("code", "docstring", "comment", "blank")
 SLICES = {
     "saying it: words, tables, bars, pages, notices": (
@@ -98,6 +99,11 @@ def copies_table(modules: list[Module]) -> Iterator[str]:
     yield f"| import cycles | {len(cycles)} |"
     yield f"| imports inside functions | {imports_in_functions(modules)} |"
     yield f"| private functions of at most 6 lines with one caller | {short_single_callers(modules)} |"
+    yield f"| `except Exception` and broader | {sum(len(BROAD.findall(module.text)) for module in modules)} |"
+    names = Counter(node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+    yield f"| names that more than one class has | {sum(number > 1 for number in names.values())} |"
+    yield f"| files that know `micro_batch_size` | {sum('micro_batch_size' in module.text for module in modules)} |"
+    yield f"| files above 500 lines | {sum(len(module.lines) > 500 for module in modules)} |"
     named = ", ".join(f"`{name.rpartition('.')[2]}` {count}" for name, count in heavy)
     yield f"| classes with most attributes | {named} |"
 
