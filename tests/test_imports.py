@@ -38,7 +38,6 @@ def heavy_modules_after(statement):
         pytest.param("import flopwatch", marks=pytest.mark.portable),
         "import flopwatch.hardware",
         "import flopwatch.hardware.peaks",
-        "import flopwatch.testing",
         "import flopwatch.runs, flopwatch.runs.explain, flopwatch.records.metrics",
         "import flopwatch.sweep.supervisor.supervise, flopwatch.sweep.runner.run, flopwatch.sweep.runner.plan",
         "import flopwatch.sweep.preflight",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwatch import TrainingMonitor
-from flopwatch.testing import RecordingSink
+from testbeds.fakes import RecordingSink
 
 pytestmark = pytest.mark.slow
 

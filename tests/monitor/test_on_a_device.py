@@ -6,8 +6,8 @@ import torch
 import flopwatch
 from flopwatch.monitor.timing.timers import EventTimer
 from flopwatch.monitor.window import LateValues
-from flopwatch.testing import FakeClock, RecordingSink
 from support.fakes import FakeEvents
+from testbeds.fakes import FakeClock, RecordingSink
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.monitor.timing.step_clock import StepClock
 from flopwatch.monitor.timing.timers import HostTimer
-from flopwatch.testing import FakeClock
+from testbeds.fakes import FakeClock
 
 
 class Loop:

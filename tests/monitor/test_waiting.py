@@ -8,7 +8,7 @@ import torch
 import flopwatch
 from flopwatch.monitor.timing.step_clock import StepClock
 from flopwatch.monitor.timing.usual_gaps import UsualGaps
-from flopwatch.testing import FakeClock, RecordingSink
+from testbeds.fakes import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
 

@@ -12,7 +12,7 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.cli import main
 from flopwatch.git_state import git_state
-from flopwatch.testing import RecordingSink
+from testbeds.fakes import RecordingSink
 
 
 @pytest.fixture

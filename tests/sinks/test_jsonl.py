@@ -8,8 +8,8 @@ import pytest
 
 from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks.jsonl import JsonlSink
-from flopwatch.testing import FakeClock
 from support.sinks.sample_run import ORIGIN, START, WARNING, basic_row, records, summary
+from testbeds.fakes import FakeClock
 
 
 @pytest.fixture

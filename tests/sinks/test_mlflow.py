@@ -9,9 +9,9 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.records.run import Row
 from flopwatch.sinks.mlflow import MlflowSink, open_tracking
 from flopwatch.sinks.thread import SinkThread
-from flopwatch.testing import FakeClock
 from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
 from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
+from testbeds.fakes import FakeClock
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from flopwatch.records.run import Row
 from flopwatch.sinks.tensorboard import TensorBoardSink
-from flopwatch.testing import FakeClock
 from support.sinks.fresh_python import fresh_environment
 from support.sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
 from support.sinks.servers import get_json, tensorboard_server, wait_until
+from testbeds.fakes import FakeClock
 
 
 def points_of(folder, key):

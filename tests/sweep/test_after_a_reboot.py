@@ -19,8 +19,8 @@ from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, own_identity
 from flopwatch.sweep.folder import StillRunsError
 from flopwatch.sweep.runner import run
-from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
+from testbeds.fakes import InProcessEngine
 from testbeds.wait_until import wait_until
 
 OTHER_BOOT = "11111111-2222-3333-4444-555555555555"

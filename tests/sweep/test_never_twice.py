@@ -26,8 +26,8 @@ from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.leftovers import group_tag
-from flopwatch.testing import FakeClock
 from support.sweeping import left_behind
+from testbeds.fakes import FakeClock
 from testbeds.wait_until import wait_until
 
 SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor"]

@@ -8,8 +8,8 @@ import pytest
 from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.runner.observing import Follower, read_runner, runner_file
-from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
+from testbeds.fakes import InProcessEngine
 
 WHOLE = {"pid": os.getpid(), "host": "here", "start_ticks": start_ticks(os.getpid()), "running": {"a": 1.0}}
 

@@ -18,7 +18,7 @@ from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
 from flopwatch.sweep.worker.main import lost_peer, print_exception
 from flopwatch.sweep.worker.measure import measure_trial
-from flopwatch.testing import FakeClock
+from testbeds.fakes import FakeClock
 
 CPU = torch.device("cpu")
 

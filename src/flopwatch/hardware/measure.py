@@ -240,7 +240,7 @@ def measure_peak(
         seconds: Roughly how long to measure.
         refresh: Measure again even if a result is cached.
         time_matmul: Function that times matmuls; tests pass a fake one.
-        clock: Clock that limits the search; tests pass `flopwatch.testing.FakeClock`.
+        clock: Clock that limits the search; tests pass a fake one.
 
     Raises:
         InputError: This machine has no such device, or the dtype cannot be measured.

@@ -31,17 +31,6 @@ class SinkThread:
     20 µs and cold caches: five rows together take less than half the CPU time of five single rows. Other records are
     written immediately.
 
-    >>> from flopwatch.records.run import RunStart
-    >>> from flopwatch.testing import RecordingSink
-    >>> sink = RecordingSink()
-    >>> thread = SinkThread(sink, on_failure=lambda name, error: None)
-    >>> thread.put(RunStart("a1", 0.0, "outputs"))
-    True
-    >>> thread.close(timeout_seconds=10.0)
-    True
-    >>> sink.records[0].session
-    'a1'
-
     Attributes:
         name: The sink's name.
         dropped_rows: Records dropped because the queue was full.

@@ -1,7 +1,4 @@
-"""Fakes for tests of code that uses flopwatch: devices, a clock, a sink, and an engine that starts no processes.
-
-No other module of flopwatch imports this one.
-"""
+"""Fakes of devices, of a clock, of a sink, and of an engine that starts no processes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
