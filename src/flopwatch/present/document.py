@@ -5,8 +5,10 @@ so everything in the house may build one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from itertools import pairwise
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
@@ -113,6 +115,10 @@ class Cell:
         return f"{self.text} {self.detail}" if self.detail else self.text
 
 
+def as_cell(content: Cell | str) -> Cell:
+    return content if isinstance(content, Cell) else Cell(content)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
@@ -164,12 +170,16 @@ class Table:
     fits: bool = False
 
     def shown(self, medium: Medium) -> tuple[list[Column], list[list[Cell]]]:
-        """The columns and rows that a medium shows."""
+        """The columns and rows that a medium shows. Markdown repeats the text of the first column."""
         columns = [column if isinstance(column, Column) else Column(column) for column in self.columns]
         kept = [place for place, column in enumerate(columns) if medium in column.only]
-        rows = [self.rows[place] for place in self._places(medium)]
-        cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in (row[at] for at in kept)] for row in rows]
-        return [columns[place] for place in kept], cells
+        rows = [[as_cell(row[at]) for at in kept] for row in (self.rows[place] for place in self._places(medium))]
+        if self.merges and medium != "markdown":
+            same = [below[0].text == above[0].text for above, below in pairwise(rows)]
+            rows = [
+                [Cell(""), *row[1:]] if is_same else row for row, is_same in zip(rows, [False, *same], strict=False)
+            ]
+        return [columns[place] for place in kept], rows
 
     def _places(self, medium: Medium) -> Sequence[int]:
         count, most = len(self.rows), self.most.of(medium)
@@ -418,39 +428,56 @@ class Document:
     style: str = ""
     have_all: Mapping[Medium, str] = field(default_factory=lambda: _HAVE_ALL)
 
-    def with_rest(self, said: str, medium: Medium) -> str:
-        """A remark about what is left out, and what has it."""
-        return f"{said}; {self.have_all[medium]}" if said and medium in self.have_all else said
 
-    def shown(self, parts: Sequence[Part], medium: Medium) -> Iterator[Part]:
-        """The parts that a medium shows. Where it shows the first ones only, a remark says what is left out."""
+class Renderer(Generic[Made]):
+    """Shows parts in one medium, each by the method with the name of its type: a `Table` by `table`.
+
+    A part for which there is no method needs another medium. `level` says how deep the parts are below the document.
+    """
+
+    def __init__(self, medium: Medium, document: Document, level: int = 0) -> None:
+        self.medium, self.document, self.level = medium, document, level
+
+    def parts(self, parts: Sequence[Part]) -> Iterator[Made]:
+        for part in self.shown(parts):
+            yield from self.part(part)
+
+    def part(self, part: Part) -> Iterator[Made]:
+        show = getattr(self, type(part).__name__.lower(), None)
+        return iter(()) if show is None else show(part)
+
+    def below(self, parts: Sequence[Part]) -> Iterator[Made]:
+        """Show parts one level deeper."""
+        inner = copy(self)
+        inner.level += 1
+        return inner.parts(parts)
+
+    def shown(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """The parts that the medium shows. Where it shows the first ones only, a remark says what is left out."""
         for part in parts:
             if isinstance(part, Only):
-                yield from self.shown(part.parts, medium) if medium in part.media else ()
-            elif isinstance(part, Beside) and medium != "html":
-                yield from self.shown(part.parts, medium)
+                yield from self.shown(part.parts) if self.medium in part.media else ()
+            elif isinstance(part, Beside) and self.medium != "html":
+                yield from self.shown(part.parts)
             elif isinstance(part, Several):
-                most = part.most.of(medium)
-                yield from self.shown(part.parts[:most], medium)
+                most = part.most.of(self.medium)
+                yield from self.shown(part.parts[:most])
                 names = [*part.names[most : most + 4], *(["..."] if len(part.parts) > most + 4 else [])]
-                said = f" ({'; '.join(names)})" if part.names and medium == "terminal" else ""
-                yield from self._rest(len(part.parts) - most, part.more + said, medium)
+                said = f" ({'; '.join(names)})" if part.names and self.medium == "terminal" else ""
+                yield from self._rest(len(part.parts) - most, part.more + said)
             elif isinstance(part, Items):
-                most = part.most.of(medium)
+                most = part.most.of(self.medium)
                 yield replace(part, texts=part.texts[:most])
-                yield from self._rest(len(part.texts) - most, part.more, medium)
+                yield from self._rest(len(part.texts) - most, part.more)
             else:
                 yield part
 
-    def _rest(self, hidden: int, what: str, medium: Medium) -> Iterator[Text]:
+    def _rest(self, hidden: int, what: str) -> Iterator[Text]:
         if hidden > 0:
-            said = self.with_rest(f"{hidden:,} {what}", medium)
-            yield Text(said if medium == "terminal" else f"{said}.", "" if medium == "markdown" else "note")
+            said = self.with_rest(f"{hidden:,} {what}")
+            yield Text(said if self.medium == "terminal" else f"{said}.", "" if self.medium == "markdown" else "note")
 
-    def sections(self, parts: Sequence[Part] | None = None) -> Iterator[Section]:
-        """The sections that a page shows."""
-        for part in self.shown(self.parts if parts is None else parts, "html"):
-            if isinstance(part, Section):
-                yield part
-            elif isinstance(part, Beside):
-                yield from self.sections(part.parts)
+    def with_rest(self, said: str) -> str:
+        """A remark about what is left out, and what has it."""
+        have_all = self.document.have_all.get(self.medium)
+        return f"{said}; {have_all}" if said and have_all else said

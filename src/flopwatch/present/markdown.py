@@ -1,9 +1,7 @@
 """Write a document as Markdown. Text of users is escaped, so that it cannot become markup."""
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import singledispatch
-from typing import Any
+from collections.abc import Iterator
 
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
@@ -14,7 +12,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 def to_markdown(document: doc.Document) -> str:
     lines = [f"## {escaped(f'{document.kind} {document.title}'.strip())}\n"]
     lines += [f"{escaped(sentence)}\n" for sentence in document.lead]
-    lines += _lines(document.parts, document, 3)
+    lines += _Markdown("markdown", document, 3).parts(document.parts)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -36,88 +34,60 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _lines(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
-    for part in document.shown(parts, "markdown"):
-        yield from _render(part, document, level)
+class _Markdown(doc.Renderer[str]):
+    """Lines of Markdown. Charts, strips and raw records need a page."""
 
+    def text(self, part: doc.Text) -> Iterator[str]:
+        text = escaped(part.text)
+        looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
+        yield f"{looks.get(part.tone, text)}\n"
 
-@singledispatch
-def _render(part: Any, document: doc.Document, level: int) -> Iterator[str]:
-    """Charts, strips and raw records need a page."""
-    yield from ()
+    def items(self, part: doc.Items) -> Iterator[str]:
+        for place, text in enumerate(part.texts, start=1):
+            said = escaped(text) if isinstance(text, str) else f"**{escaped(text.text)}** {escaped(text.detail)}"
+            yield f"{f'{place}.' if part.is_numbered else '-'} {said}"
+        yield ""
 
+    def facts(self, part: doc.Facts) -> Iterator[str]:
+        yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
+        yield ""
 
-@_render.register
-def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
-    text = escaped(part.text)
-    looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
-    yield f"{looks.get(part.tone, text)}\n"
+    def block(self, part: doc.Block) -> Iterator[str]:
+        summary, block = f"<summary>{escaped(part.title)}</summary>", fenced(part.text)
+        yield f"<details>{summary}\n\n{block}\n\n</details>\n" if part.title else f"{block}\n"
 
+    def tiles(self, part: doc.Tiles) -> Iterator[str]:
+        return self.table(doc.Table(("", ""), [(words, doc.Cell(value, "best")) for value, words in part.pairs]))
 
-@_render.register
-def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
-    for place, text in enumerate(part.texts, start=1):
-        said = escaped(text) if isinstance(text, str) else f"**{escaped(text.text)}** {escaped(text.detail)}"
-        yield f"{f'{place}.' if part.is_numbered else '-'} {said}"
-    yield ""
+    def bars(self, part: doc.Bars) -> Iterator[str]:
+        rows = [(bar.name, bar.text) for bar in part.bars]
+        return self.table(part.behind or doc.Table(("", ""), rows, part.title))
 
+    def section(self, part: doc.Section) -> Iterator[str]:
+        lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
+        if part.title:
+            yield f"{'#' * self.level} {lead}{escaped(part.title + part.remark)}\n"
+        yield from self.below(part.parts)
 
-@_render.register
-def _(part: doc.Facts, document: doc.Document, level: int) -> Iterator[str]:
-    yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
-    yield ""
+    def tabs(self, part: doc.Tabs) -> Iterator[str]:
+        yield from self.parts(part.tables)
+        yield from self._note(part.note)
 
+    def table(self, part: doc.Table) -> Iterator[str]:
+        columns, rows = part.shown("markdown")
+        if part.title:
+            yield f"**{escaped(part.title)}**\n"
+        heads = [escaped(f"{column.group} {column.head}".strip()) for column in columns]
+        yield f"| {' | '.join(heads)} |"
+        yield f"| {' | '.join('--:' if column.is_number else ':--' for column in columns)} |"
+        yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
+        yield ""
+        if left_out := part.left_out("markdown"):
+            yield f"{self.with_rest(left_out)}.\n"
+        yield from self._note(part.note)
 
-@_render.register
-def _(part: doc.Block, document: doc.Document, level: int) -> Iterator[str]:
-    block = fenced(part.text)
-    yield (
-        f"<details><summary>{escaped(part.title)}</summary>\n\n{block}\n\n</details>\n" if part.title else f"{block}\n"
-    )
-
-
-@_render.register
-def _(part: doc.Tiles, document: doc.Document, level: int) -> Iterator[str]:
-    rows = [(words, doc.Cell(value, "best")) for value, words in part.pairs]
-    yield from _render(doc.Table(("", ""), rows), document, level)
-
-
-@_render.register
-def _(part: doc.Bars, document: doc.Document, level: int) -> Iterator[str]:
-    rows = [(bar.name, bar.text) for bar in part.bars]
-    yield from _render(part.behind or doc.Table(("", ""), rows, part.title), document, level)
-
-
-@_render.register
-def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
-    lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
-    if part.title:
-        yield f"{'#' * level} {lead}{escaped(part.title + part.remark)}\n"
-    yield from _lines(part.parts, document, level + 1)
-
-
-@_render.register
-def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
-    yield from _lines(part.tables, document, level)
-    if part.note:
-        yield f"<sub>{escaped(part.note)}</sub>\n"
-
-
-@_render.register
-def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
-    columns, rows = part.shown("markdown")
-    left_out = part.left_out("markdown")
-    if part.title:
-        yield f"**{escaped(part.title)}**\n"
-    heads = [escaped(f"{column.group} {column.head}".strip()) for column in columns]
-    yield f"| {' | '.join(heads)} |"
-    yield f"| {' | '.join('--:' if column.is_number else ':--' for column in columns)} |"
-    yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
-    yield ""
-    if left_out:
-        yield f"{document.with_rest(left_out, 'markdown')}.\n"
-    if part.note:
-        yield f"<sub>{escaped(part.note)}</sub>\n"
+    def _note(self, text: str) -> Iterator[str]:
+        yield from self.text(doc.Text(text, "note")) if text else ()
 
 
 def _cell(cell: doc.Cell | str) -> str:

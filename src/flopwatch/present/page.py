@@ -5,13 +5,12 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from functools import singledispatch
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from flopwatch.present import document as doc
-from flopwatch.present.svg import COLOURS, bars_svg, esc, figure, legend_marker, tipped
+from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped
 from flopwatch.text import plain
 from flopwatch.version import __version__
 
@@ -21,43 +20,35 @@ _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-fai
 
 def to_page(document: doc.Document) -> str:
     """The whole page. Its policy forbids to load anything, and to run any script but its own."""
-    body = "\n".join(_html(document.parts, document, 2))
+    html = _Html("html", document, 2)
+    body = "\n".join(html.parts(document.parts))
     style = (_FOLDER / "page.css").read_text(encoding="utf-8") + document.style
     needed = ("tips.js", "page.js") if "<button" in body else ("tips.js",)
     script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in needed)
-    title = f"{document.kind} {document.title}".strip()
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{esc(title)}</title><style>{style}</style></head><body>",
-            *_header(document),
-            "<main>",
-            body,
-            "</main>",
-            f"<footer>flopwatch {esc(__version__)}, from {esc(document.source)}. The page loads no files.</footer>",
-            f"<script>{script}</script></body></html>\n",
-        ]
-    )
-
-
-def _policy(script: str) -> str:
     own = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _header(document: doc.Document) -> Iterator[str]:
-    kind = esc(f"flopwatch {document.kind.lower()}{document.about}")
-    yield f"<header><h1><small>{kind}</small>{esc(document.title)}</h1>"
-    yield "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead) + "</header>"
+    only_own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
+    policy = f"{only_own}; base-uri 'none'; form-action 'none'"
+    kind, title = f"flopwatch {document.kind.lower()}{document.about}", f"{document.kind} {document.title}".strip()
+    lead = "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead)
     links = (
-        f'<a href="#{esc(part.key)}">{esc(part.link or part.title)}</a>' for part in document.sections() if part.key
+        f'<a href="#{esc(section.key)}">{esc(section.link or section.title)}</a>'
+        for section in html.sections(document.parts)
+        if section.key
     )
-    yield f"<nav>{''.join(links)}</nav>"
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{esc(title)}</title><style>{style}</style></head><body>
+<header><h1><small>{esc(kind)}</small>{esc(document.title)}</h1>
+{lead}</header>
+<nav>{"".join(links)}</nav>
+<main>
+{body}
+</main>
+<footer>flopwatch {esc(__version__)}, from {esc(document.source)}. The page loads no files.</footer>
+<script>{script}</script></body></html>
+"""
 
 
 def in_words(text: str) -> str:
@@ -69,11 +60,6 @@ def in_words(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", esc(text))
 
 
-def _html(parts: Sequence[doc.Part], document: doc.Document, level: int) -> Iterator[str]:
-    for part in document.shown(parts, "html"):
-        yield from _render(part, document, level)
-
-
 def _class(*names: str) -> str:
     known = " ".join(filter(None, names))
     return f' class="{known}"' if known else ""
@@ -83,52 +69,142 @@ def _paragraph(text: str) -> str:
     return f'<p class="soft small">{in_words(text)}</p>' if text else ""
 
 
-@singledispatch
-def _render(part: Any, document: doc.Document, level: int) -> Iterator[str]:
-    raise TypeError(f"a document has no part {type(part).__name__}")
+class _Html(doc.Renderer[str]):
+    """Pieces of HTML. The level is that of the headings."""
 
+    def sections(self, parts: Sequence[doc.Part]) -> Iterator[doc.Section]:
+        """The sections to which the page has links."""
+        for part in self.shown(parts):
+            if isinstance(part, doc.Beside):
+                yield from self.sections(part.parts)
+            elif isinstance(part, doc.Section):
+                yield part
 
-@_render.register
-def _(part: doc.Text, document: doc.Document, level: int) -> Iterator[str]:
-    tag = "div" if part.tone == "warn" else "p"
-    yield f"<{tag}{_class(_CLASSES.get(part.tone, part.tone))}>{in_words(part.text)}</{tag}>"
+    def joined(self, parts: Sequence[doc.Part]) -> str:
+        return "".join(self.parts(parts))
 
+    def text(self, part: doc.Text) -> Iterator[str]:
+        tag = "div" if part.tone == "warn" else "p"
+        yield f"<{tag}{_class(_CLASSES.get(part.tone, part.tone))}>{in_words(part.text)}</{tag}>"
 
-@_render.register
-def _(part: doc.Items, document: doc.Document, level: int) -> Iterator[str]:
-    tag = "ol" if part.is_numbered else "ul"
-    items = (
-        in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
-        for text in part.texts
-    )
-    yield f"<{tag}>{''.join(f'<li>{item}</li>' for item in items)}</{tag}>"
+    def items(self, part: doc.Items) -> Iterator[str]:
+        tag = "ol" if part.is_numbered else "ul"
+        items = (
+            in_words(text) if isinstance(text, str) else f"<b>{in_words(text.text)}</b> {in_words(text.detail)}"
+            for text in part.texts
+        )
+        yield f"<{tag}>{''.join(f'<li>{item}</li>' for item in items)}</{tag}>"
 
+    def facts(self, part: doc.Facts) -> Iterator[str]:
+        known = ((name, doc.as_cell(value)) for name, value in part.pairs if str(value))
+        listed = "".join(f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(str(cell))}</dd>" for name, cell in known)
+        yield f"<dl>{listed}</dl>" if listed else ""
 
-@_render.register
-def _(part: doc.Facts, document: doc.Document, level: int) -> Iterator[str]:
-    known = ((name, value) for name, value in part.pairs if str(value))
-    pairs = ((name, value if isinstance(value, doc.Cell) else doc.Cell(value)) for name, value in known)
-    listed = "".join(f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(str(cell))}</dd>" for name, cell in pairs)
-    yield f"<dl>{listed}</dl>" if listed else ""
+    def block(self, part: doc.Block) -> Iterator[str]:
+        title = f'<span class="soft small">{esc(part.title)}</span>' if part.title else ""
+        yield f"{title}<pre>{esc(part.text)}</pre>"
 
+    def tiles(self, part: doc.Tiles) -> Iterator[str]:
+        tiles = (f'<div class="tile"><b>{esc(value)}</b><span>{esc(words)}</span></div>' for value, words in part.pairs)
+        yield f'<div class="tiles">{"".join(tiles)}</div>'
 
-@_render.register
-def _(part: doc.Block, document: doc.Document, level: int) -> Iterator[str]:
-    title = f'<span class="soft small">{esc(part.title)}</span>' if part.title else ""
-    yield f"{title}<pre>{esc(part.text)}</pre>"
+    def strip(self, part: doc.Strip) -> Iterator[str]:
+        if part.shares:
+            legend = "".join(f'<span><i class="{tone}"></i>{esc(name)} {n:,}</span>' for name, n, tone in part.shares)
+            yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
 
+    def section(self, part: doc.Section) -> Iterator[str]:
+        key = f' id="{esc(part.key)}"' if part.key else ""
+        remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
+        lead = "".join(f"<b>{esc(str(c))}</b> " if c.tone != "chip" else f"{_content(c)} " for c in part.lead)
+        title = f"{lead}{esc(part.title)}{remark}"
+        if part.is_open is None:
+            head = f"<h{self.level}>{title}</h{self.level}>" if part.title else ""
+            start, end = f"<section{key}{_class(part.tone)}>{head}", "</section>"
+        else:
+            style, state = f"card o-{part.tone}" if part.tone else "fold", " open" if part.is_open else ""
+            start = f'<details{key} class="{style}"{state}><summary>{title}</summary><div class="body">'
+            end = "</div></details>"
+        yield start
+        yield from self.below(part.parts)
+        yield end
 
-@_render.register
-def _(part: doc.Tiles, document: doc.Document, level: int) -> Iterator[str]:
-    tiles = (f'<div class="tile"><b>{esc(value)}</b><span>{esc(words)}</span></div>' for value, words in part.pairs)
-    yield f'<div class="tiles">{"".join(tiles)}</div>'
+    def tabs(self, part: doc.Tabs) -> Iterator[str]:
+        buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
+        yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
+        yield from (f'<div class="tab">{self.joined([table])}</div>' for table in part.tables)
+        yield f"{_paragraph(part.note)}</div>"
 
+    def beside(self, part: doc.Beside) -> Iterator[str]:
+        drawn = filter(None, ("".join(self.part(inner)) for inner in self.shown(part.parts)))
+        is_block = '<div class="block"'
+        blocks = (text if text.startswith(is_block) else f'<div class="fitting">{text}</div>' for text in drawn)
+        yield f'<div class="blocks">{"".join(blocks)}</div>'
 
-@_render.register
-def _(part: doc.Strip, document: doc.Document, level: int) -> Iterator[str]:
-    if part.shares:
-        legend = "".join(f'<span><i class="{tone}"></i>{esc(name)} {n:,}</span>' for name, n, tone in part.shares)
-        yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
+    def table(self, part: doc.Table) -> Iterator[str]:
+        columns, rows = part.shown("html")
+        sides, left_out = _sides(columns), part.left_out("html")
+        title = f"<h3>{esc(part.title)}</h3>" if part.title else ""
+        lines = ("".join(_cell(cell, side) for cell, side in zip(row, sides, strict=True)) for row in rows)
+        body = "".join(
+            f"<tr{_class('new' if part.merges and row[0].text else '')}>{line}</tr>"
+            for row, line in zip(rows, lines, strict=True)
+        )
+        frame = _class("scroll", "fit" if part.fits else "")
+        yield f"{title}<div{frame}><table>{_head(columns)}<tbody>{body}</tbody></table></div>"
+        yield _paragraph(f"{self.with_rest(left_out)}." if left_out else "") + _paragraph(part.note)
+
+    def bars(self, part: doc.Bars) -> Iterator[str]:
+        behind = (part.behind,) if part.behind else ()
+        return self.drawing(doc.Drawing(part.title, part.remark, *bars_svg(part.bars), behind=behind))
+
+    def drawing(self, part: doc.Drawing) -> Iterator[str]:
+        keys = (
+            f'<span class="key k{kind % COLOURS}{" dashed" if kind > 1 else ""}">{esc(name)}</span>'
+            for name, kind in part.legend
+        )
+        legend = f'<span class="keys">{"".join(keys)}</span>' if part.legend else ""
+        small = f" <small>{esc(part.remark)}</small>" if part.remark else ""
+        label = esc(f"{part.title} {part.remark}".strip())
+        drawn = (
+            f"<figure><figcaption>{esc(part.title)}{small}{legend}</figcaption>"
+            f'<svg viewBox="0 0 {part.width:.0f} {part.height:.0f}" role="img" aria-label="{label}">{part.svg}</svg>'
+            "</figure>"
+        )
+        if part.behind:
+            summary = "<summary>The numbers as a table</summary>"
+            drawn += f'<details class="behind">{summary}{self.joined(part.behind)}</details>'
+        yield f'<div class="chart">{drawn}</div>' if part.behind else drawn
+
+    def panels(self, part: doc.Panels) -> Iterator[str]:
+        if part.drawings:
+            head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
+            panels = f'<div class="panels">{self.joined(part.drawings)}</div>'
+            yield f'<div class="block" style="--n:{min(len(part.drawings), 4)}">{head}{panels}</div>'
+
+    def legend(self, part: doc.Legend) -> Iterator[str]:
+        marks = (
+            f'<i class="{esc(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind) for _, kind in part.names
+        )
+        names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
+        yield f'<div class="legend">{"".join(names)}</div>' if part.names else ""
+
+    def records(self, part: doc.Records) -> Iterator[str]:
+        """A table that the script of the page fills from JSON, 200 rows at a time."""
+        heads = "".join(
+            f'<th data-column="{place}"{"" if kind in ("text", "words") else " class=n"}>{esc(heading)}</th>'
+            for place, (_, heading, kind, is_shown, _) in enumerate(part.fields)
+            if is_shown
+        )
+        options = "".join(f'<option value="{esc(name)}">{esc(name)}</option>' for name in part.tones)
+        hints = 'placeholder="Filter: ghost 512 oom" aria-label="Filter the rows"'
+        yield f'<div class="filter"><input id="record-filter" type="search" {hints}>'
+        yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
+        yield f'<option value="">every {esc(part.choice)}</option>{options}</select>'
+        yield '<span class="soft small" id="record-count"></span></div>'
+        yield f'<div class="scroll"><table id="records"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
+        yield f'<p><button id="more-records" hidden>Show 200 more</button></p>{_paragraph(part.hint)}'
+        yield f'<script type="application/json" id="record-data">{embedded(_data(part))}</script>'
 
 
 def _strip(shares: Sequence[doc.Share]) -> str:
@@ -137,56 +213,6 @@ def _strip(shares: Sequence[doc.Share]) -> str:
         f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{esc(name)}: {n:,}"></i>' for name, n, tone in shares
     )
     return f'<div class="strip">{bars}</div>'
-
-
-@_render.register
-def _(part: doc.Section, document: doc.Document, level: int) -> Iterator[str]:
-    key = f' id="{esc(part.key)}"' if part.key else ""
-    remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
-    lead = "".join(f"<b>{esc(str(c))}</b> " if c.tone != "chip" else f"{_content(c)} " for c in part.lead)
-    title = f"{lead}{esc(part.title)}{remark}"
-    inside = _html(part.parts, document, level + 1)
-    if part.is_open is None:
-        head = f"<h{level}>{title}</h{level}>" if part.title else ""
-        yield f"<section{key}{_class(part.tone)}>{head}"
-        yield from inside
-        yield "</section>"
-    else:
-        style = f"card o-{part.tone}" if part.tone else "fold"
-        state = " open" if part.is_open else ""
-        yield f'<details{key} class="{style}"{state}><summary>{title}</summary><div class="body">'
-        yield from inside
-        yield "</div></details>"
-
-
-@_render.register
-def _(part: doc.Tabs, document: doc.Document, level: int) -> Iterator[str]:
-    buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
-    yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
-    yield from (f'<div class="tab">{"".join(_render(table, document, level))}</div>' for table in part.tables)
-    yield f"{_paragraph(part.note)}</div>"
-
-
-@_render.register
-def _(part: doc.Beside, document: doc.Document, level: int) -> Iterator[str]:
-    drawn = ["".join(_render(inner, document, level)) for inner in document.shown(part.parts, "html")]
-    blocks = (
-        text if text.startswith('<div class="block"') else f'<div class="fitting">{text}</div>'
-        for text in drawn
-        if text
-    )
-    yield f'<div class="blocks">{"".join(blocks)}</div>'
-
-
-@_render.register
-def _(part: doc.Table, document: doc.Document, level: int) -> Iterator[str]:
-    columns, rows = part.shown("html")
-    left_out = part.left_out("html")
-    title = f"<h3>{esc(part.title)}</h3>" if part.title else ""
-    body = "".join(_rows(columns, rows, merges=part.merges))
-    frame = _class("scroll", "fit" if part.fits else "")
-    yield f"{title}<div{frame}><table>{_head(columns)}<tbody>{body}</tbody></table></div>"
-    yield _paragraph(document.with_rest(left_out, "html") + "." if left_out else "") + _paragraph(part.note)
 
 
 def _head(columns: Sequence[doc.Column]) -> str:
@@ -210,16 +236,6 @@ def _sides(columns: Sequence[doc.Column]) -> list[str]:
     ]
 
 
-def _rows(columns: Sequence[doc.Column], rows: Sequence[Sequence[doc.Cell]], *, merges: bool) -> Iterator[str]:
-    before, sides = None, _sides(columns)
-    for row in rows:
-        is_same = merges and row[0].text == before
-        before = row[0].text
-        shown = [doc.Cell("") if is_same else row[0], *row[1:]]
-        cells = "".join(_cell(cell, side) for cell, side in zip(shown, sides, strict=True))
-        yield f"<tr{_class('new' if merges and not is_same else '')}>{cells}</tr>"
-
-
 def _cell(cell: doc.Cell, side: str) -> str:
     tone = "" if cell.tone == "chip" else _CLASSES.get(cell.tone, cell.tone)
     look = "name" if cell.colour is not None else "small" if cell.detail else ""
@@ -237,64 +253,6 @@ def _content(cell: doc.Cell) -> str:
     dot = f'<span class="dot k{cell.colour % COLOURS}"></span>' if cell.colour is not None else ""
     detail = f' <span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
     return f"{dot}{text}{detail}"
-
-
-@_render.register
-def _(part: doc.Bars, document: doc.Document, level: int) -> Iterator[str]:
-    drawn, width, height = bars_svg(part.bars)
-    behind = (part.behind,) if part.behind else ()
-    yield from _render(doc.Drawing(part.title, part.remark, drawn, width, height, behind=behind), document, level)
-
-
-@_render.register
-def _(part: doc.Drawing, document: doc.Document, level: int) -> Iterator[str]:
-    keys = (
-        f'<span class="key k{kind % COLOURS}{" dashed" if kind > 1 else ""}">{esc(name)}</span>'
-        for name, kind in part.legend
-    )
-    legend = f'<span class="keys">{"".join(keys)}</span>' if part.legend else ""
-    drawn = figure(part.title, part.remark, part.svg, part.width, part.height, legend)
-    if not part.behind:
-        yield drawn
-        return
-    tables = "".join("".join(_render(table, document, level)) for table in part.behind)
-    numbers = f'<details class="behind"><summary>The numbers as a table</summary>{tables}</details>'
-    yield f'<div class="chart">{drawn}{numbers}</div>'
-
-
-@_render.register
-def _(part: doc.Panels, document: doc.Document, level: int) -> Iterator[str]:
-    if not part.drawings:
-        return
-    head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
-    panels = "".join("".join(_render(drawing, document, level)) for drawing in part.drawings)
-    yield f'<div class="block" style="--n:{min(len(part.drawings), 4)}">{head}<div class="panels">{panels}</div></div>'
-
-
-@_render.register
-def _(part: doc.Legend, document: doc.Document, level: int) -> Iterator[str]:
-    marks = [f'<i class="{esc(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind) for _, kind in part.names]
-    names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
-    yield f'<div class="legend">{"".join(names)}</div>' if marks else ""
-
-
-@_render.register
-def _(part: doc.Records, document: doc.Document, level: int) -> Iterator[str]:
-    """A table that the script of the page fills from JSON, 200 rows at a time."""
-    heads = "".join(
-        f'<th data-column="{place}"{"" if kind in ("text", "words") else " class=n"}>{esc(heading)}</th>'
-        for place, (_, heading, kind, is_shown, _) in enumerate(part.fields)
-        if is_shown
-    )
-    options = "".join(f'<option value="{esc(name)}">{esc(name)}</option>' for name in part.tones)
-    yield '<div class="filter">'
-    yield '<input id="record-filter" type="search" placeholder="Filter: ghost 512 oom" aria-label="Filter the rows">'
-    yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
-    yield f'<option value="">every {esc(part.choice)}</option>{options}</select>'
-    yield '<span class="soft small" id="record-count"></span></div>'
-    yield f'<div class="scroll"><table id="records"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
-    yield f'<p><button id="more-records" hidden>Show 200 more</button></p>{_paragraph(part.hint)}'
-    yield f'<script type="application/json" id="record-data">{embedded(_data(part))}</script>'
 
 
 def embedded(content: Any) -> str:

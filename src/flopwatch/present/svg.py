@@ -142,15 +142,6 @@ def axes(
     return "".join(parts)
 
 
-def figure(title: str, remark: str, drawing: str, width: float, height: float, legend: str = "") -> str:
-    small = f" <small>{esc(remark)}</small>" if remark else ""
-    label = esc(f"{title} {remark}".strip())
-    return (
-        f"<figure><figcaption>{esc(title)}{small}{legend}</figcaption>"
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}">{drawing}</svg></figure>'
-    )
-
-
 def _marker(kind: int) -> str:
     return _MARKERS[kind % len(_MARKERS)]
 

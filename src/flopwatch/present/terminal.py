@@ -2,8 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from functools import singledispatch
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -47,7 +46,7 @@ _LONGEST_LABEL = 16
 def print_document(document: doc.Document, console: Console | None = None) -> None:
     """Print a document to standard output, or to another console."""
     console = console or Console(highlight=False)
-    for line in rendered(document, console.width, ascii_only=console.options.ascii_only):
+    for line in _Terminal(document, console.width, ascii_only=console.options.ascii_only).lines():
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
         if isinstance(line, Text):
             console.print(line, soft_wrap=True)
@@ -65,148 +64,134 @@ def document_text(document: doc.Document, width: int = 80) -> str:
     return stream.getvalue()
 
 
-def rendered(document: doc.Document, width: int = 80, *, ascii_only: bool = False) -> Iterator[RenderableType]:
-    """The lines and tables of a document, for a console of this width."""
-    form = _Form(document, width, ascii_only)
-    if document.title:
-        title = Text(f"{document.kind} " if document.kind else "", style="bold")
-        yield form.indented(title + Text(one_line(document.title), style="" if document.kind else "bold"))
-    if document.source and document.source != document.title:
-        yield from form.note(document.source)
-    for sentence in document.lead:
-        yield from form.paragraph(sentence)
-    yield from form.parts(document.parts)
+class _Terminal(doc.Renderer[RenderableType]):
+    """Lines and tables for a terminal of this width. Charts, strips and raw records need a page."""
 
+    def __init__(self, document: doc.Document, width: int, *, ascii_only: bool) -> None:
+        super().__init__("terminal", document)
+        self.width, self.ascii_only = width, ascii_only
 
-class _Form:
-    """Where a part stands: how deep, and how much room it has."""
+    @property
+    def indent(self) -> int:
+        return 2 if self.level else 0  # not more, so that tables of subsections have room
 
-    def __init__(self, document: doc.Document, width: int, ascii_only: bool, depth: int = 0) -> None:
-        self.document, self.width, self.ascii_only, self.depth = document, width, ascii_only, depth
-        self.indent = 2 if depth else 0  # not more, so that tables of subsections have room
-
-    def deeper(self) -> "_Form":
-        return _Form(self.document, self.width, self.ascii_only, self.depth + 1)
-
-    def parts(self, parts: Sequence[doc.Part]) -> Iterator[RenderableType]:
-        for part in self.document.shown(parts, "terminal"):
-            yield from _render(part, self)
+    def lines(self) -> Iterator[RenderableType]:
+        """The whole document."""
+        title, kind = one_line(self.document.title), self.document.kind
+        if title:
+            yield self.indented(Text.assemble((f"{kind} " if kind else "", "bold"), (title, "" if kind else "bold")))
+        if self.document.source and self.document.source != self.document.title:
+            yield from self.paragraph(self.document.source, "dim")
+        for sentence in self.document.lead:
+            yield from self.paragraph(sentence)
+        yield from self.parts(self.document.parts)
 
     def paragraph(self, text: str, style: str = "", hang: str = "") -> Iterator[Text]:
         """Wrap a text; `hang` stands before its first line, and its other lines are as far to the right."""
-        room = max(min(self.width, _WIDEST_TEXT), 20)
-        first, others = " " * self.indent + hang, " " * (self.indent + len(hang))
-        lines = textwrap.wrap(
-            one_line(text),
-            room,
-            initial_indent=first,
-            subsequent_indent=others,
+        wrapper = textwrap.TextWrapper(
+            width=max(min(self.width, _WIDEST_TEXT), 20),
+            initial_indent=" " * self.indent + hang,
+            subsequent_indent=" " * (self.indent + len(hang)),
             break_on_hyphens=False,
             break_long_words=False,
         )
-        return (Text(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
+        return (Text(line, style, no_wrap=True, overflow="ignore") for line in wrapper.wrap(one_line(text)))
 
-    def indented(self, content: RenderableType) -> RenderableType:
-        return Padding(content, (0, 0, 0, self.indent))
+    def indented(self, content: RenderableType, indent: int | None = None) -> RenderableType:
+        return Padding(content, (0, 0, 0, self.indent if indent is None else indent))
 
-    def note(self, text: str) -> Iterator[Text]:
-        return self.paragraph(text, "dim")
+    def text(self, part: doc.Text) -> Iterator[RenderableType]:
+        if part.tone == "command":
+            return iter([Text(" " * self.indent + one_line(part.text))])
+        return self.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
 
+    def items(self, part: doc.Items) -> Iterator[RenderableType]:
+        for place, text in enumerate(part.texts, start=1):
+            hang = f"{place}. " if part.is_numbered else "- "
+            if isinstance(text, str):
+                yield from self.paragraph(text, hang=hang)
+                continue
+            yield from self.paragraph(text.text, "bold", hang)
+            for line in text.detail.splitlines():
+                yield from self.paragraph(line, hang=" " * len(hang))
+            if place < len(part.texts):
+                yield Text()
 
-@singledispatch
-def _render(part: Any, form: _Form) -> Iterator[RenderableType]:
-    """Charts, strips and raw records need a page."""
-    yield from ()
+    def facts(self, part: doc.Facts) -> Iterator[RenderableType]:
+        pairs = [(one_line(name), one_line(str(value))) for name, value in part.pairs if str(value)]
+        label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
+        if pairs:
+            yield self.indented(_grid(pairs, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
 
+    def block(self, part: doc.Block) -> Iterator[RenderableType]:
+        lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
+        if part.title:
+            yield self.indented(Text(one_line(part.title), "dim"), 2 * self.level)
+        yield self.indented(Text("\n".join(lines), "dim"), 2 * self.level + 2)
 
-@_render.register
-def _(part: doc.Text, form: _Form) -> Iterator[RenderableType]:
-    if part.tone == "command":
-        return iter([Text(" " * form.indent + one_line(part.text))])
-    return form.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
+    def tiles(self, part: doc.Tiles) -> Iterator[RenderableType]:
+        pairs = [(one_line(value), one_line(words)) for value, words in part.pairs]
+        yield self.indented(_grid(pairs, {"justify": "right", "no_wrap": True, "style": "bold"}, {}))
 
+    def section(self, part: doc.Section) -> Iterator[RenderableType]:
+        title = Text()
+        for cell in part.lead:
+            title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
+        title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
+        yield Text()
+        if part.title:
+            yield self.indented(title)
+        yield from self.below(part.parts) if part.title else self.parts(part.parts)
 
-@_render.register
-def _(part: doc.Items, form: _Form) -> Iterator[RenderableType]:
-    for place, text in enumerate(part.texts, start=1):
-        hang = f"{place}. " if part.is_numbered else "- "
-        if isinstance(text, str):
-            yield from form.paragraph(text, hang=hang)
-            continue
-        yield from form.paragraph(text.text, "bold", hang)
-        for line in text.detail.splitlines():
-            yield from form.paragraph(line, hang=" " * len(hang))
-        if place < len(part.texts):
+    def tabs(self, part: doc.Tabs) -> Iterator[RenderableType]:
+        yield from self.parts(part.tables)
+        if part.note:
+            yield from self.paragraph(part.note, "dim")
             yield Text()
 
-
-@_render.register
-def _(part: doc.Facts, form: _Form) -> Iterator[RenderableType]:
-    pairs = [(one_line(name), str(value)) for name, value in part.pairs if str(value)]
-    label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=label, style="dim")
-    grid.add_column(overflow="fold")
-    for name, value in pairs:
-        grid.add_row(Text(name), Text(one_line(value)))
-    if pairs:
-        yield Padding(grid, (0, 0, 0, 2 * form.depth))
-
-
-@_render.register
-def _(part: doc.Block, form: _Form) -> Iterator[RenderableType]:
-    lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
-    if part.title:
-        yield Padding(Text(one_line(part.title), style="dim"), (0, 0, 0, 2 * form.depth))
-    yield Padding(Text("\n".join(lines), style="dim"), (0, 0, 0, 2 * form.depth + 2))
-
-
-@_render.register
-def _(part: doc.Tiles, form: _Form) -> Iterator[RenderableType]:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(justify="right", no_wrap=True, style="bold")
-    grid.add_column()
-    for value, words in part.pairs:
-        grid.add_row(Text(one_line(value)), Text(one_line(words)))
-    yield form.indented(grid)
-
-
-@_render.register
-def _(part: doc.Section, form: _Form) -> Iterator[RenderableType]:
-    title = Text()
-    for cell in part.lead:
-        title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
-    title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if form.depth else "bold cyan")
-    yield Text()
-    if part.title:
-        yield form.indented(title)
-    yield from (form.deeper() if part.title else form).parts(part.parts)
-
-
-@_render.register
-def _(part: doc.Tabs, form: _Form) -> Iterator[RenderableType]:
-    yield from form.parts(part.tables)
-    if part.note:
-        yield from form.note(part.note)
+    def table(self, part: doc.Table) -> Iterator[RenderableType]:
+        columns, rows = _joined(*part.shown("terminal"))
+        room, left_out = self.width - self.indent, part.left_out("terminal")
+        if sum(_widths(columns, rows)) - 1 > room:
+            kept = [place for place, column in enumerate(columns) if not column.is_extra]
+            columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        for places in _pieces(columns, rows, part.fixed, room):
+            if part.title:
+                yield from self.paragraph(part.title, "bold")
+            yield self.indented(
+                _table([columns[place] for place in places], [[row[at] for at in places] for row in rows])
+            )
+        for note in filter(None, (self.with_rest(left_out), part.note)):
+            yield from self.paragraph(note, "dim")
         yield Text()
 
-
-@_render.register
-def _(part: doc.Table, form: _Form) -> Iterator[RenderableType]:
-    columns, rows = _joined(*part.shown("terminal"))
-    left_out = part.left_out("terminal")
-    notes = [form.document.with_rest(left_out, "terminal")] if left_out else []
-    notes += [part.note] if part.note else []
-    if sum(_widths(columns, rows)) - 1 > form.width - form.indent:
-        kept = [place for place, column in enumerate(columns) if not column.is_extra]
-        columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
-    for places in _pieces(columns, rows, part.fixed, form.width - form.indent):
+    def bars(self, part: doc.Bars) -> Iterator[RenderableType]:
         if part.title:
-            yield from form.paragraph(part.title, "bold")
-        yield form.indented(_table(columns, rows, places, merges=part.merges))
-    for note in notes:
-        yield from form.note(note)
-    yield Text()
+            yield from self.paragraph(f"{part.title} {part.remark}", "bold")
+        bars = [bar._replace(name=one_line(bar.name), text=one_line(bar.text)) for bar in part.bars]
+        names = max((cell_len(bar.name) for bar in bars), default=0)
+        texts = max((cell_len(bar.text) for bar in bars), default=0)
+        room = max(min(self.width - self.indent - names - 3 - texts, _WIDEST_BAR), 10)
+        for bar in bars:
+            weight = "" if bar.tone == "loss" else "bold"
+            drawn = bar_cells(bar.low, bar.high, room, ascii_only=self.ascii_only)
+            yield Text.assemble(
+                (" " * self.indent + f"{bar.name:<{names}}  ", weight),
+                (f"{drawn:<{room}}", STYLES[bar.tone]),
+                (f" {bar.text:>{texts}}", weight),
+                no_wrap=True,
+                overflow="ignore",
+            )
+
+
+def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Table:
+    """Two columns without a frame; `left` and `right` are how `rich` shows them."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(**left)
+    grid.add_column(**right)
+    for pair in pairs:
+        grid.add_row(*map(Text, pair))
+    return grid
 
 
 def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list[doc.Column], list[list[Text]]]:
@@ -215,7 +200,10 @@ def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list
     for place, column in enumerate(columns):
         is_same = groups and column.group and columns[groups[-1][-1]].group == column.group
         groups = [*groups[:-1], [*groups[-1], place]] if is_same else [*groups, [place]]
-    texts = [[Text(_cell_text(cell), style=STYLES[cell.tone]) for cell in row] for row in rows]
+    texts = [
+        [Text(one_line(str(cell) if cell.short is None else cell.short), STYLES[cell.tone]) for cell in row]
+        for row in rows
+    ]
     widths = [max((row[place].cell_len for row in texts), default=0) for place in range(len(columns))]
     joined = [[_side_by_side(row, places, widths) for places in groups] for row in texts]
     return [_heading(columns, places) for places in groups], joined
@@ -233,10 +221,6 @@ def _heading(columns: list[doc.Column], places: list[int]) -> doc.Column:
     name = one_line(first.group if len(places) > 1 else first.head if first.short is None else first.short)
     short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
     return doc.Column(short, first.is_number, is_extra=first.is_extra)
-
-
-def _cell_text(cell: doc.Cell) -> str:
-    return one_line(str(cell) if cell.short is None else cell.short)
 
 
 def _widths(columns: list[doc.Column], rows: list[list[Text]]) -> list[int]:
@@ -261,45 +245,22 @@ def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room:
     return pieces
 
 
-def _table(columns: list[doc.Column], rows: list[list[Text]], places: list[int], *, merges: bool) -> Table:
+def _table(columns: list[doc.Column], rows: list[list[Text]]) -> Table:
+    has_heads = any(column.head for column in columns)
     table = Table(
         box=SIMPLE_HEAD,
         header_style="dim",
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
-        show_header=any(column.head for column in columns),
+        show_header=has_heads,
     )
-    for column in (columns[place] for place in places):
+    for column in columns:
         side = "right" if column.is_number else "left"
         table.add_column(Text(column.head), justify=side, no_wrap=column.is_number, overflow="fold")  # type: ignore[arg-type]
-    before = None
     for row in rows:
-        cells = [row[place] for place in places]
-        is_same = merges and before is not None and cells[0].plain == before
-        before = cells[0].plain
-        table.add_row(*([Text()] if is_same else cells[:1]), *cells[1:])
+        table.add_row(*row)
     return table
-
-
-@_render.register
-def _(part: doc.Bars, form: _Form) -> Iterator[RenderableType]:
-    if part.title:
-        yield from form.paragraph(f"{part.title} {part.remark}", "bold")
-    bars = [bar._replace(name=one_line(bar.name), text=one_line(bar.text)) for bar in part.bars]
-    names = max((cell_len(bar.name) for bar in bars), default=0)
-    texts = max((cell_len(bar.text) for bar in bars), default=0)
-    room = max(min(form.width - form.indent - names - 3 - texts, _WIDEST_BAR), 10)
-    for bar in bars:
-        weight = "" if bar.tone == "loss" else "bold"
-        drawn = bar_cells(bar.low, bar.high, room, ascii_only=form.ascii_only)
-        yield Text.assemble(
-            (" " * form.indent + f"{bar.name:<{names}}  ", weight),
-            (f"{drawn:<{room}}", STYLES[bar.tone]),
-            (f" {bar.text:>{texts}}", weight),
-            no_wrap=True,
-            overflow="ignore",
-        )
 
 
 def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) -> str:
