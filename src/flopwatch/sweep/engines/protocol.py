@@ -179,7 +179,7 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
     """Return the true outcome of a trial whose supervisor wrote `cancelled`; None if the engine does not know it.
 
     A supervisor writes `cancelled` after SIGTERM, which may come from Slurm (time limit), from Ray's memory monitor, or
-    from the kernel if the supervisor's guard (`trial_guard.py`) was killed. Only then does the engine, which waits for
+    from the kernel if the supervisor's guard (`guard.py`) was killed. Only then does the engine, which waits for
     the guard, see SIGKILL although the supervisor has written a result.
 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.optional import require
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.engines.ray_connection import RayConnection
-from flopwatch.sweep.engines.ray_internals import RayOutage, import_ray, local_environment
+from flopwatch.sweep.engines.ray_driver import RayConnection, RayOutage
+from flopwatch.sweep.engines.ray_internals import local_environment
 from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, own_result
 
 _NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
@@ -89,7 +90,7 @@ class RayEngine:
         """Connect to Ray. Return the names of trials in `unfinished` that an earlier runner's supervisors still run."""
         self._sweep = sweep
         if find_spec("ray") is None:
-            import_ray()  # raises an error that says how to install it
+            require("ray", "ray")  # raises an error that says how to install it
         self._start_driver()
         try:
             self._driver.wait_until_connected(_CONNECT_SECONDS)
@@ -281,7 +282,7 @@ class RayEngine:
         return back
 
     def end(self, names: Sequence[str]) -> None:
-        """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`trial_guard.py`)."""
+        """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`guard.py`)."""
         for task in [task for task, name in self._tasks.items() if name in names]:
             with self._outage.tolerated():
                 self._driver.call("cancel", [task])
@@ -328,7 +329,7 @@ class RayEngine:
     def _refresh_nodes(self) -> None:
         """Read the list of nodes, which may change during a sweep."""
         self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
-        self._outage.end()
+        self._outage.since = None
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:

@@ -55,6 +55,13 @@ def die_with_parent(signal_number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
+def ends_with_parent(signal_number: int) -> bool:
+    """As `die_with_parent`; return False if the parent has ended already, according to the variable PARENT."""
+    die_with_parent(signal_number)
+    expected = os.environ.get(PARENT)
+    return expected is None or os.getppid() == int(expected)
+
+
 def dies_with(parent: int) -> Callable[[], None]:
     """A `preexec_fn` for subprocess: the kernel kills the child when its parent, whose pid is given, ends."""
 

@@ -101,7 +101,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
 
 
 def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
-    """Add the reason from the file of the guard (`trial_guard.py`), if the guard killed a supervisor that hung."""
+    """Add the reason from the file of the guard (`guard.py`), if the guard killed a supervisor that hung."""
     note = read_object(trial_folder(trial.sweep, trial.name) / GUARD)
     if note.get("attempt") == attempt_of(trial.sweep, trial.name):
         return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
@@ -111,7 +111,7 @@ def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
 class SilentSupervisors:
     """Kills supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
 
-    Normally the guard process on the supervisor's host (`trial_guard.py`) kills such a supervisor earlier. This class
+    Normally the guard process on the supervisor's host (`guard.py`) kills such a supervisor earlier. This class
     is needed if the guard is gone or the host does not respond.
     """
 

@@ -28,6 +28,7 @@ from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
+from flopwatch.sweep.supervisor.guard import become_guarded
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
 _TICK_SECONDS = 0.2  # time between two samples of the memory, the same as in `supervise.py`
@@ -165,7 +166,9 @@ class _Agent:
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     process_tree.adopt_orphans()
     if PARENT in os.environ:  # a Ray task started this agent
-        process_tree.die_with_parent(signal.SIGTERM)
+        if not process_tree.ends_with_parent(signal.SIGTERM):
+            return 1
+        become_guarded(trial_dir)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
     supervisor.send({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()

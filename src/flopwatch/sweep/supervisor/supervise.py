@@ -39,10 +39,9 @@ from flopwatch.sweep.host.memory import (
 from flopwatch.sweep.host.processes import (
     ATTEMPT_MARK,
     CORES,
-    PARENT,
     adopt_orphans,
-    die_with_parent,
     end_worker,
+    ends_with_parent,
     kill_descendants,
     start_worker,
     waiter,
@@ -52,7 +51,7 @@ from flopwatch.sweep.strays import Strays
 from flopwatch.sweep.supervisor.build_result import build_result
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
 from flopwatch.sweep.supervisor.disk_trouble import SWEEPS_FOLDER, deleted_places, with_deletions, with_full_disk
-from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_attempts, group_name
+from flopwatch.sweep.supervisor.guard import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
     from flopwatch.sweep.supervisor.job_nodes import RunningNodes
@@ -78,11 +77,9 @@ class UnusableSpecError(Exception):
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     sweep, name = Path(arguments[0]), arguments[1]
     attempt = arguments[2] if len(arguments) > 2 else None
-    die_with_parent(signal.SIGTERM)
-    expected = os.environ.get(PARENT)
-    if expected is not None and os.getppid() != int(expected):
-        return 1  # the process that started this one ended before `die_with_parent` was called
-    guard = become_guarded(sweep, name)
+    if not ends_with_parent(signal.SIGTERM):
+        return 1
+    guard = become_guarded(trial_folder(sweep.resolve(), name))
     parent = os.getppid()
     stop: list[str] = []
 
