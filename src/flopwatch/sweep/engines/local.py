@@ -88,13 +88,17 @@ class SlotPool:
                 f"a trial needs {wanted:g} GPUs, but this machine has {len(self._free_share)}; "
                 "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
-        if wanted < 1.0:
-            return self._take_share(wanted)
-        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock_gpu(gpu)]
-        chosen = tuple(free[: round(wanted)]) if len(free) >= round(wanted) else ()
-        self._free_share.update(dict.fromkeys(chosen, 0.0))
-        self._unlock_unused()
-        return Slot(gpus=chosen) if chosen else None
+        count, share = (1, wanted) if wanted < 1.0 else (round(wanted), 1.0)
+        chosen: list[str] = []
+        for gpu, free in self._free_share.items():
+            if len(chosen) < count and free + _EPSILON >= share and self._lock(self._lock_names[gpu]):
+                chosen.append(gpu)
+        if len(chosen) < count:
+            self._unlock_unused()
+            return None
+        for gpu in chosen:
+            self._free_share[gpu] -= share
+        return Slot(tuple(chosen), share)
 
     def give_back(self, slot: Slot) -> None:
         for gpu in slot.gpus:
@@ -102,19 +106,12 @@ class SlotPool:
         if slot.cores:
             self._core_sets.append(slot.cores)
             for core in slot.cores:
-                self._unlock(f"core-{core}")
+                self._locks.pop(f"core-{core}").close()
         self._unlock_unused()
 
     def close(self) -> None:
-        for name in list(self._locks):
-            self._unlock(name)
-
-    def _take_share(self, wanted: float) -> Slot | None:
-        for gpu, share in self._free_share.items():
-            if share + _EPSILON >= wanted and self._lock_gpu(gpu):
-                self._free_share[gpu] = share - wanted
-                return Slot(gpus=(gpu,), share=wanted)
-        return None
+        while self._locks:
+            self._locks.popitem()[1].close()
 
     def _take_cores(self, gpus: float) -> Slot | None:
         if gpus:
@@ -128,11 +125,8 @@ class SlotPool:
                 self._core_sets.remove(cores)
                 return Slot(cores=cores)
             for core in locked:
-                self._unlock(f"core-{core}")
+                self._locks.pop(f"core-{core}").close()
         return None
-
-    def _lock_gpu(self, gpu: str) -> bool:
-        return self._lock(self._lock_names[gpu])
 
     def _lock(self, name: str) -> bool:
         if name in self._locks:
@@ -162,13 +156,10 @@ class SlotPool:
         self._locks[name] = file
         return True
 
-    def _unlock(self, name: str) -> None:
-        self._locks.pop(name).close()
-
     def _unlock_unused(self) -> None:
         for gpu, share in self._free_share.items():
             if share > 1.0 - _EPSILON and self._lock_names[gpu] in self._locks:
-                self._unlock(self._lock_names[gpu])
+                self._locks.pop(self._lock_names[gpu]).close()
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -303,12 +294,9 @@ class LocalEngine:
         """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         self._supervisors = SpareSupervisor(sweep)
-        for trial in unfinished:
-            is_supervised(sweep, trial.name)  # watch all heartbeats from now on, so that their timeouts run in parallel
-        deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
-        for trial in unfinished:
-            while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        deadline, left = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS, unfinished
+        while (left := [trial for trial in left if is_supervised(sweep, trial.name)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
