@@ -8,6 +8,7 @@ of the trial on this node. So, with every engine, no process of a trial outlives
 """
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -29,7 +30,7 @@ from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
 from flopwatch.sweep.supervisor.guard import become_guarded
-from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
+from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive
 
 _TICK_SECONDS = 0.2  # time between two samples of the memory, the same as in `supervise.py`
 
@@ -90,13 +91,15 @@ class _Supervisor:
 
         Call it in a thread, because torchrun needs the main thread for its signal handlers.
         """
-        for message in read_lines_of(self._socket):
-            if "begin" in message:
-                self.begins.put(message["begin"])
-            elif "stacks" in message:
-                self.send({"stacks": agent.stacks()})
-            elif "end" in message:
-                break
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._socket.makefile("rb"):
+                message = json.loads(line)
+                if "begin" in message:
+                    self.begins.put(message["begin"])
+                elif "stacks" in message:
+                    self.send({"stacks": agent.stacks()})
+                elif "end" in message:
+                    break
         process_tree.kill_descendants(os.getpid())
         os._exit(1)
 
