@@ -262,11 +262,25 @@ def _open_lock(name: str) -> IO[str]:
 _CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need this long to kill its trial and write the result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
+    """A trial, its guard process, and when it is given up because its supervisor is blocked in the kernel."""
+
     trial: Trial
     process: "subprocess.Popen[bytes]"
     slot: Slot
+    give_up_at: float = math.inf
+
+    def is_gone(self) -> bool:
+        if time.monotonic() > self.give_up_at:
+            return True
+        return self.process.poll() is not None and not is_supervised(self.trial.sweep, self.trial.name)
+
+    def ended(self) -> Ended:
+        status = self.process.returncode
+        if status is None:
+            return Ended(self.trial.name, {"signal": signal.SIGKILL.value})
+        return Ended(self.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})
 
 
 class LocalEngine:
@@ -286,7 +300,6 @@ class LocalEngine:
             core_sets(jobs)  # raises InputError if there are not enough cores
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
-        self._give_up: dict[str, float] = {}
         self._pool: SlotPool
         self._supervisors: SpareSupervisor
 
@@ -321,12 +334,11 @@ class LocalEngine:
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         self._sleep_until_one_ends(seconds)
-        gone = [running for running in self._running.values() if _is_gone(running) or self._is_given_up(running)]
+        gone = [running for running in self._running.values() if running.is_gone()]
         for running in gone:
             del self._running[running.trial.name]
-            self._give_up.pop(running.trial.name, None)
             self._pool.give_back(running.slot)
-        return [_ended(running) for running in gone]
+        return [running.ended() for running in gone]
 
     def _sleep_until_one_ends(self, seconds: float) -> None:
         handles = []
@@ -352,11 +364,7 @@ class LocalEngine:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
-            self._give_up[name] = time.monotonic() + _CANCEL_PATIENCE_SECONDS
-
-    def _is_given_up(self, running: _Running) -> bool:
-        """Whether the supervisor has survived SIGKILL for too long, because it is blocked in the kernel."""
-        return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
+            running.give_up_at = time.monotonic() + _CANCEL_PATIENCE_SECONDS
 
     def withdraw(self) -> Sequence[str]:
         return ()  # all submitted trials have begun
@@ -382,14 +390,3 @@ class LocalEngine:
         if self._pool.waits_for and self._next_slot is None:
             return f"waiting for {self._pool.waits_for}"
         return f"GPU {', '.join(self._gpus)}" if self._gpus else f"{self._jobs} at a time"
-
-
-def _is_gone(running: _Running) -> bool:
-    return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
-
-
-def _ended(running: _Running) -> Ended:
-    status = running.process.returncode
-    if status is None:
-        return Ended(running.trial.name, {"signal": signal.SIGKILL.value})
-    return Ended(running.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})

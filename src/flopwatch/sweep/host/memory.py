@@ -105,7 +105,12 @@ class TreeMemory:
         self.lower_bound_bytes = 0
 
     def sample(self) -> None:
-        self._search()
+        now = time.monotonic()
+        if now >= self._next_search:
+            began = time.process_time()
+            self.pids = descendants_from_lists(os.getpid())
+            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
+            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
         found = distinct({pid: memory for pid in self.pids if (memory := resident(pid)) is not None})
         if not found:
             return
@@ -133,14 +138,6 @@ class TreeMemory:
         self.lower_bound_bytes = max(
             self.lower_bound_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
         )
-
-    def _search(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_search:
-            began = time.process_time()
-            self.pids = descendants_from_lists(os.getpid())
-            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
-            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
 
     def _count(self, found: Mapping[int, Resident]) -> None:
         """Set the present memory of the tree: the resident size of a single process, or an estimate for several."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flopwatch.errors import InputError
 from flopwatch.process import all_pids, descendants, keyed_lines, read_stat
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import STACKS, trial_folder
+from flopwatch.records.trial import TrialJob, TrialSpec
+from flopwatch.records.trial_files import STACKS
 from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
@@ -151,24 +151,22 @@ GPUS = "FLOPWATCH_GPUS"
 """Environment variable with a trial's GPUs. If torch finds none, the worker fails instead of measuring the CPU."""
 
 _STACKS_PATIENCE_SECONDS = 2.0  # time to wait for the stacks, which a process stuck in the kernel never writes
+_STACKS_LENGTH = 20_000  # the stacks of one process are cut to this number of characters
 _TERM_PATIENCE_SECONDS = 2.0  # time for a command to clean up after SIGTERM
 
 
 def start_worker(
-    sweep: Path,
-    name: str,
-    spec: TrialSpec,
+    folder: Path,
+    job: TrialJob,
     limit: MemoryLimit,
-    cwd: str | None,
     output: int,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start the worker, or `command` instead of it, with `variables` added to its environment.
 
-    `output` is the file descriptor that it prints to.
+    `folder` is the trial's. `output` is the file descriptor that the worker prints to.
     """
-    folder = trial_folder(sweep, name)
     bind = dies_with(os.getpid())
 
     def become_worker() -> None:
@@ -176,12 +174,12 @@ def start_worker(
         limit.join()
 
     return subprocess.Popen(
-        command or _command(folder, spec),
+        command or _command(folder, job.spec),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**_environment(folder, name, spec), **(variables or {})},
-        cwd=cwd if cwd and os.path.isdir(cwd) else None,
+        env={**_environment(folder, job.spec), **(variables or {})},
+        cwd=job.cwd if job.cwd and os.path.isdir(job.cwd) else None,
         start_new_session=True,
         preexec_fn=become_worker,
     )
@@ -200,11 +198,11 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     return ["/bin/sh", "-c", command]
 
 
-def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
+def _environment(folder: Path, spec: TrialSpec) -> dict[str, str]:
     environment = {
         **os.environ,
         TRIAL_MARK: str(folder),
-        "FLOPWATCH_TRIAL_NAME": name,
+        "FLOPWATCH_TRIAL_NAME": folder.name,
         "FLOPWATCH_BATCH_SIZE": str(spec.batch_size),
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
@@ -264,14 +262,18 @@ def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
         state = keyed_lines(f"/proc/{worker.pid}/status").get(b"State", b"unknown").strip().decode()
         return f"none, because the worker blocks signals; process state {state}"
     worker.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + _STACKS_PATIENCE_SECONDS
-    size = -1
-    while time.monotonic() < deadline and worker.poll() is None:
-        time.sleep(0.05)
-        if 0 < file.stat().st_size == size:  # the file has stopped growing
+    return written_texts([file])[0]
+
+
+def written_texts(files: Sequence[Path]) -> list[str]:
+    """Wait until all of these files have content and have stopped growing; return their beginnings."""
+    deadline, sizes = time.monotonic() + _STACKS_PATIENCE_SECONDS, [-1]
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files]
+        if before == sizes and all(sizes):
             break
-        size = file.stat().st_size
-    return file.read_text(errors="replace")[:20_000]
+    return [file.read_text(errors="replace")[:_STACKS_LENGTH] if file.exists() else "" for file in files]
 
 
 def is_in_signal_set(pid: int, name: str, number: int) -> bool:

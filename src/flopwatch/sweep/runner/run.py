@@ -22,7 +22,7 @@ from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run,
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
-from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
+from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, kill_strays, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import (
     StillRunsError,
@@ -49,7 +49,6 @@ from flopwatch.sweep.runner.plan import (
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.strays import kill_strays
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 from flopwatch.sweep.supervisor.supervise import allowed_silence
 

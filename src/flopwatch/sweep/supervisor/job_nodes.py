@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import trial_folder
+from flopwatch.records.trial import TrialJob
 from flopwatch.sweep.host.memory import HostPeak, MemoryLimit, largest_peak
 from flopwatch.sweep.host.processes import start_worker
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
@@ -278,12 +277,12 @@ def listener(host: str) -> socket.socket:
 
 
 def start_nodes(
-    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None, output: int
+    folder: Path, job: TrialJob, limit: MemoryLimit, output: int
 ) -> tuple[JobNodes, "subprocess.Popen[bytes]"]:
     """Start the agent of the first node on this host, and under Slurm the agents of the other nodes with srun."""
-    nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
+    spec, nodes = job.spec, JobNodes(job.spec.nodes)
     secret = {TOKEN: nodes.token}
-    agent = start_worker(sweep, name, spec, limit, cwd, output, nodes.agent_command(folder, 0), secret)
+    agent = start_worker(folder, job, limit, output, nodes.agent_command(folder, 0), secret)
     nodes.processes.append(agent)
     if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # LISTENER is set under Ray, whose tasks start the other agents
         return nodes, agent
@@ -299,7 +298,7 @@ def start_nodes(
         *nodes.agent_command(folder, "slurm", os.uname().nodename),
     ]
     try:
-        nodes.processes.append(start_worker(sweep, name, spec, limit, cwd, output, command, secret))
+        nodes.processes.append(start_worker(folder, job, limit, output, command, secret))
     except OSError as error:
         nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
     return nodes, agent

@@ -71,8 +71,6 @@ class NodeMemory:
 
 
 _CONNECT_SECONDS = 120.0  # A shared file system or name server may be slow right after a node starts.
-_STACKS_SECONDS = 2.0  # The agent waits this long for the stacks, the same time as in `host/processes.py`.
-_STACKS_LENGTH = 20_000  # The stacks of one rank are cut to this number of characters.
 
 
 class _Supervisor:
@@ -154,16 +152,9 @@ class _Agent:
             if process_tree.is_in_signal_set(pid, "SigCgt", signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-        files = {rank: self._trial_dir / of_rank(STACKS, rank) for rank in self._ranks}
-        deadline, sizes = time.monotonic() + _STACKS_SECONDS, [-1]
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files.values()]
-            if before == sizes and all(sizes):  # the files have stopped growing
-                break
-        return {
-            rank: file.read_text(errors="replace")[:_STACKS_LENGTH] for rank, file in files.items() if file.exists()
-        }
+        files = [self._trial_dir / of_rank(STACKS, rank) for rank in self._ranks]
+        texts = dict(zip(self._ranks, process_tree.written_texts(files), strict=True))
+        return {rank: text for rank, text in texts.items() if text}
 
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:

@@ -25,7 +25,7 @@ from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_file, trial_folder
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
-from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
+from flopwatch.sweep.claims import Progress, Strays, SupervisorHeartbeat, claim, read_progress, visible_seconds
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import (
     HostPeak,
@@ -47,7 +47,6 @@ from flopwatch.sweep.host.processes import (
     waiter,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
-from flopwatch.sweep.strays import Strays
 from flopwatch.sweep.supervisor.build_result import (
     SWEEPS_FOLDER,
     build_result,
@@ -67,6 +66,7 @@ _SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbe
 _GUARD_PATIENCE_SECONDS = 30.0
 """The guard process kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
 
+_SUPERSEDED = "the runner gave the trial to another supervisor, because this supervisor's heartbeat had stopped"
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
 _SLURM_SUCCESS_SECONDS = 0.05  # The supervisor waits this long for SIGTERM if its worker has exited with code 0.
 
@@ -127,7 +127,7 @@ class _Supervised:
     def wait_for_space(self, why: str) -> None:
         """Show that this supervisor is alive while it waits for space on a full disk."""
         self.heartbeat.beat(waits=why)
-        if self.heartbeat.why_superseded():
+        if self.heartbeat.is_superseded:
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
 
 
@@ -172,7 +172,7 @@ def supervise(
         deleted = deleted_places(sweep, name, *handles)
         result = build_result(sweep, name, job, worker_exit)
         result = replace(with_deletions(with_full_disk(result, log.full_disk), deleted), attempt=job.attempt)
-        if trial.heartbeat.is_superseded():
+        if trial.heartbeat.check_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
             result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
@@ -297,7 +297,7 @@ def _start_worker(
     trial: _Supervised, limit: MemoryLimit, output: int
 ) -> "tuple[JobNodes | None, subprocess.Popen[bytes]]":
     """Start the process of a trial, or several; a command starts its own."""
-    arguments = trial.sweep, trial.name, trial.spec, limit, trial.job.cwd, output
+    arguments = trial.folder, trial.job, limit, output
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None, start_worker(*arguments)
     from flopwatch.sweep.supervisor.job_nodes import start_nodes
@@ -375,7 +375,7 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNod
         watch.memory.sample()
         strays.note(watch.memory.pids)
         watch.note(_latest_progress(trial, log))
-        if why := trial.cancel() or trial.heartbeat.why_superseded():
+        if why := trial.cancel() or (_SUPERSEDED if trial.heartbeat.is_superseded else None):
             watch.own_kill, watch.detail = "cancelled", why
         else:
             watch.check_limits(trial.spec.limits)
