@@ -145,7 +145,7 @@ class RayEngine:
         two trials. All other trials wait in the runner, which skips them if a smaller trial runs out of memory.
         """
         with self._outage.tolerated():
-            self._refresh_nodes_if_old()
+            self._refresh_nodes()
         if self._outage.since is not None or self._unsent:
             return 0
         need = self._need(next_up)
@@ -185,19 +185,15 @@ class RayEngine:
                 del self._unsent[0]
 
     def _place(self, trial: Trial) -> None:
-        need = self._need(trial.spec)
-        task = f"{trial.name} {attempt_of(trial.sweep, trial.name)}"
-        self._driver.call("place", task, self._order(trial, need))
-        self._tasks[task] = trial.name
-        self._trials[trial.name], self._needs[trial.name] = trial, need
-
-    def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
-        environment = ray_task.without_node_variables(os.environ)
+        need, environment = self._need(trial.spec), ray_task.without_node_variables(os.environ)
         if not need["GPU"]:  # Ray would not set CUDA_VISIBLE_DEVICES, so the trial would see all GPUs
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
-        return ray_task.Order(*where, environment, trial.spec.nodes, need)
+        task = f"{trial.name} {attempt_of(trial.sweep, trial.name)}"
+        self._driver.call("place", task, ray_task.Order(*where, environment, trial.spec.nodes, need))
+        self._tasks[task] = trial.name
+        self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
@@ -258,7 +254,7 @@ class RayEngine:
 
     def _give_up_dead_nodes(self) -> None:
         """Report the tasks of dead nodes as ended, because Ray takes too long to do so (over 90 s in Ray 2.60)."""
-        if not self._refresh_nodes_if_old():
+        if not self._refresh_nodes():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
         if not dead:
@@ -320,16 +316,13 @@ class RayEngine:
     def _resources(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._nodes if node["Alive"]]
 
-    def _refresh_nodes_if_old(self) -> bool:
+    def _refresh_nodes(self) -> bool:
+        """Read the list of nodes, which may change during a sweep, if it is old; return whether it was."""
         is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS or self._outage.since is not None
         if is_old:
-            self._refresh_nodes()
+            self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
+            self._outage.since = None
         return is_old
-
-    def _refresh_nodes(self) -> None:
-        """Read the list of nodes, which may change during a sweep."""
-        self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
-        self._outage.since = None
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:

@@ -31,6 +31,7 @@ ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
+_KILL_PATIENCE_SECONDS = 10.0  # time for killed processes to end
 
 
 def check_system() -> None:
@@ -111,34 +112,29 @@ def _self_and_ancestors() -> set[int]:
     return line
 
 
-def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
+def kill_descendants(pid: int) -> list[int]:
     """SIGKILL all descendants until none is left; return those that survive because they are stuck in the kernel."""
-    return _kill_until_gone(lambda: descendants(pid), patience_seconds)
+    return _kill_until_gone(lambda: descendants(pid))
 
 
-def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
+def kill_marked(trial_dir: Path, attempt: str = "") -> list[int]:
     """SIGKILL what `marked_processes` finds until nothing is left or the time is over; return the pids that survive."""
-    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
+    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt))
 
 
-def _kill_until_gone(find: Callable[[], list[int]], patience_seconds: float) -> list[int]:
-    deadline = time.monotonic() + patience_seconds
+def _kill_until_gone(find: Callable[[], list[int]]) -> list[int]:
+    deadline = time.monotonic() + _KILL_PATIENCE_SECONDS
     while left := find():
         for process in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        reap_children()
+        with contextlib.suppress(ChildProcessError):  # reap adopted orphans, so that they do not stay as zombies
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if time.monotonic() > deadline:
-            return list(left)
+            return left
         time.sleep(0.002)
     return []
-
-
-def reap_children() -> None:
-    """Reap adopted orphans, so that they do not stay as zombies."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 PARENT = "FLOPWATCH_PARENT_PID"

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwatch.decode import read_record
+from flopwatch.decode import read_or_none
 from flopwatch.files import read_json
 from flopwatch.process import descendants
-from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
+from flopwatch.records.trial import AFTER_THE_STEPS, TrialJob
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
@@ -106,7 +106,7 @@ class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
         job = _job(trial_dir)
-        self.spec, self.attempt = read_record(TrialSpec, job["spec"]), str(job.get("attempt", ""))
+        self.spec, self.attempt = job.spec, job.attempt
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
@@ -158,11 +158,11 @@ class _Agent:
 
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
-    process_tree.adopt_orphans()
     if PARENT in os.environ:  # a Ray task started this agent
         if not process_tree.ends_with_parent(signal.SIGTERM):
             return 1
         become_guarded(trial_dir)
+    process_tree.adopt_orphans()
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
     supervisor.send({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
@@ -185,10 +185,10 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     return int(ended["code"])
 
 
-def _job(trial_dir: Path) -> dict[str, Any]:
+def _job(trial_dir: Path) -> TrialJob:
     """Read `spec.json`. Wait for the file first, because a shared file system may show it late on this host."""
     deadline = time.monotonic() + _CONNECT_SECONDS
-    while not isinstance(job := read_json(trial_dir / SPEC), dict):
+    while (job := read_or_none(TrialJob, read_json(trial_dir / SPEC))) is None:
         if time.monotonic() > deadline:
             raise FileNotFoundError(
                 f"{trial_dir / SPEC} is not visible on {_host()}; use a folder that all nodes share"

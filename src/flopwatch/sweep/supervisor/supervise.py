@@ -374,7 +374,9 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNod
         trial.heartbeat.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)
-        watch.note(_latest_progress(trial, log))
+        # A command writes no heartbeat. Its progress is the number of printed bytes.
+        is_command = trial.spec.trainer == "command"
+        watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
         if why := trial.cancel() or (_SUPERSEDED if trial.heartbeat.is_superseded else None):
             watch.own_kill, watch.detail = "cancelled", why
         else:
@@ -419,8 +421,3 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
             watch.own_kill, watch.detail = "cancelled", why
             return
         time.sleep(0.01)
-
-
-def _latest_progress(trial: _Supervised, log: TrialLog) -> Progress:
-    """Read the worker's progress. For a command, which writes no heartbeat, it is the number of printed bytes."""
-    return Progress("run", log.received_bytes) if trial.spec.trainer == "command" else read_progress(trial.folder)
