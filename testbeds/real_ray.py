@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from flopwatch.sweep.engines.ray_internals import import_ray, local_environment, start_local
+from flopwatch.optional import require
+from flopwatch.sweep.engines.ray_internals import local_environment, start_local
 
 
 def need_ray():
@@ -24,7 +25,7 @@ def real_ray(cpus=4, gpus=2):
     """One node with GPUs that do not exist; a RayEngine made meanwhile uses it and leaves it running."""
     need_ray()
     with patch.dict(os.environ, local_environment()):
-        ray = import_ray()
+        ray = require("ray", "ray")
         start_local(ray, cpus, gpus)
         try:
             yield ray
@@ -40,7 +41,6 @@ def ray_cluster():
     quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
     quick |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "500"}
     with patch.dict(os.environ, {**local_environment(), **quick}):
-        import_ray()
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(
@@ -58,7 +58,6 @@ def ray_head(cpus, port=None):
     """A head with Ray's own timeouts, on the port of an earlier head if given; `kill_gcs` ends its control service."""
     need_ray()
     with patch.dict(os.environ, local_environment()):
-        import_ray()
         from ray.cluster_utils import Cluster
 
         settings = {"num_cpus": cpus, "include_dashboard": False, "node_ip_address": "127.0.0.1"}

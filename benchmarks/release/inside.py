@@ -76,7 +76,7 @@ def use_opacus() -> None:
 
 
 def use_ray() -> None:
-    import_module("flopwatch.sweep.engines.ray_internals").import_ray()
+    import_module("flopwatch.optional").require("ray", "ray")
 
 
 PARTS: dict[str, tuple[str, Callable[[], None]]] = {

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result, read_results
 from reliability.sweep_kills import running_trials
 
@@ -145,7 +146,7 @@ class Campaign:
 
 
 def supervisors(sweep: Path) -> list[int]:
-    """Processes that watch a trial of this sweep, by their command line; their guards have another one."""
+    """Processes that watch a trial of this sweep, by their command line, without the guards that are their parents."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -155,7 +156,8 @@ def supervisors(sweep: Path) -> list[int]:
             is_here = str(sweep).encode() in words or (b"sweep" in words and _cwd(entry) == sweep.parent)
             if is_supervisor and is_here:
                 found.append(int(entry.name))
-    return found
+    guards = {stat.parent for pid in found if (stat := read_stat(pid)) is not None}
+    return [pid for pid in found if pid not in guards]
 
 
 def _cwd(entry: Path) -> Path:

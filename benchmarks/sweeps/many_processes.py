@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder
@@ -80,7 +81,8 @@ def processes(trial: Trial, words: str) -> list[int]:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if entry.name.isdigit() and words in line and str(trial.sweep) in line and "srun" not in line:
                 found.append(int(entry.name))
-    return found
+    guards = {stat.parent for pid in found if (stat := read_stat(pid)) is not None}
+    return [pid for pid in found if pid not in guards]
 
 
 def kill(engine: Engine, what: str) -> Callable[[Trial], None]:

@@ -66,9 +66,9 @@ def by_ray_tasks(folder: Path, words: list[str]) -> float:
     trials = prepared(folder, words)
     program = (
         "import json, os, subprocess, sys\n"
-        "from flopwatch.sweep.engines.ray_internals import import_ray, local_environment, start_local\n"
+        "from flopwatch.sweep.engines.ray_internals import local_environment, start_local\n"
         "os.environ.update(local_environment())\n"
-        "ray = import_ray()\n"
+        "import ray\n"
         "start_local(ray, None, None)\n"
         "@ray.remote(num_cpus=1, max_calls=1, max_retries=0)\n"
         "def run(trial):\n"

@@ -21,7 +21,7 @@ from flopwatch.records.trial_files import log_file
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.runner.observing import Follower
-from flopwatch.sweep.supervisor.disk_trouble import with_full_disk
+from flopwatch.sweep.supervisor.build_result import with_full_disk
 from flopwatch.sweep.worker.exception_outcome import outcome_of
 from testbeds.wait_until import wait_until
 

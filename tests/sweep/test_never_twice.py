@@ -25,7 +25,7 @@ from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, resu
 from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
-from flopwatch.sweep.supervisor.leftovers import group_tag
+from flopwatch.sweep.supervisor.guard import group_tag
 from support.sweeping import left_behind
 from testbeds.fakes import FakeClock
 from testbeds.wait_until import wait_until

@@ -157,7 +157,7 @@ def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content
     (tmp_path / "steps.jsonl").write_bytes(MEASURED["steps.jsonl"])
     left = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak(5, "samples"))
     assert (left.measured.samples_per_s, left.measured.memory.host_bytes) == (2.0, 5)
-    assert (left.environment, left.is_done) == ({}, False)
+    assert (left.environment, left.done) == ({}, False)
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_steps_of_a_trial_that_died_are_kept(tmp_path):
     assert (found.samples_per_s, found.tokens_per_s) == (2.0, 32.0)
     assert (found.cost.mfu, found.cost.hfu) == (0.1, 0.3)
     assert (found.memory.host_bytes, found.memory.host_method) == (25, "samples")
-    assert (left.environment, left.is_done, left.has_all_steps) == ({"torch": "x"}, False, False)
+    assert (left.environment, left.done, left.steps_done) == ({"torch": "x"}, False, False)
 
 
 class KeepsItsOwnLog:
@@ -274,14 +274,14 @@ def test_a_trial_survives_foreign_lines_among_its_steps(tmp_path, monkeypatch):
     spec = TrialSpec(trainer, "tiny", 2, 16, device="cpu", steps=2, warmup_steps=1, trace=False)
     measure_trial(folder, spec, Heartbeat(folder))
     left = collect_measurements(folder, spec, HostPeak())
-    assert (left.is_done, left.has_all_steps, left.measured.steps.count) == (True, True, 2)
+    assert (left.done, left.steps_done, left.measured.steps.count) == (True, True, 2)
 
 
 def test_a_trial_that_left_nothing_measured_nothing(tmp_path):
     left = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak())
     assert left.measured.steps is None
     assert left.measured.memory.host_bytes is None
-    assert (left.environment, left.is_done) == ({}, False)
+    assert (left.environment, left.done) == ({}, False)
 
 
 @pytest.mark.parametrize(

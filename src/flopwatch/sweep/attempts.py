@@ -140,7 +140,8 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     job, folder = slurm_job(environment), trial_folder(sweep, name)
     started = read_object(folder / STARTED)
     is_ours = bool(job) and started.get("job") == job["job"]
-    if not is_ours or _count(started.get("restarts")) >= job["restarts"]:
+    restarts = started.get("restarts")
+    if not is_ours or (restarts if isinstance(restarts, int) else 0) >= job["restarts"]:
         return True
     result = read_result(folder / RESULT)
     if result is not None and result.outcome != "cancelled":
@@ -157,10 +158,6 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     folder.mkdir(parents=True)
     write_json(folder / SPEC, replace(trial_job, earlier_attempts=attempts).to_json())
     return True
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _requeued_result(

@@ -12,25 +12,26 @@ import errno
 import hashlib
 import json
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flopwatch import process
 from flopwatch.decode import read_or_none
-from flopwatch.files import UnreadableError, opened_regular, read_json, read_object
-from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
+from flopwatch.files import read_json, read_object, write_json
+from flopwatch.records.trial_files import HEARTBEAT, STARTED, STRAYS, SUPERVISOR_HEARTBEAT
 from flopwatch.sweep.full_disk import when_there_is_space
+from flopwatch.sweep.host.processes import is_marked
 
 BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that a process does not look dead after one lost write
 WITHDRAWN = "withdrawn"
 """Value of `attempt` in a `started.json` that was written so that no supervisor starts the trial any more."""
 
 _GUARD_SECONDS = 1.0  # how often a supervisor writes a byte to the process that kills the trial if the supervisor dies
-_LIVENESS_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
-_HEARTBEAT_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
+_PADDED_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
 _ENDED = "ended"
 _WAITING = "waiting: "
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -163,7 +164,7 @@ class LivenessFile:
         with contextlib.suppress(OSError):
             handle = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.pwrite(handle, content.encode().ljust(_LIVENESS_BYTES), 0)
+                os.pwrite(handle, content.encode().ljust(_PADDED_BYTES), 0)
             finally:
                 os.close(handle)
 
@@ -181,13 +182,16 @@ class SupervisorHeartbeat:
         folder: The trial's folder.
         attempt: Token of the attempt.
         guard: Descriptor of a pipe to the process that kills the trial if this supervisor dies; None if there is none.
+
+    Attributes:
+        is_superseded: Whether the last beat found that another supervisor has claimed the trial; this one must stop.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
         self._claim, self._attempt, self._guard = folder / STARTED, attempt, guard
         self._identity = own_identity()
         self._file = LivenessFile(folder / SUPERVISOR_HEARTBEAT, {"attempt": attempt})
-        self._is_superseded = False
+        self.is_superseded = False
         self._next_to_guard = 0.0
 
     def beat(self, waits: str = "") -> None:
@@ -199,27 +203,21 @@ class SupervisorHeartbeat:
             self._next_to_guard = time.monotonic() + _GUARD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._guard, b".")
-        if self._file.is_due() and not self.is_superseded():
+        if self._file.is_due() and not self.check_superseded():
             self._file.beat(f"{_WAITING}{waits}" if waits else "alive")
 
     def end(self) -> None:
         self._file.end()
 
-    def why_superseded(self) -> str | None:
-        """Why this supervisor must stop, if the last beat found that another one has claimed the trial; else None."""
-        if not self._is_superseded:
-            return None
-        return "the runner gave the trial to another supervisor, because this supervisor's heartbeat had stopped"
-
-    def is_superseded(self) -> bool:
-        """Whether `started.json` now names another process or attempt."""
+    def check_superseded(self) -> bool:
+        """Whether `started.json` now names another process or attempt, as `is_superseded` says from now on."""
         if claimed := read_object(self._claim):  # the file is missing if the trial has deleted its folder
             keys = ("host", "pid", "start_ticks", "boot_id")
             is_ours = claimed.get("attempt") == self._attempt and all(
                 claimed.get(key) == self._identity[key] for key in keys
             )
-            self._is_superseded = not is_ours
-        return self._is_superseded
+            self.is_superseded = not is_ours
+        return self.is_superseded
 
 
 class LivenessWatcher:
@@ -227,7 +225,7 @@ class LivenessWatcher:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[Path, tuple[bytes, float]] = {}
+        self._seen: dict[Path, tuple[str, float]] = {}
 
     def is_alive(self, claim: Path, liveness: Path) -> bool:
         """False if the process has ended, or if its heartbeat has not changed for `visible_seconds`.
@@ -250,12 +248,10 @@ class LivenessWatcher:
 
     def silent_seconds(self, liveness: Path) -> float:
         """For how long this process has seen the file unchanged; 0 at the first call."""
-        now, content = self._clock(), _read(liveness)
-        before, since = self._seen.get(liveness, (None, now))
-        if content != before:
+        now, content = self._clock(), repr(read_json(liveness))
+        if liveness not in self._seen or content != self._seen[liveness][0]:
             self._seen[liveness] = (content, now)
-            return 0.0
-        return now - since
+        return now - self._seen[liveness][1]
 
     def has_changed(self, liveness: Path) -> bool:
         """Whether the file has changed since this process last read it, which means that its writer is alive."""
@@ -279,14 +275,6 @@ def waits_for_space(folder: Path) -> str:
 
 def _state(liveness: Path) -> str:
     return str(read_object(liveness).get("state", ""))
-
-
-def _read(file: Path) -> bytes:
-    try:
-        with opened_regular(file) as stream:
-            return stream.read(4096)
-    except (FileNotFoundError, UnreadableError):
-        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +324,42 @@ class Heartbeat:
             when_there_is_space(lambda: self._write(self._last))
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        os.pwrite(self._handle, json.dumps(content).encode().ljust(_HEARTBEAT_BYTES)[:_HEARTBEAT_BYTES], 0)
+        os.pwrite(self._handle, json.dumps(content).encode().ljust(_PADDED_BYTES)[:_PADDED_BYTES], 0)
 
 
 def read_progress(trial_dir: Path, file: str = HEARTBEAT) -> Progress:
     return read_or_none(Progress, read_json(trial_dir / file)) or Progress()
+
+
+class Strays:
+    """Lists the processes of a trial that have cleared their environment in `strays.json`.
+
+    If the supervisor and its guard are killed together, such processes have neither a parent nor a mark of the trial.
+    """
+
+    def __init__(self, trial_dir: Path) -> None:
+        self._trial_dir = trial_dir
+        self._pids: Sequence[int] = ()
+        self._listed: dict[int, int | None] = {}
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Update the file if one of these processes, which the last search found, is not marked."""
+        if pids is self._pids:
+            return
+        self._pids = pids
+        found = {pid: process.start_ticks(pid) for pid in pids if is_marked(pid, self._trial_dir) is False}
+        if found != self._listed:
+            self._listed = found
+            with contextlib.suppress(OSError):
+                write_json(self._trial_dir / STRAYS, {**own_identity(), "processes": list(found.items())})
+
+
+def kill_strays(trial_dir: Path) -> None:
+    """Kill the processes in `strays.json` that still run on this host."""
+    content = read_object(trial_dir / STRAYS)
+    listed = content.get("processes")
+    for entry in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
+            pid, ticks = entry
+            if is_alive_here({**content, "pid": pid, "start_ticks": ticks}) and pid > 1:
+                os.kill(pid, signal.SIGKILL)

@@ -50,6 +50,7 @@ from flopwatch.sweep.claims import (
     create_exclusively,
     has_ended,
     is_alive_here,
+    kill_strays,
     own_identity,
     visible_seconds,
     withdraw,
@@ -57,7 +58,6 @@ from flopwatch.sweep.claims import (
 from flopwatch.sweep.full_disk import refused_on_a_full_disk
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system
-from flopwatch.sweep.strays import kill_strays
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
@@ -223,24 +223,15 @@ def _clear_folder(trial: Trial) -> None:
         )
     kill_strays(folder)
     # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
-    if _is_only_prepared(folder) and withdraw(folder):
-        _discard(trial.sweep, folder)
+    is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
+    if is_bare and read_object(folder / SPEC).get("format") == FORMAT and withdraw(folder):
+        # Rename the folder before it is deleted, so that no reader sees a half deleted folder.
+        (trial.sweep / EARLIER).mkdir(exist_ok=True)
+        gone = folder.rename(trial.sweep / EARLIER / f".{folder.name}.{os.urandom(8).hex()}")
+        shutil.rmtree(gone, ignore_errors=True)
     elif os.path.lexists(folder):
         withdraw(folder)
         put_aside(trial.sweep, trial.name)
-
-
-def _is_only_prepared(folder: Path) -> bool:
-    """Whether the folder holds nothing but a `spec.json` as `prepare` writes it."""
-    is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
-    return is_bare and read_object(folder / SPEC).get("format") == FORMAT
-
-
-def _discard(sweep: Path, folder: Path) -> None:
-    """Rename the folder and delete it, so that no reader sees a half deleted folder."""
-    (sweep / EARLIER).mkdir(exist_ok=True)
-    gone = folder.rename(sweep / EARLIER / f".{folder.name}.{os.urandom(8).hex()}")
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 def has_begun(sweep: Path, name: str) -> bool:
@@ -295,8 +286,77 @@ def result_file(sweep: Path, name: str) -> Path:
     return trial_folder(sweep, name) / RESULT
 
 
-_HELD: dict[Path, tuple[Path, Mapping[str, Any]]] = {}
-"""The folders that this process holds: the file `N.runner` of this runner, and what it wrote into that file."""
+class _Hold:
+    """The place of a runner among the numbered runners of a sweep: the highest number owns the folder."""
+
+    def __init__(self, sweep: Path, number: int) -> None:
+        self.sweep, self.number = sweep, number
+        self.file = sweep / RUNNERS / f"{number}.runner"
+        self.beat_file = sweep / RUNNERS / f"{number}.beat"
+        self._written = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
+
+    def create(self) -> bool:
+        return create_exclusively(self.file, self._written)
+
+    def is_ours(self) -> bool:
+        found = read_json(self.file)
+        if isinstance(found, dict):
+            return all(found.get(key) == self._written[key] for key in ("pid", "boot_id", "unix_time"))
+        return os.path.lexists(self.file)  # a damaged file may be ours
+
+    def process_text(self) -> str:
+        holder = read_json(self.file)
+        if not isinstance(holder, dict):
+            return "a runner that has just started"
+        return f"pid {holder.get('pid')} on {holder.get('host')}"
+
+    def wait_for_end(self, report: Callable[[str], None]) -> None:
+        """Return once the runner of this number has ended; on another host it has when its heartbeat stops.
+
+        Raises:
+            InputError: That runner is alive.
+        """
+        watcher, began, is_reported = LivenessWatcher(), time.monotonic(), False
+        while True:
+            holder = read_json(self.file)
+            is_alive = is_alive_here(holder) if isinstance(holder, dict) else None
+            if is_alive is False or has_ended(self.beat_file):
+                return
+            if is_alive or watcher.has_changed(self.beat_file):
+                raise InputError(
+                    f"another sweep is running in {self.sweep} ({self.process_text()}); "
+                    "wait for it, or choose another folder with --output"
+                )
+            if time.monotonic() - began > visible_seconds():
+                return
+            if not is_reported:
+                report(
+                    f"the last runner of {self.sweep} was {self.process_text()}; waiting {visible_seconds():.0f} s "
+                    "to see whether it is still alive"
+                )
+                is_reported = True
+            time.sleep(_POLL_SECONDS)
+
+    def beat_until(self, ended: threading.Event, liveness: LivenessFile) -> None:
+        while not ended.wait(BEAT_SECONDS) and self.is_ours():  # the main thread ends a runner whose folder is gone
+            highest = _highest_number(self.sweep)
+            if highest > self.number and not ended.is_set():
+                # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
+                who = _Hold(self.sweep, highest).process_text()
+                _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
+                os._exit(1)
+            liveness.beat()
+
+
+def _highest_number(sweep: Path) -> int:
+    with contextlib.suppress(OSError):
+        names = [name.removesuffix(".runner") for name in os.listdir(sweep / RUNNERS) if name.endswith(".runner")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+    return 0
+
+
+_HELD: dict[Path, _Hold] = {}
+"""The folders that this process holds."""
 
 
 def check_held(sweep: Path) -> None:
@@ -304,31 +364,28 @@ def check_held(sweep: Path) -> None:
 
     Then a user has deleted the folder, and perhaps started a new sweep in it. This runner must not write into it again.
     """
-    if sweep in _HELD and not _is_ours(*_HELD[sweep]):
+    if sweep in _HELD and not _HELD[sweep].is_ours():
         raise FolderGoneError(
             f"{sweep} was deleted or renamed while this sweep ran in it, so the sweep was ended; "
             "the same command starts it again"
         )
 
 
-def _is_ours(file: Path, written: Mapping[str, Any]) -> bool:
-    found = read_json(file)
-    if isinstance(found, dict):
-        return all(found.get(key) == written[key] for key in ("pid", "boot_id", "unix_time"))
-    return os.path.lexists(file)  # a damaged file may be ours
-
-
 @contextlib.contextmanager
 def _hold(sweep: Path, report: Callable[[str], None]) -> Iterator[None]:
-    folder = sweep / RUNNERS
-    number, written = _take_number(folder, sweep, report)
-    held = _HELD[sweep] = _runner_file(folder, number), written
-    ended = threading.Event()
-    liveness = LivenessFile(_liveness_file(folder, number), {"number": number})
+    """Create the next `N.runner`, and keep its heartbeat going."""
+    number = _highest_number(sweep)
+    while True:
+        if number:
+            _Hold(sweep, number).wait_for_end(report)
+        number += 1
+        held = _Hold(sweep, number)
+        if held.create():  # otherwise another runner took it, perhaps on a host whose files become visible late
+            break
+    _HELD[sweep], ended = held, threading.Event()
+    liveness = LivenessFile(held.beat_file, {"number": number})
     liveness.beat()
-    beater = threading.Thread(
-        target=_beat_until, args=(ended, folder, number, liveness, held), name="flopwatch-holder", daemon=True
-    )
+    beater = threading.Thread(target=held.beat_until, args=(ended, liveness), name="flopwatch-holder", daemon=True)
     beater.start()
     try:
         yield
@@ -336,77 +393,5 @@ def _hold(sweep: Path, report: Callable[[str], None]) -> Iterator[None]:
         del _HELD[sweep]
         ended.set()
         beater.join(BEAT_SECONDS)
-        if _is_ours(*held):
+        if held.is_ours():
             liveness.end()
-
-
-def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
-    """Create the next `N.runner`; return N and the content of the file."""
-    number = _highest_number(folder)
-    while True:
-        if number:
-            _wait_for_end(folder, number, sweep, report)
-        facts = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
-        if create_exclusively(_runner_file(folder, number + 1), facts):
-            return number + 1, facts
-        number += 1  # another runner has taken this number, perhaps on a host whose files become visible late
-
-
-def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str], None]) -> None:
-    """Return once the runner with this number has ended; on another host it counts as ended if its heartbeat stops.
-
-    Raises:
-        InputError: That runner is alive.
-    """
-    watcher, began, is_reported = LivenessWatcher(), time.monotonic(), False
-    while True:
-        holder: Any = read_json(_runner_file(folder, number))
-        is_alive = is_alive_here(holder) if isinstance(holder, dict) else None
-        if is_alive is False or has_ended(_liveness_file(folder, number)):
-            return
-        if is_alive or watcher.has_changed(_liveness_file(folder, number)):
-            raise InputError(
-                f"another sweep is running in {sweep} ({_process_text(holder)}); "
-                "wait for it, or choose another folder with --output"
-            )
-        if time.monotonic() - began > visible_seconds():
-            return
-        if not is_reported:
-            report(
-                f"the last runner of {sweep} was {_process_text(holder)}; waiting {visible_seconds():.0f} s to see "
-                "whether it is still alive"
-            )
-            is_reported = True
-        time.sleep(_POLL_SECONDS)
-
-
-def _process_text(holder: Any) -> str:
-    if not isinstance(holder, dict):
-        return "a runner that has just started"
-    return f"pid {holder.get('pid')} on {holder.get('host')}"
-
-
-def _beat_until(ended: threading.Event, folder: Path, number: int, liveness: LivenessFile, held: Any) -> None:
-    while not ended.wait(BEAT_SECONDS) and _is_ours(*held):  # the main thread ends a runner whose folder is gone
-        successor = _highest_number(folder)
-        if successor > number and not ended.is_set():
-            # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
-            who = _process_text(read_json(_runner_file(folder, successor)))
-            _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
-            os._exit(1)
-        liveness.beat()
-
-
-def _highest_number(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        names = [name.removesuffix(".runner") for name in os.listdir(folder) if name.endswith(".runner")]
-        return max((int(name) for name in names if name.isdecimal()), default=0)
-    return 0
-
-
-def _runner_file(folder: Path, number: int) -> Path:
-    return folder / f"{number}.runner"
-
-
-def _liveness_file(folder: Path, number: int) -> Path:
-    return folder / f"{number}.beat"

@@ -7,33 +7,32 @@ from flopwatch.sweep.engines.slurm_commands import (
     read_bytes,
     read_sacct,
     read_scontrol,
-    read_seconds,
     read_squeue,
 )
 
 SACCT = """\
-85_0|TIMEOUT|0:0||00:01:28|n1
-85_0.batch|CANCELLED|0:15|4500K|00:01:30|n1
-85_1|FAILED|0:9||00:00:01|n1
-85_1.batch|FAILED|0:9|225196K|00:00:01|n1
-85_1.0|FAILED|0:9|1.5G|00:00:01|n1
-86_3|CANCELLED by 0|0:0||00:00:00|None assigned
-86_[4-7]|PENDING|0:0||00:00:00|None assigned
-87_0|FAILED|7:0||1-02:03:04|n[1-2]
+85_0|TIMEOUT|0:0||n1
+85_0.batch|CANCELLED|0:15|4500K|n1
+85_1|FAILED|0:9||n1
+85_1.batch|FAILED|0:9|225196K|n1
+85_1.0|FAILED|0:9|1.5G|n1
+86_3|CANCELLED by 0|0:0||None assigned
+86_[4-7]|PENDING|0:0||None assigned
+87_0|FAILED|7:0||n[1-2]
 """
 
 
 def test_steps_are_folded_into_their_task():
-    assert read_sacct(SACCT)["85_1"] == Accounted("FAILED", None, 9, 3 << 29, 1, "n1")
-    assert read_sacct(SACCT)["85_0"] == Accounted("TIMEOUT", 0, None, 4500 << 10, 88, "n1")
+    assert read_sacct(SACCT)["85_1"] == Accounted("FAILED", None, 9, 3 << 29, "n1")
+    assert read_sacct(SACCT)["85_0"] == Accounted("TIMEOUT", 0, None, 4500 << 10, "n1")
 
 
 def test_what_slurm_does_not_tell_is_none():
-    assert read_sacct(SACCT)["86_3"] == Accounted("CANCELLED", 0, None, None, 0, None)
+    assert read_sacct(SACCT)["86_3"] == Accounted("CANCELLED", 0, None, None, None)
 
 
-def test_an_exit_code_and_days_are_read():
-    assert read_sacct(SACCT)["87_0"] == Accounted("FAILED", 7, None, None, 93784, "n[1-2]")
+def test_an_exit_code_and_nodes_are_read():
+    assert read_sacct(SACCT)["87_0"] == Accounted("FAILED", 7, None, None, "n[1-2]")
 
 
 def test_tasks_that_have_not_begun_are_left_out():
@@ -69,7 +68,6 @@ def test_scontrol_names_the_task_by_its_array():
 
 def test_amounts_that_are_none_are_none():
     assert [read_bytes(text) for text in ("", "0", "12K", "x")] == [None, 0, 12288, None]
-    assert [read_seconds(text) for text in ("", "00:10", "INVALID")] == [None, 10, None]
 
 
 def test_arrays_are_asked_for_whole_and_in_order():

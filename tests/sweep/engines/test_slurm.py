@@ -10,7 +10,6 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.process import start_ticks
 from flopwatch.sweep.engines import slurm as slurm_module
-from flopwatch.sweep.engines import slurm_submission as slurm_outbox
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import Trial, prepare
@@ -214,7 +213,7 @@ def test_a_refused_submission_says_what_slurm_said(tmp_path):
 
 def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatch):
     """A site's limit of submitted jobs, as sbatch words it."""
-    monkeypatch.setattr(slurm_outbox, "_FULL_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_module, "_FULL_PAUSE_SECONDS", 0.5)
     trials = contract.make_trials(tmp_path, "true", "true")
     path = put_before(tmp_path / "bin", "sbatch", "sbatch: error: AssocMaxSubmitJobLimit", monkeypatch)
     engine = SlurmEngine()

@@ -10,7 +10,6 @@ from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines import slurm_commands
-from flopwatch.sweep.engines import slurm_submission as slurm_outbox
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from support.engines import contract
@@ -45,8 +44,8 @@ class PretendedSlurm:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_outbox, "_FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(slurm_outbox, "_LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(slurm_module, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(slurm_module, "_LONGEST_PAUSE_SECONDS", 0.2)
     return PretendedSlurm(tmp_path / "bin", monkeypatch)
 
 

@@ -2,7 +2,7 @@ import subprocess
 from pathlib import Path
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.sweep.engines.slurm_submission import Request, request_for, script
+from flopwatch.sweep.engines.slurm_commands import Request, request_for, script
 
 NOTHING = {"cpus": None, "gpus": 0, "memory_megabytes": None, "minutes": None}
 

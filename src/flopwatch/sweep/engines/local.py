@@ -88,13 +88,17 @@ class SlotPool:
                 f"a trial needs {wanted:g} GPUs, but this machine has {len(self._free_share)}; "
                 "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
-        if wanted < 1.0:
-            return self._take_share(wanted)
-        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock_gpu(gpu)]
-        chosen = tuple(free[: round(wanted)]) if len(free) >= round(wanted) else ()
-        self._free_share.update(dict.fromkeys(chosen, 0.0))
-        self._unlock_unused()
-        return Slot(gpus=chosen) if chosen else None
+        count, share = (1, wanted) if wanted < 1.0 else (round(wanted), 1.0)
+        chosen: list[str] = []
+        for gpu, free in self._free_share.items():
+            if len(chosen) < count and free + _EPSILON >= share and self._lock(self._lock_names[gpu]):
+                chosen.append(gpu)
+        if len(chosen) < count:
+            self._unlock_unused()
+            return None
+        for gpu in chosen:
+            self._free_share[gpu] -= share
+        return Slot(tuple(chosen), share)
 
     def give_back(self, slot: Slot) -> None:
         for gpu in slot.gpus:
@@ -102,19 +106,12 @@ class SlotPool:
         if slot.cores:
             self._core_sets.append(slot.cores)
             for core in slot.cores:
-                self._unlock(f"core-{core}")
+                self._locks.pop(f"core-{core}").close()
         self._unlock_unused()
 
     def close(self) -> None:
-        for name in list(self._locks):
-            self._unlock(name)
-
-    def _take_share(self, wanted: float) -> Slot | None:
-        for gpu, share in self._free_share.items():
-            if share + _EPSILON >= wanted and self._lock_gpu(gpu):
-                self._free_share[gpu] = share - wanted
-                return Slot(gpus=(gpu,), share=wanted)
-        return None
+        while self._locks:
+            self._locks.popitem()[1].close()
 
     def _take_cores(self, gpus: float) -> Slot | None:
         if gpus:
@@ -128,11 +125,8 @@ class SlotPool:
                 self._core_sets.remove(cores)
                 return Slot(cores=cores)
             for core in locked:
-                self._unlock(f"core-{core}")
+                self._locks.pop(f"core-{core}").close()
         return None
-
-    def _lock_gpu(self, gpu: str) -> bool:
-        return self._lock(self._lock_names[gpu])
 
     def _lock(self, name: str) -> bool:
         if name in self._locks:
@@ -162,13 +156,10 @@ class SlotPool:
         self._locks[name] = file
         return True
 
-    def _unlock(self, name: str) -> None:
-        self._locks.pop(name).close()
-
     def _unlock_unused(self) -> None:
         for gpu, share in self._free_share.items():
             if share > 1.0 - _EPSILON and self._lock_names[gpu] in self._locks:
-                self._unlock(self._lock_names[gpu])
+                self._locks.pop(self._lock_names[gpu]).close()
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -271,11 +262,25 @@ def _open_lock(name: str) -> IO[str]:
 _CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need this long to kill its trial and write the result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
+    """A trial, its guard process, and when it is given up because its supervisor is blocked in the kernel."""
+
     trial: Trial
     process: "subprocess.Popen[bytes]"
     slot: Slot
+    give_up_at: float = math.inf
+
+    def is_gone(self) -> bool:
+        if time.monotonic() > self.give_up_at:
+            return True
+        return self.process.poll() is not None and not is_supervised(self.trial.sweep, self.trial.name)
+
+    def ended(self) -> Ended:
+        status = self.process.returncode
+        if status is None:
+            return Ended(self.trial.name, {"signal": signal.SIGKILL.value})
+        return Ended(self.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})
 
 
 class LocalEngine:
@@ -295,7 +300,6 @@ class LocalEngine:
             core_sets(jobs)  # raises InputError if there are not enough cores
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
-        self._give_up: dict[str, float] = {}
         self._pool: SlotPool
         self._supervisors: SpareSupervisor
 
@@ -303,12 +307,9 @@ class LocalEngine:
         """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         self._supervisors = SpareSupervisor(sweep)
-        for trial in unfinished:
-            is_supervised(sweep, trial.name)  # watch all heartbeats from now on, so that their timeouts run in parallel
-        deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
-        for trial in unfinished:
-            while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        deadline, left = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS, unfinished
+        while (left := [trial for trial in left if is_supervised(sweep, trial.name)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
@@ -333,12 +334,11 @@ class LocalEngine:
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         self._sleep_until_one_ends(seconds)
-        gone = [running for running in self._running.values() if _is_gone(running) or self._is_given_up(running)]
+        gone = [running for running in self._running.values() if running.is_gone()]
         for running in gone:
             del self._running[running.trial.name]
-            self._give_up.pop(running.trial.name, None)
             self._pool.give_back(running.slot)
-        return [_ended(running) for running in gone]
+        return [running.ended() for running in gone]
 
     def _sleep_until_one_ends(self, seconds: float) -> None:
         handles = []
@@ -364,11 +364,7 @@ class LocalEngine:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
-            self._give_up[name] = time.monotonic() + _CANCEL_PATIENCE_SECONDS
-
-    def _is_given_up(self, running: _Running) -> bool:
-        """Whether the supervisor has survived SIGKILL for too long, because it is blocked in the kernel."""
-        return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
+            running.give_up_at = time.monotonic() + _CANCEL_PATIENCE_SECONDS
 
     def withdraw(self) -> Sequence[str]:
         return ()  # all submitted trials have begun
@@ -394,14 +390,3 @@ class LocalEngine:
         if self._pool.waits_for and self._next_slot is None:
             return f"waiting for {self._pool.waits_for}"
         return f"GPU {', '.join(self._gpus)}" if self._gpus else f"{self._jobs} at a time"
-
-
-def _is_gone(running: _Running) -> bool:
-    return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
-
-
-def _ended(running: _Running) -> Ended:
-    status = running.process.returncode
-    if status is None:
-        return Ended(running.trial.name, {"signal": signal.SIGKILL.value})
-    return Ended(running.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})

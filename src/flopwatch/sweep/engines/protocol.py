@@ -125,7 +125,8 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
         raise InputError(f"the engine {name!r} does not take the settings {dict(settings)}: {error}") from None
 
 
-_SLURM: dict[str, tuple[Outcome, str]] = {
+# The states of Slurm's jobs and the classes of Ray's exceptions that say how a trial ended.
+_KNOWN: dict[str, tuple[Outcome, str]] = {
     "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine"),
     "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
     "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
@@ -135,9 +136,6 @@ _SLURM: dict[str, tuple[Outcome, str]] = {
     "BOOT_FAIL": ("lost", "its node did not boot"),
     "REQUEUED": ("lost", "Slurm requeued the job"),
     "REVOKED": ("lost", "Slurm moved the job to another cluster"),
-}
-
-_RAY: dict[str, tuple[Outcome, str]] = {
     "OutOfMemoryError": (
         "oom_host",
         "Ray's memory monitor killed the trial because its node ran out of memory, perhaps because of another trial; "
@@ -179,17 +177,14 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
     """Return the true outcome of a trial whose supervisor wrote `cancelled`; None if the engine does not know it.
 
     A supervisor writes `cancelled` after SIGTERM, which may come from Slurm (time limit), from Ray's memory monitor, or
-    from the kernel if the supervisor's guard (`trial_guard.py`) was killed. Only then does the engine, which waits for
+    from the kernel if the supervisor's guard (`guard.py`) was killed. Only then does the engine, which waits for
     the guard, see SIGKILL although the supervisor has written a result.
 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
     """
     outcome, reason = ending_from_evidence(evidence)
-    is_known = (
-        outcome != "lost" or bool(evidence.get("stuck")) or _state(evidence) in _SLURM or evidence.get("error") in _RAY
-    )
-    if is_known:
+    if outcome != "lost" or evidence.get("stuck") or _state(evidence) in _KNOWN or evidence.get("error") in _KNOWN:
         return outcome, reason
     if evidence.get("signal") == signal.SIGKILL:
         return "lost", "the trial's guard process was killed by SIGKILL"
@@ -199,23 +194,21 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     if stuck := evidence.get("stuck"):
         return "lost", str(stuck)
-    log = str(evidence.get("log") or "")
-    state = _state(evidence)
+    log, state, error = str(evidence.get("log") or ""), _state(evidence), str(evidence.get("error") or "")
     if state and _is_over_memory(log):
         return "oom_host", "the job used more host memory than it had requested; request more memory"
-    if state in _SLURM:
-        return _SLURM[state]
+    if known := _KNOWN.get(state) or _KNOWN.get(error):
+        return known
+    detail = evidence.get("detail")
     if state == "REFUSED":
-        message = evidence.get("detail")
-        return "invalid", f"Slurm rejected the job: {message}; correct the engine's settings and run with --only failed"
+        return "invalid", f"Slurm rejected the job: {detail}; correct the engine's settings and run with --only failed"
     if state == "NOT_TAKEN":
-        return "lost", str(evidence.get("detail"))
+        return "lost", str(detail)
     if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
         return "lost", "the node cannot write to the sweep's folder; use a folder that all nodes share"
-    error = str(evidence.get("error") or "")
-    if error in _RAY:
-        return _RAY[error]
-    return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last_line = f"; its last output line: {lines[-1][:200]}" if lines else ""
+    return "lost", _how_it_left(evidence, state, error) + last_line
 
 
 def _is_over_memory(log: str) -> bool:
@@ -242,8 +235,3 @@ def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
 
 def signal_text(signal: Any) -> str:
     return f"signal {signal}" if isinstance(signal, int) else str(signal)
-
-
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"; its last output line: {lines[-1][:200]}" if lines else ""

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.optional import require
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.engines.ray_connection import RayConnection
-from flopwatch.sweep.engines.ray_internals import RayOutage, import_ray, local_environment
+from flopwatch.sweep.engines.ray_driver import RayConnection, RayOutage
+from flopwatch.sweep.engines.ray_internals import local_environment
 from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, own_result
 
 _NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
@@ -89,7 +90,7 @@ class RayEngine:
         """Connect to Ray. Return the names of trials in `unfinished` that an earlier runner's supervisors still run."""
         self._sweep = sweep
         if find_spec("ray") is None:
-            import_ray()  # raises an error that says how to install it
+            require("ray", "ray")  # raises an error that says how to install it
         self._start_driver()
         try:
             self._driver.wait_until_connected(_CONNECT_SECONDS)
@@ -144,7 +145,7 @@ class RayEngine:
         two trials. All other trials wait in the runner, which skips them if a smaller trial runs out of memory.
         """
         with self._outage.tolerated():
-            self._refresh_nodes_if_old()
+            self._refresh_nodes()
         if self._outage.since is not None or self._unsent:
             return 0
         need = self._need(next_up)
@@ -184,19 +185,15 @@ class RayEngine:
                 del self._unsent[0]
 
     def _place(self, trial: Trial) -> None:
-        need = self._need(trial.spec)
-        task = f"{trial.name} {attempt_of(trial.sweep, trial.name)}"
-        self._driver.call("place", task, self._order(trial, need))
-        self._tasks[task] = trial.name
-        self._trials[trial.name], self._needs[trial.name] = trial, need
-
-    def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
-        environment = ray_task.without_node_variables(os.environ)
+        need, environment = self._need(trial.spec), ray_task.without_node_variables(os.environ)
         if not need["GPU"]:  # Ray would not set CUDA_VISIBLE_DEVICES, so the trial would see all GPUs
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
-        return ray_task.Order(*where, environment, trial.spec.nodes, need)
+        task = f"{trial.name} {attempt_of(trial.sweep, trial.name)}"
+        self._driver.call("place", task, ray_task.Order(*where, environment, trial.spec.nodes, need))
+        self._tasks[task] = trial.name
+        self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
@@ -257,7 +254,7 @@ class RayEngine:
 
     def _give_up_dead_nodes(self) -> None:
         """Report the tasks of dead nodes as ended, because Ray takes too long to do so (over 90 s in Ray 2.60)."""
-        if not self._refresh_nodes_if_old():
+        if not self._refresh_nodes():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
         if not dead:
@@ -281,7 +278,7 @@ class RayEngine:
         return back
 
     def end(self, names: Sequence[str]) -> None:
-        """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`trial_guard.py`)."""
+        """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`guard.py`)."""
         for task in [task for task, name in self._tasks.items() if name in names]:
             with self._outage.tolerated():
                 self._driver.call("cancel", [task])
@@ -319,16 +316,13 @@ class RayEngine:
     def _resources(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._nodes if node["Alive"]]
 
-    def _refresh_nodes_if_old(self) -> bool:
+    def _refresh_nodes(self) -> bool:
+        """Read the list of nodes, which may change during a sweep, if it is old; return whether it was."""
         is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS or self._outage.since is not None
         if is_old:
-            self._refresh_nodes()
+            self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
+            self._outage.since = None
         return is_old
-
-    def _refresh_nodes(self) -> None:
-        """Read the list of nodes, which may change during a sweep."""
-        self._nodes, self._nodes_read = self._driver.call("nodes"), time.monotonic()
-        self._outage.end()
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:

@@ -1,28 +1,176 @@
-"""The process that talks to Ray: `python -m flopwatch.sweep.engines.ray_driver PIPE`.
+"""The process that talks to Ray, `python -m flopwatch.sweep.engines.ray_driver PIPE`, and the runner's side of it.
 
 Ray's core ends the process that drives it if the cluster's head has been away for 60 s (seen with Ray 2.60). Therefore
-the runner does not import Ray. It starts this process, calls the methods of `Driver` through the pipe (see
-`ray_connection.py`), and starts another one if this one ends.
+the runner does not import Ray. Its `RayConnection` starts this process, which calls the methods of `Driver` that come
+through the pipe, and the engine starts another one if this one ends.
 
-An answer may be lost, so all methods may be called twice with the same arguments.
+An answer may be lost, so all methods of `Driver` may be called twice with the same arguments.
 """
 
 import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from flopwatch.optional import require
 from flopwatch.sweep.engines import ray_task
-from flopwatch.sweep.engines.ray_internals import forget_node, has_node_records, import_ray, node_of, start_local
-from flopwatch.sweep.host.processes import PARENT, die_with_parent
-from flopwatch.text import first_line
+from flopwatch.sweep.engines.ray_internals import (
+    OUTAGE_ERRORS,
+    forget_node,
+    has_node_records,
+    node_of,
+    reconnect_seconds,
+    start_local,
+)
+from flopwatch.sweep.host.processes import PARENT, ends_with_parent
+from flopwatch.text import first_line, one_line
 
 _GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because the value may be on another node.
-_ANSWER_SECONDS = 5.0  # Values of further tasks are left to the next call if those read so far took this long.
+_ANSWER_SECONDS = 5.0  # The runner waits this long for an answer, and then shows that Ray does not answer.
+_LATE_SECONDS = 0.25  # While an answer is late, each further call waits this long for it.
+_SILENCE_SECONDS = 90.0  # A process that gives no answer for this long after Ray itself should have ended it is killed.
+_SHUTDOWN_SECONDS = 20.0
+_PATIENCE_SECONDS = 24 * 3600.0  # an unreachable cluster is waited for at most one day
+_TAIL_BYTES = 4000
+
+
+class RayOutage:
+    """Suppresses errors while Ray does not answer, for example because its head node restarts.
+
+    `since` is the time at which the outage began; None while Ray answers.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._message = ""
+
+    @contextlib.contextmanager
+    def tolerated(self) -> Iterator[None]:
+        """Suppress errors which show that Ray does not answer, for at most a day. Raise all other errors."""
+        try:
+            yield
+        except (ConnectionError, TimeoutError) as error:
+            self.since = time.monotonic() if self.since is None else self.since
+            if time.monotonic() - self.since > _PATIENCE_SECONDS:
+                raise
+            self._message = one_line(str(error), 200)
+
+    def state(self) -> str:
+        if self.since is None:
+            return ""
+        return f"Ray has not answered for {time.monotonic() - self.since:.0f} s: {self._message}"
+
+
+class RayConnection:
+    """A driver process that is connected to Ray, or is connecting.
+
+    Args:
+        environment: Environment variables for the process, added to those of the runner.
+        arguments: The arguments of `Driver.connect`.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *arguments: Any) -> None:
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flopwatch.sweep.engines.ray_driver", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env={**os.environ, **environment, PARENT: str(os.getpid())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # otherwise Ctrl-C in the terminal would reach it too
+            )
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._is_unanswered = False
+        self._is_connected = False
+        self._failing_since: float | None = None
+        self._send("connect", *arguments)
+
+    def wait_until_connected(self, seconds: float) -> None:
+        """Raise an exception if the process could not connect to Ray. Without this call, the next `call` does so."""
+        self._receive(seconds)
+
+    def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
+        """Call a method of `Driver` that may take `seconds`.
+
+        Raises:
+            ConnectionError: The process has ended, or Ray does not answer it.
+            TimeoutError: There is no answer yet. It is discarded when it comes.
+            RuntimeError: The method raised another exception.
+        """
+        if self._is_unanswered:
+            self._receive(_LATE_SECONDS)
+        self._send(method, *arguments)
+        return self._receive(seconds + _ANSWER_SECONDS)
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        try:
+            self._connection.send((method, arguments))
+        except OSError:
+            raise self._ended() from None
+        self._is_unanswered = True
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if not self._connection.poll(seconds):
+                self._note_failure()
+                raise TimeoutError("no answer yet" if self._is_connected else "connecting again")
+            error, answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
+        self._is_unanswered = False
+        if error is not None and (error in OUTAGE_ERRORS or not self._is_connected):
+            self._note_failure()
+            raise ConnectionError(f"{error}: {answer}")
+        if error is not None:
+            raise RuntimeError(f"{error}: {answer}")
+        self._failing_since, self._is_connected = None, True
+        return answer
+
+    def _note_failure(self) -> None:
+        """Kill the process if it has failed for so long that Ray should have ended it."""
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        if now - self._failing_since > reconnect_seconds() + _SILENCE_SECONDS:
+            self.kill()
+
+    def _ended(self) -> ConnectionError:
+        self.kill()
+        return ConnectionError(self.last_words())
+
+    def last_words(self) -> str:
+        """Return the last line that the process printed, for example Ray's reason for ending it."""
+        with contextlib.suppress(OSError, ValueError):
+            size = self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, size - _TAIL_BYTES))
+            lines = self._output.read().decode(errors="replace").split("\n")
+            if said := [line for line in lines if line.strip()]:
+                return one_line(said[-1], 200)
+        return "the process that talks to Ray ended"
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process, and with it a local Ray."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SHUTDOWN_SECONDS)
+        self.kill()
+        self._output.close()
 
 
 class Driver:
@@ -36,7 +184,7 @@ class Driver:
 
     def connect(self, address: str | None, cpus: int | None, gpus: int | None) -> None:
         """Connect to the cluster at this address, or start a local Ray that ends with this process."""
-        self._ray = import_ray()
+        self._ray = require("ray", "ray")
         if address is None:
             start_local(self._ray, cpus, gpus)
         else:
@@ -58,17 +206,18 @@ class Driver:
             "name": f"flopwatch {order.name}",
         }
         if order.nodes > 1:
-            group = self._groups.get(task) or ray_task.place_group(order.nodes, order.need)
-            self._groups[task] = group
-            options["scheduling_strategy"] = ray_task.on_bundle(group, 0)
+            bundle = {resource: amount for resource, amount in order.need.items() if amount > 0}
+            if task not in self._groups:
+                nodes = [bundle] * order.nodes
+                self._groups[task] = self._ray.util.placement_group(nodes, strategy="STRICT_SPREAD")
+            options["scheduling_strategy"] = ray_task.on_bundle(self._groups[task], 0)
         self._references[self._remote.options(**options).remote(order)] = task
         self._orders[task] = order
 
     def ended(self, seconds: float) -> list[tuple[str, ray_task.Returned]]:
         """Wait until a task ends, but at most `seconds`. Return the ended tasks that were not forgotten."""
-        waiting, began = list(self._references), time.monotonic()
-        if self._ended or not waiting:
-            seconds = 0.0
+        waiting = list(self._references)
+        seconds = 0.0 if self._ended else seconds
         if waiting and self._ray.wait(waiting, num_returns=1, timeout=seconds, fetch_local=False)[0]:
             began = time.monotonic()
             for reference in self._ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]:
@@ -104,7 +253,8 @@ class Driver:
         self._ended.pop(task, None)
         self._references = {reference: name for reference, name in self._references.items() if name != task}
         if task in self._groups:
-            ray_task.remove_group(self._groups.pop(task))
+            with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
+                self._ray.util.remove_placement_group(self._groups.pop(task))
         if (order := self._orders.pop(task, None)) is not None:
             forget_node(order.token, order.name)
 
@@ -114,11 +264,11 @@ def serve(connection: "Connection[Any, Any]") -> None:
     driver = Driver()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            number, method, arguments = connection.recv()
+            method, arguments = connection.recv()
             try:
-                connection.send((number, None, getattr(driver, method)(*arguments)))
+                connection.send((None, getattr(driver, method)(*arguments)))
             except Exception as error:
-                connection.send((number, type(error).__name__, first_line(error, 300)))
+                connection.send((type(error).__name__, first_line(error, 300)))
                 if method == "connect":
                     return
     if "ray" in sys.modules:
@@ -126,9 +276,9 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 
 def main(pipe: int) -> int:
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != int(os.environ.pop(PARENT)):
-        return 1  # the runner ended before `die_with_parent` was called
+    if not ends_with_parent(signal.SIGKILL):
+        return 1
+    del os.environ[PARENT]
     os.set_inheritable(pipe, False)
     if sys.path and sys.path[0] == os.getcwd():  # added by `python -m`; a user's own `ray.py` may be there
         del sys.path[0]

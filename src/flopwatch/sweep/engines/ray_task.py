@@ -17,20 +17,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.engines.ray_internals import publish_node
+from flopwatch.sweep.host.processes import PARENT
 from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
 from flopwatch.text import first_line
 
 FOLDER_TOKEN = ".ray-token"
 """A file in the sweep's folder. A node that reads the expected token in it has access to the same folder."""
-
-GUARD = Path(__file__).with_name("ray_guard.py")
-SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
 # Limits of what a task returns through Ray's object store, which is small (see `start_local`).
 _FILE_BYTES = 4 << 20
@@ -116,69 +114,63 @@ def _run_apart(sweep: Path, order: Order) -> Returned:
     (trial_folder(sweep, order.name) / SPEC).write_bytes(order.spec)
     evidence = _supervise_all(sweep, order)
     files, left_out = collect(sweep, order.name)
-    if not left_out:
-        return Returned(evidence, files)
-    missing = {"left_on_the_node": left_out}
-    return Returned({**evidence, **missing}, _with_evidence(files, str(_result(order.name)), missing))
+    if left_out:
+        missing = {"left_on_the_node": left_out}
+        evidence |= missing
+        with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):  # no result, or an unreadable one
+            result = json.loads(files[_result(order.name)])
+            result["evidence"] = {**result.get("evidence", {}), **missing}
+            files[_result(order.name)] = json.dumps(result).encode()
+    return Returned(evidence, files)
 
 
-def _result(name: str) -> Path:
-    return trial_folder(Path(), name) / RESULT
-
-
-def _with_evidence(files: dict[str, bytes], path: str, missing: Mapping[str, Any]) -> dict[str, bytes]:
-    """Add `missing`, which lists the files that were not returned, to the evidence in the result file."""
-    try:
-        content = json.loads(files[path])
-        content["evidence"] = {**content.get("evidence", {}), **missing}
-        return {**files, path: json.dumps(content).encode()}
-    except (KeyError, ValueError, TypeError, AttributeError):  # there is no result, or it cannot be read
-        return files
+def _result(name: str) -> str:
+    return str(trial_folder(Path(), name) / RESULT)
 
 
 def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
     if order.nodes == 1:
-        return _supervise(sweep, order)
-    with placed_agents(order) as meeting:
-        variables = {**order.environment, **meeting.environment}
-        return _supervise(sweep, replace(order, environment=variables), [meeting.socket.fileno()])
+        return _supervise(sweep, order, {}, [])
+    with listener("") as meeting:
+        variables = {LISTENER: str(meeting.fileno()), TOKEN: secrets.token_hex(16)}
+        with placed_agents(order, meeting.getsockname()[1], variables[TOKEN]):
+            return _supervise(sweep, order, variables, [meeting.fileno()])
 
 
-def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
+def _supervise(sweep: Path, order: Order, variables: Mapping[str, str], sockets: Sequence[int]) -> dict[str, Any]:
     attempt = str(json.loads(order.spec).get("attempt", ""))
-    supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
     with tempfile.TemporaryFile() as output:
-        status = _call_guarded(supervisor, order, output, order.environment, sockets)
+        words = [str(sweep), order.name, attempt]
+        status = _call("flopwatch.sweep.supervisor", words, order, output, variables, sockets)
         output.seek(max(0, output.tell() - _TAIL_BYTES))
         printed = output.read().decode(errors="replace")
-    return {"host": os.uname().nodename, **status_evidence(status), **({"log": printed} if printed else {})}
+    ended = {"signal": -status} if status < 0 else {"exit_code": status}
+    return {"host": os.uname().nodename, **ended, **({"log": printed} if printed else {})}
 
 
-def _call_guarded(
-    command: Sequence[str], order: Order, output: Any, environment: Mapping[str, str], sockets: Sequence[int] = ()
+def _call(
+    module: str,
+    words: Sequence[str],
+    order: Order,
+    output: Any,
+    variables: Mapping[str, str],
+    sockets: Sequence[int] = (),
 ) -> int:
-    """Run a command as a child of `ray_guard.py`, because Ray sends SIGKILL to the children of its workers."""
+    """Run a supervisor or an agent. It survives, if Ray ends this worker and kills the worker's children.
+
+    Ray sends SIGKILL to them (seen with Ray 2.60), but this child is only a guard (see `supervisor/guard.py`). When the
+    guard is killed, the supervisor or agent below it receives SIGTERM and ends its trial.
+    """
     return subprocess.call(
-        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
+        [sys.executable, "-m", module, *words],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         cwd=order.cwd if os.path.isdir(order.cwd) else None,
-        env={**os.environ, **environment},
+        env={**os.environ, **order.environment, PARENT: str(os.getpid()), **variables},
         pass_fds=sockets,
         start_new_session=True,  # so that this process survives Ray's SIGKILL to the process group of the worker
     )
-
-
-def status_evidence(status: int) -> dict[str, int]:
-    """Return the signal or the exit code for an exit status of `ray_guard.py`, which adds 128 to a signal's number.
-
-    >>> status_evidence(139)
-    {'signal': 11}
-    """
-    if status < 0:
-        return {"signal": -status}
-    return {"signal": status - 128} if status > 128 else {"exit_code": status}
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
@@ -191,7 +183,7 @@ def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
         path, size = str(file.relative_to(sweep)), file.stat().st_size
         if file == log_file(sweep, name):
             files[path] = _tail(file)
-        elif file == sweep / _result(name):  # always returned, because without it the trial would count as lost
+        elif path == _result(name):  # always returned, because without it the trial would count as lost
             files[path] = file.read_bytes()
         elif size > _FILE_BYTES or total + size > _ALL_BYTES:
             left_out.append(path)
@@ -217,21 +209,6 @@ def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
         os.replace(beside, file)
 
 
-def place_group(nodes: int, need: Mapping[str, float]) -> Any:
-    """Request a placement group with these resources on each of `nodes` different nodes."""
-    from ray.util import placement_group
-
-    bundle = {resource: amount for resource, amount in need.items() if amount > 0}
-    return placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
-
-
-def remove_group(group: Any) -> None:
-    from ray.util import remove_placement_group
-
-    with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
-        remove_placement_group(group)
-
-
 def on_bundle(group: Any, index: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -240,45 +217,30 @@ def on_bundle(group: Any, index: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
-    """The argument of `run_agent`, the task on every node but the first. `address` and `token` are the supervisor's."""
+    """The argument of `run_agent`, the task on every node but the first. The last three are the supervisor's."""
 
     order: Order
     node: int
-    address: str
+    host: str
+    port: int
     token: str
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The listening socket to which the agents connect. It is opened before the supervisor starts."""
-
-    socket: socket.socket
-    token: str
-    address: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {LISTENER: str(self.socket.fileno()), TOKEN: self.token}
 
 
 @contextlib.contextmanager
-def placed_agents(order: Order) -> Iterator[Meeting]:
-    """In the first node's task, start the tasks of the other nodes. Their agents connect to the yielded socket."""
+def placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
+    """In the first node's task, start the tasks of the other nodes, whose agents connect to this port."""
     import ray
 
-    own, token = listener(""), secrets.token_hex(16)
-    address = f"{ray.util.get_node_ip_address()}:{own.getsockname()[1]}"
-    meeting = Meeting(own, token, address)
     group = ray.util.get_current_placement_group()
     remote = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(run_agent)
     references = {}
     for node in range(1, order.nodes):
         needs = {"num_cpus": order.need["CPU"], "num_gpus": order.need["GPU"]}
         placed = remote.options(**needs, scheduling_strategy=on_bundle(group, node), name=f"flopwatch {order.name}")
-        references[placed.remote(AgentOrder(order, node, address, token))] = node
-    threading.Thread(target=_watch, args=[references, meeting], daemon=True).start()
+        references[placed.remote(AgentOrder(order, node, ray.util.get_node_ip_address(), port, token))] = node
+    threading.Thread(target=_watch, args=[references, port, token], daemon=True).start()
     try:
-        yield meeting
+        yield
     finally:
         with contextlib.suppress(Exception):
             left = ray.wait(list(references), num_returns=len(references), timeout=_LEAVE_SECONDS)[1]
@@ -286,7 +248,7 @@ def placed_agents(order: Order) -> Iterator[Meeting]:
                 ray.cancel(reference, force=True)
 
 
-def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
+def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
     """Report to the supervisor if a node died or could not run its agent."""
     import ray
 
@@ -298,9 +260,8 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
         except Exception as error:
             is_own = isinstance(error, ray.exceptions.RayTaskError)
             message = first_line(getattr(error, "cause", None) or error, 300)
-            report = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
-            host, _, port = meeting.address.rpartition(":")
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
+            report = {"token": token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(encoded({**report, "is_lost": not is_own}))
 
 
@@ -320,6 +281,5 @@ def run_agent(agent: AgentOrder) -> None:
 
 
 def _run(agent: AgentOrder, trial_dir: Path, output: Any) -> None:
-    module = [sys.executable, "-m", "flopwatch.sweep.supervisor.node_agent"]
-    environment = {**agent.order.environment, TOKEN: agent.token}
-    _call_guarded([*module, str(trial_dir), str(agent.node), agent.address], agent.order, output, environment)
+    words = [str(trial_dir), str(agent.node), f"{agent.host}:{agent.port}"]
+    _call("flopwatch.sweep.supervisor.node_agent", words, agent.order, output, {TOKEN: agent.token})

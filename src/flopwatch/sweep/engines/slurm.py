@@ -30,8 +30,7 @@ from flopwatch.files import UnreadableError, opened_regular, read_object, tail
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.engines.slurm_commands import Accounted, Queued
-from flopwatch.sweep.engines.slurm_submission import Array, Outbox, Request, request_for, script
+from flopwatch.sweep.engines.slurm_commands import Accounted, Queued, Request, request_for, script
 from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, result_file
 
 _TICK_SECONDS = 0.05
@@ -42,6 +41,120 @@ _WITHDRAW_EVERY_SECONDS = 5.0
 _AVOID_SECONDS = 600.0  # If no other node became free for this time, a retried trial can use its failed node again.
 _LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000.
 _TAIL_BYTES = 4000
+
+_FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has too many jobs.
+_FIRST_PAUSE_SECONDS = 2.0  # Pause before a retry, unless the user has too many jobs. Each further error doubles it.
+_LONGEST_PAUSE_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Array:
+    """An array job that Slurm has not accepted yet.
+
+    Attributes:
+        trials: The trials in the order of the tasks. All request the same resources.
+        names: Path of the file with their names. The script is in the same folder.
+        texts: The script, and the same without the nodes that it excludes because earlier attempts failed there.
+        tries: Number of failed submissions, of which the first was at the time `since`.
+        is_full: Whether the last error was that the user has too many jobs. Then the submission is retried without end.
+    """
+
+    trials: Sequence[Trial]
+    names: Path
+    texts: tuple[str, str]
+    tries: int = 0
+    since: float = 0.0
+    next_try: float = 0.0
+    message: str = ""
+    is_full: bool = False
+
+    @property
+    def script(self) -> Path:
+        return self.names.with_suffix(".sh")
+
+    def write_script(self, text: str) -> None:
+        # A folder's name may contain any bytes. surrogateescape writes them unchanged.
+        self.script.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+class Outbox:
+    """Submits arrays until Slurm has accepted them.
+
+    A controller that restarts or is overloaded rejects jobs with dozens of different messages. Therefore a submission
+    is given up only if the message says that the request is wrong. After all other messages it is retried.
+
+    Args:
+        job_name: The job name of all arrays of this sweep.
+        patience_seconds: How long a submission is retried. After that its trials are recorded as lost.
+    """
+
+    def __init__(self, job_name: str, patience_seconds: float) -> None:
+        self._job_name, self._patience = job_name, patience_seconds
+        self._arrays: list[Array] = []
+
+    def __len__(self) -> int:
+        return sum(len(array.trials) for array in self._arrays)
+
+    def add(self, array: Array) -> None:
+        array.write_script(array.texts[0])
+        self._arrays.append(array)
+
+    def send(self) -> tuple[list[tuple[Array, str]], list[Ended]]:
+        """Submit the arrays whose `next_try` has passed.
+
+        Returns:
+            The arrays that Slurm accepted with their job numbers, and the trials that will not be submitted again.
+        """
+        placed, ended = [], []
+        for array in [array for array in self._arrays if time.monotonic() >= array.next_try]:
+            try:
+                placed.append((array, self._submit(array)))
+            except slurm_commands.QueueFullError as error:
+                array.is_full, array.message = True, str(error)
+                array.next_try = time.monotonic() + _FULL_PAUSE_SECONDS
+                continue
+            except slurm_commands.RefusedError as error:
+                ended += [Ended(trial.name, {"state": "REFUSED", "detail": str(error)}) for trial in array.trials]
+            except slurm_commands.NotNowError as error:
+                if self._postpone(array, str(error)):
+                    continue
+                detail = f"Slurm did not accept the job for {self._patience / 3600:.3g} h: {error}"
+                ended += [Ended(trial.name, {"state": "NOT_TAKEN", "detail": detail}) for trial in array.trials]
+            self._arrays.remove(array)
+        return placed, ended
+
+    def _submit(self, array: Array) -> str:
+        # Slurm may have accepted an earlier submission although sbatch reported an error.
+        try:
+            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=array.tries > 0)
+        except slurm_commands.RefusedError:
+            if not array.trials[0].avoid:
+                raise
+            array.write_script(array.texts[1])  # allow the excluded nodes, because perhaps only they have the resources
+            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
+
+    def _postpone(self, array: Array, message: str) -> bool:
+        """Set the time of the next try; return False if there is none, because patience is over."""
+        now = time.monotonic()
+        array.since = array.since if array.tries else now
+        array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
+        array.tries, array.is_full, array.message = array.tries + 1, False, message
+        return now - array.since <= self._patience
+
+    def take_back(self) -> list[Array]:
+        """Remove and return all arrays. Slurm may have accepted some of them although sbatch reported an error."""
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def state(self) -> str:
+        """Return why arrays are waiting; "" if none is."""
+        if not self._arrays:
+            return ""
+        last = max(self._arrays, key=lambda array: array.tries)
+        if last.is_full:
+            return f"{len(self)} held back: Slurm accepts no more jobs of this user"
+        wait = max(0.0, min(array.next_try for array in self._arrays) - time.monotonic())
+        return f"{len(self)} held back, next try in {wait:.0f} s: {last.message[:200]}"
 
 
 @dataclass(slots=True)
@@ -156,8 +269,8 @@ class SlurmEngine:
         names.write_text("".join(f"{trial.name} {attempt_of(self._sweep, trial.name)}\n" for trial in trials))
         command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
 
-        def write_script(is_avoiding: bool) -> None:
-            text = script(
+        def text(avoided: Sequence[str]) -> str:
+            return script(
                 self._job_name,
                 request,
                 names,
@@ -166,12 +279,10 @@ class SlurmEngine:
                 parallelism=self._parallelism,
                 partition=self._partition,
                 extra=self._extra,
-                avoid=avoid if is_avoiding else (),
+                avoid=avoided,
             )
-            # A folder's name may contain any bytes. surrogateescape writes them unchanged.
-            names.with_suffix(".sh").write_text(text, encoding="utf-8", errors="surrogateescape")
 
-        return Array(trials, names, write_script)
+        return Array(trials, names, (text(avoid), text(())))
 
     def _add(self, task: _Task) -> None:
         self._tasks[task.trial.name] = task
@@ -316,7 +427,7 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
     evidence: dict[str, Any] = {"job": task.task, "state": found.state if found else "UNKNOWN"}
     if found is not None:
         facts = {"exit_code": found.exit_code, "signal": found.signal, "host": found.node}
-        facts |= {"max_rss_bytes": found.max_rss_bytes, "elapsed_seconds": found.elapsed_seconds}
+        facts["max_rss_bytes"] = found.max_rss_bytes
         evidence |= {key: value for key, value in facts.items() if value is not None}
     if printed := tail(task.log, _TAIL_BYTES):
         evidence["log"] = printed

@@ -1,18 +1,124 @@
-"""Calls Slurm's commands and parses their output. A function returns None if Slurm did not answer."""
+"""Writes batch scripts, calls Slurm's commands and parses their output. None means that Slurm did not answer."""
 
+import math
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flopwatch.errors import InputError
+from flopwatch.records.trial import TrialSpec
+
+_TIME_MARGIN_SECONDS = 120.0
+"""Slurm's time limit is this much larger than the trial's own, so that the supervisor ends the trial first."""
+
+_MEMORY_MARGIN_BYTES = 256 << 20
+"""Slurm's memory limit is this much larger than the trial's own, because the supervisor needs memory too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The resources that a task requests from Slurm: cores, GPUs and host memory on each node, and the time limit.
+
+    None means the site's default.
+    """
+
+    cpus: int | None
+    gpus: int
+    memory_megabytes: int | None
+    minutes: int | None
+    nodes: int = 1
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Return the options for sbatch. Those with the value None are not written to the script."""
+        return {
+            "nodes": self.nodes,
+            "ntasks": self.nodes,
+            "ntasks-per-node": 1 if self.nodes > 1 else None,
+            "cpus-per-task": self.cpus,
+            "gres": f"gpu:{self.gpus}" if self.gpus else None,
+            "mem": None if self.memory_megabytes is None else f"{self.memory_megabytes}M",
+            "time": self.minutes,
+        }
+
+
+def request_for(
+    spec: TrialSpec, *, cpus: int | None, gpus: float, memory_megabytes: int | None, minutes: int | None
+) -> Request:
+    """Return a trial's request to Slurm. `cpus` and `gpus` apply if `spec` sets none; the others override its limits.
+
+    GPU fractions are rounded up, because Slurm allocates whole GPUs only.
+
+    >>> request_for(TrialSpec("standard", "tiny", 1, 1), cpus=2, gpus=0.5, memory_megabytes=None, minutes=None)
+    Request(cpus=2, gpus=1, memory_megabytes=None, minutes=62, nodes=1)
+    """
+    wall, limit = spec.limits.wall_seconds, spec.limits.memory_bytes
+    if minutes is None and wall is not None:
+        minutes = math.ceil((wall + _TIME_MARGIN_SECONDS) / 60)
+    if memory_megabytes is None and limit is not None:
+        memory_megabytes = math.ceil((limit + _MEMORY_MARGIN_BYTES) / (1 << 20))
+    a_core_each = spec.processes if spec.processes > 1 else None
+    return Request(
+        spec.cpus or cpus or a_core_each, math.ceil(spec.gpus or gpus), memory_megabytes, minutes, spec.nodes
+    )
+
+
+def script(
+    job_name: str,
+    request: Request,
+    names_file: Path,
+    tasks: int,
+    command: Sequence[str],
+    *,
+    parallelism: int | None,
+    partition: str | None,
+    extra: Mapping[str, object],
+    avoid: Sequence[str] = (),
+) -> str:
+    """Return the text of the batch script. Task i runs the command for line i + 1 of the names file.
+
+    Each line contains a trial's name, a blank and its attempt. The script calls the command with exec, so that the
+    command receives Slurm's signals.
+    """
+    wanted = {key.replace("_", "-"): value for key, value in extra.items()}
+    options: dict[str, object] = {
+        "job-name": job_name,
+        "array": f"0-{tasks - 1}" + (f"%{parallelism}" if parallelism else ""),
+        "output": str(names_file.with_suffix("")).replace("%", "%%") + "-%a.log",
+        "partition": partition,
+        **request.options,
+        "exclude": ",".join(avoid) or None,
+        # Let Slurm run the job again after preemption or a node failure (see flopwatch.sweep.attempts).
+        "requeue": True,
+        "open-mode": "append",
+        **wanted,
+    }
+    if wanted.get("no-requeue"):
+        del options["requeue"]
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            *(_option(key, value) for key, value in options.items() if value is not None and value is not False),
+            f'trial=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(names_file))})',
+            "unset FLOPWATCH_PARENT_PID",
+            f'exec {shlex.join(command)} "${{trial% *}}" "${{trial##* }}"',
+            "",
+        ]
+    )
+
+
+def _option(key: str, value: object) -> str:
+    return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
+
 
 SQUEUE_FORMAT = "%F_%K|%T|%o"
 """Array job, task, state and script. The script is last, because its path may contain the separator."""
 
-SACCT_FORMAT = "JobID,State,ExitCode,MaxRSS,Elapsed,NodeList"
+SACCT_FORMAT = "JobID,State,ExitCode,MaxRSS,NodeList"
 
 _UNIT_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -40,7 +146,6 @@ class Accounted:
     exit_code: int | None = None
     signal: int | None = None
     max_rss_bytes: int | None = None
-    elapsed_seconds: int | None = None
     node: str | None = None
 
     @property
@@ -63,24 +168,23 @@ def read_sacct(text: str) -> dict[str, Accounted]:
 
     Slurm prints memory only for the steps of a task. Tasks that have not started, such as `12_[3-5]`, are ignored.
 
-    >>> read_sacct("12_0|CANCELLED by 0|0:15||00:01:02|n1")["12_0"].elapsed_seconds
-    62
+    >>> read_sacct("12_0|CANCELLED by 0|0:15||n1")["12_0"].node
+    'n1'
     """
     tasks: dict[str, Accounted] = {}
     step_rss: dict[str, int] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) != 6 or "[" in fields[0]:
+        if len(fields) != 5 or "[" in fields[0]:
             continue
-        name, state, exit_code, rss, elapsed, node = (field.strip() for field in fields)
+        name, state, exit_code, rss, node = (field.strip() for field in fields)
         task, is_step, _ = name.partition(".")
         if (used := read_bytes(rss)) is not None:
             step_rss[task] = max(used, step_rss.get(task, 0))
         if not is_step:
             code, signal = _read_exit(exit_code)
-            word = state.partition(" ")[0]
             where = None if node in ("", "None assigned") else node
-            tasks[task] = Accounted(word, code, signal, None, read_seconds(elapsed), where)
+            tasks[task] = Accounted(state.partition(" ")[0], code, signal, node=where)
     return {task: replace(found, max_rss_bytes=step_rss.get(task)) for task, found in tasks.items()}
 
 
@@ -122,22 +226,6 @@ def read_bytes(text: str) -> int | None:
     number = text[:-1] if text[-1:] in _UNIT_BYTES else text
     try:
         return int(float(number) * _UNIT_BYTES.get(text[-1:], 1))
-    except ValueError:
-        return None
-
-
-def read_seconds(text: str) -> int | None:
-    """Parse `[days-]hours:minutes:seconds`.
-
-    >>> read_seconds("1-00:00:01")
-    86401
-    """
-    days, dash, clock = text.rpartition("-")
-    try:
-        seconds = int(days) * 86400 if dash else 0
-        for factor, part in zip((1, 60, 3600), reversed(clock.split(":")), strict=False):
-            seconds += factor * int(part)
-        return seconds
     except ValueError:
         return None
 

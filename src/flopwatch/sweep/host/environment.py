@@ -1,9 +1,6 @@
 """Library versions, devices, the user's source files and the available memory of this host, found without torch.
 
 Versions, devices and sources are hashed into a trial's content key, so that a trial runs again after they change.
-
-Supervisors import this module. Importing hashlib, platform and importlib.metadata takes 30 ms, so they are imported in
-the functions that need them.
 """
 
 import contextlib
@@ -49,20 +46,14 @@ _NO_SOURCES = ("/proc/", "/sys/")
 @cache
 def host_facts() -> dict[str, Any]:
     """The CPU's name as `cpu`; on a host with NVIDIA GPUs also `gpus` and `driver`."""
-    found: dict[str, Any] = {"cpu": _cpu()}
+    name = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    found: dict[str, Any] = {"cpu": f"{name}, {os.cpu_count()} threads"}
     gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     if gpus:
         found["gpus"] = gpus
         with contextlib.suppress(OSError, IndexError):
             found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
     return found
-
-
-def _cpu() -> str:
-    name = _line(Path("/proc/cpuinfo"), "model name")
-    if not name:
-        name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} threads"
 
 
 def _line(file: Path, key: str) -> str:
@@ -148,7 +139,10 @@ def available_bytes() -> int | None:
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
     """The least of the memory left in the machine, in these cgroups and in their parents; None if all are unknown."""
     folders = {folder for group in groups for folder in (group, *group.parents)}
-    found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
+    found = [_of_group(folder, *files) for folder in folders for files in _GROUP_FILES]
+    words = _line(meminfo, "MemAvailable").split()  # such as `1024 kB`
+    if words and words[0].isdecimal():
+        found.append(int(words[0]) * 1024)
     return min((size for size in found if size is not None), default=None)
 
 
@@ -159,11 +153,6 @@ def safe_limit_bytes(available: int) -> int:
     18.0
     """
     return max(1, available - max(round(_MARGIN * available), _LEAST_MARGIN_BYTES))
-
-
-def _of_machine(meminfo: Path) -> int | None:
-    words = _line(meminfo, "MemAvailable").split()  # such as `1024 kB`
-    return int(words[0]) * 1024 if words and words[0].isdecimal() else None
 
 
 def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:

@@ -14,11 +14,11 @@ because it also counts memory that is reserved but not used, such as thread stac
 """
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from flopwatch.process import descendants, keyed_lines
@@ -31,16 +31,13 @@ _SEARCH_SHARE = 100
 least _SEARCH_SHARE times as long as a search takes, so that searching uses at most 1 % of a core.
 """
 
-_ROLLUP_SECONDS = 1.0
-_ROLLUP_URGENT_SECONDS = 0.2
-_ROLLUP_SHARE = 100
-_ROLLUP_URGENT_SHARE = 10
-"""How long to wait between two readings of smaps_rollup: _ROLLUP_SECONDS, but at least _ROLLUP_SHARE times as long as
-one reading takes. The urgent values apply if the limit seems exceeded or large processes have started.
+_USUAL, _URGENT = (1.0, 100.0), (0.2, 10.0)
+"""How long to wait between two readings of smaps_rollup: so many seconds, but at least so many times as long as one
+reading takes. The urgent values apply if the limit seems exceeded or large processes have started.
 """
 
 _WORTH_A_ROLLUP = 0.05
-"""smaps_rollup is read sooner (`_ROLLUP_URGENT_SECONDS`) if new processes hold more than this share of the memory."""
+"""smaps_rollup is read sooner (`_URGENT`) if new processes hold more than this share of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +68,9 @@ class HostPeak:
     bytes: int | None = None
     method: HostMethod | None = None
 
-    def at_least(self, size: int, method: HostMethod) -> "HostPeak":
-        return self if self.bytes is not None and self.bytes >= size else HostPeak(size, method)
-
 
 def largest_peak(*peaks: HostPeak) -> HostPeak:
-    """The largest of the peaks of several nodes.
+    """The largest of these peaks; of equal ones the first.
 
     >>> largest_peak(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
     7
@@ -91,6 +85,7 @@ class TreeMemory:
         limit_bytes: Memory limit of all descendants together; None is no limit.
 
     Attributes:
+        pids: The processes that the last search found.
         peak: The largest sample so far, including the peaks that single processes had between two samples.
         lower_bound_bytes: Memory that the descendants certainly had at some moment, without pages of files. It decides
             whether a limit was reached, because `peak` may be too high.
@@ -98,31 +93,33 @@ class TreeMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._pids: Sequence[int] = ()
+        self.pids: Sequence[int] = ()
         self._seen: dict[int, Resident] = {}
-        self._next_search = self._next_rollup = self._urgent_rollup = 0.0
+        self._next_search = 0.0
         self._rollup: Rollup | None = None
+        self._rollup_seconds, self._read_at = 0.0, -math.inf  # how long the last reading took, and when it was
         self._now_bytes = 0
         self._is_measured = True
         self._method: HostMethod = "high_water"
         self.peak = HostPeak()
         self.lower_bound_bytes = 0
 
-    @property
-    def pids(self) -> Sequence[int]:
-        """The processes that the last search found."""
-        return self._pids
-
     def sample(self) -> None:
-        self._search()
-        found = distinct({pid: memory for pid in self._pids if (memory := resident(pid)) is not None})
+        now = time.monotonic()
+        if now >= self._next_search:
+            began = time.process_time()
+            self.pids = descendants_from_lists(os.getpid())
+            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
+            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
+        found = distinct({pid: memory for pid in self.pids if (memory := resident(pid)) is not None})
         if not found:
             return
         self._count(found)
         # For each process with a new peak since the last sample: how far the peak is above the present size.
-        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._earlier_peak(pid)]
+        earlier = {pid: one.peak for pid, one in self._seen.items()}
+        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > earlier.get(pid, 0)]
         self._seen = found
-        self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
+        self.peak = largest_peak(self.peak, HostPeak(self._now_bytes + max([0, *spikes]), self._method))
         self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
 
     def over_limit_bytes(self) -> int | None:
@@ -137,21 +134,10 @@ class TreeMemory:
 
     def note_ended(self, largest_bytes: int) -> None:
         """Include the peak of the largest process that has ended, as getrusage returns it."""
-        self.peak = self.peak.at_least(largest_bytes, "high_water")
+        self.peak = largest_peak(self.peak, HostPeak(largest_bytes, "high_water"))
         self.lower_bound_bytes = max(
             self.lower_bound_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
         )
-
-    def _search(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_search:
-            began = time.process_time()
-            self._pids = descendants_from_lists(os.getpid())
-            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
-            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
-
-    def _earlier_peak(self, pid: int) -> int:
-        return self._seen[pid].peak if pid in self._seen else 0
 
     def _count(self, found: Mapping[int, Resident]) -> None:
         """Set the present memory of the tree: the resident size of a single process, or an estimate for several."""
@@ -159,12 +145,13 @@ class TreeMemory:
             self._now_bytes = next(iter(found.values())).now
             self._method, self._is_measured = "high_water", True
             return
-        self._is_measured = time.monotonic() >= self._next_rollup
+        size = self._estimated(found)
+        least, share = _URGENT if self._is_urgent(found, size) else _USUAL
+        self._is_measured = time.monotonic() >= self._read_at + max(least, share * self._rollup_seconds)
         if self._is_measured:
             self._rollup = self._read_rollup(found)
-        self._now_bytes = max([self._estimated(found), *(one.now for one in found.values())])
-        if self._needs_rollup(found):
-            self._next_rollup = min(self._next_rollup, self._urgent_rollup)
+            size = self._rollup.total if self._rollup else self._estimated(found)
+        self._now_bytes = max([size, *(one.now for one in found.values())])
 
     def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
         began = time.process_time()
@@ -174,10 +161,8 @@ class TreeMemory:
             # counted twice, because the PSS of later processes then includes it. A second reading shows such an error.
             again = read_rollup(found)
             rollup = again if again is not None and again.total < rollup.total else rollup
-        took, now = time.process_time() - began, time.monotonic()
+        self._rollup_seconds, self._read_at = time.process_time() - began, time.monotonic()
         self._method = "samples" if rollup else "rss"
-        self._urgent_rollup = now + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * took)
-        self._next_rollup = now + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * took)
         return rollup
 
     def _estimated(self, found: Mapping[int, Resident]) -> int:
@@ -188,18 +173,14 @@ class TreeMemory:
         """
         if self._rollup is None:
             return sum(one.now for one in found.values())
-        if self._is_measured:
-            return self._rollup.total
         since = (found[pid].anonymous - before for pid, before in self._rollup.anonymous.items() if pid in found)
         return self._rollup.total + sum(since)
 
-    def _needs_rollup(self, found: Mapping[int, Resident]) -> bool:
+    def _is_urgent(self, found: Mapping[int, Resident], size: int) -> bool:
         """Whether to read smaps_rollup soon, because large processes have started or the limit seems exceeded."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
-        if unknown > _WORTH_A_ROLLUP * self._now_bytes:
-            return True
-        return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
+        return unknown > _WORTH_A_ROLLUP * size or (self._limit_bytes is not None and size > self._limit_bytes)
 
 
 def descendants_from_lists(pid: int) -> list[int]:
@@ -275,6 +256,9 @@ def _rollup_of(pid: int) -> dict[bytes, int]:
     return found if b"Pss" in found else {}
 
 
+_SHARED_MEMORY = (b"/dev/shm/", b"/memfd:", b"/SYSV", b"/dev/zero")
+
+
 def mapped_data_bytes(pid: int | str) -> int:
     """Resident bytes of mapped files that contain no code, such as a dataset. The call takes tens of ms."""
     by_file: dict[bytes, int] = {}
@@ -283,17 +267,14 @@ def mapped_data_bytes(pid: int | str) -> int:
     for line in _whole(f"/proc/{pid}/smaps").splitlines():
         words = line.split()
         if b"-" in words[0] and not words[0].endswith(b":"):  # a mapping: address, rights, offset, device, inode, path
-            file = words[5] if len(words) > 5 and words[4] != b"0" and not _is_shared_memory(words[5]) else b""
+            is_file = len(words) > 5 and words[4] != b"0" and not words[5].startswith(_SHARED_MEMORY)
+            file = words[5] if is_file else b""
             if b"x" in words[1]:
                 programs.add(file)
         elif file and words[0] in (b"Rss:", b"Anonymous:"):
             sign = 1 if words[0] == b"Rss:" else -1
             by_file[file] = by_file.get(file, 0) + sign * int(words[1]) * 1024
     return sum(size for name, size in by_file.items() if name not in programs)
-
-
-def _is_shared_memory(path: bytes) -> bool:
-    return path.startswith((b"/dev/shm/", b"/memfd:", b"/SYSV", b"/dev/zero"))
 
 
 def _whole(path: str) -> bytes:
@@ -317,13 +298,22 @@ class MemoryLimit:
 
     Attributes:
         kind: `cgroup`, `rlimit` or `none`.
-        join: Called in the worker's process before its program starts.
         folder: The folder of the cgroup; None if there is no cgroup.
+        data_bytes: The value of RLIMIT_DATA; None if it is not set.
     """
 
     kind: str
-    join: Callable[[], None]
     folder: Path | None = None
+    data_bytes: int | None = None
+
+    def join(self) -> None:
+        """Put this process under the limit: the worker's, before its program starts."""
+        if self.folder is not None:
+            (self.folder / "cgroup.procs").write_text("0")
+        if self.data_bytes is not None:
+            import resource  # Windows has no such module
+
+            resource.setrlimit(resource.RLIMIT_DATA, (self.data_bytes, self.data_bytes))
 
     def oom_kills(self) -> int:
         """How many processes of the cgroup the kernel has killed because memory ran out."""
@@ -345,19 +335,12 @@ class MemoryLimit:
 def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
     """A cgroup with this limit if this process can create one, else a resource limit; neither if the limit is None."""
     if limit_bytes is None:
-        return MemoryLimit("none", lambda: None)
+        return MemoryLimit("none")
     for parent in group_places():
         folder = parent / f"flopwatch-{os.getpid()}-{name}"
         if _make_group(folder, limit_bytes):
-            return MemoryLimit("cgroup", partial(_join_group, folder), folder)
-    import resource  # Windows has no such module
-
-    hard = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
-    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (hard, hard)))
-
-
-def _join_group(folder: Path) -> None:
-    (folder / "cgroup.procs").write_text("0")
+            return MemoryLimit("cgroup", folder)
+    return MemoryLimit("rlimit", data_bytes=limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES))
 
 
 def own_oom_kills() -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flopwatch.errors import InputError
 from flopwatch.process import all_pids, descendants, keyed_lines, read_stat
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import STACKS, trial_folder
+from flopwatch.records.trial import TrialJob, TrialSpec
+from flopwatch.records.trial_files import STACKS
 from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
@@ -31,6 +31,7 @@ ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
+_KILL_PATIENCE_SECONDS = 10.0  # time for killed processes to end
 
 
 def check_system() -> None:
@@ -53,6 +54,13 @@ def usable_cores() -> list[int]:
 def die_with_parent(signal_number: int) -> None:
     """Have the kernel send this signal to this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def ends_with_parent(signal_number: int) -> bool:
+    """As `die_with_parent`; return False if the parent has ended already, according to the variable PARENT."""
+    die_with_parent(signal_number)
+    expected = os.environ.get(PARENT)
+    return expected is None or os.getppid() == int(expected)
 
 
 def dies_with(parent: int) -> Callable[[], None]:
@@ -104,34 +112,29 @@ def _self_and_ancestors() -> set[int]:
     return line
 
 
-def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
+def kill_descendants(pid: int) -> list[int]:
     """SIGKILL all descendants until none is left; return those that survive because they are stuck in the kernel."""
-    return _kill_until_gone(lambda: descendants(pid), patience_seconds)
+    return _kill_until_gone(lambda: descendants(pid))
 
 
-def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
+def kill_marked(trial_dir: Path, attempt: str = "") -> list[int]:
     """SIGKILL what `marked_processes` finds until nothing is left or the time is over; return the pids that survive."""
-    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
+    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt))
 
 
-def _kill_until_gone(find: Callable[[], list[int]], patience_seconds: float) -> list[int]:
-    deadline = time.monotonic() + patience_seconds
+def _kill_until_gone(find: Callable[[], list[int]]) -> list[int]:
+    deadline = time.monotonic() + _KILL_PATIENCE_SECONDS
     while left := find():
         for process in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        reap_children()
+        with contextlib.suppress(ChildProcessError):  # reap adopted orphans, so that they do not stay as zombies
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if time.monotonic() > deadline:
-            return list(left)
+            return left
         time.sleep(0.002)
     return []
-
-
-def reap_children() -> None:
-    """Reap adopted orphans, so that they do not stay as zombies."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 PARENT = "FLOPWATCH_PARENT_PID"
@@ -144,24 +147,22 @@ GPUS = "FLOPWATCH_GPUS"
 """Environment variable with a trial's GPUs. If torch finds none, the worker fails instead of measuring the CPU."""
 
 _STACKS_PATIENCE_SECONDS = 2.0  # time to wait for the stacks, which a process stuck in the kernel never writes
+_STACKS_LENGTH = 20_000  # the stacks of one process are cut to this number of characters
 _TERM_PATIENCE_SECONDS = 2.0  # time for a command to clean up after SIGTERM
 
 
 def start_worker(
-    sweep: Path,
-    name: str,
-    spec: TrialSpec,
+    folder: Path,
+    job: TrialJob,
     limit: MemoryLimit,
-    cwd: str | None,
     output: int,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start the worker, or `command` instead of it, with `variables` added to its environment.
 
-    `output` is the file descriptor that it prints to.
+    `folder` is the trial's. `output` is the file descriptor that the worker prints to.
     """
-    folder = trial_folder(sweep, name)
     bind = dies_with(os.getpid())
 
     def become_worker() -> None:
@@ -169,12 +170,12 @@ def start_worker(
         limit.join()
 
     return subprocess.Popen(
-        command or _command(folder, spec),
+        command or _command(folder, job.spec),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**_environment(folder, name, spec), **(variables or {})},
-        cwd=cwd if cwd and os.path.isdir(cwd) else None,
+        env={**_environment(folder, job.spec), **(variables or {})},
+        cwd=job.cwd if job.cwd and os.path.isdir(job.cwd) else None,
         start_new_session=True,
         preexec_fn=become_worker,
     )
@@ -193,11 +194,11 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     return ["/bin/sh", "-c", command]
 
 
-def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
+def _environment(folder: Path, spec: TrialSpec) -> dict[str, str]:
     environment = {
         **os.environ,
         TRIAL_MARK: str(folder),
-        "FLOPWATCH_TRIAL_NAME": name,
+        "FLOPWATCH_TRIAL_NAME": folder.name,
         "FLOPWATCH_BATCH_SIZE": str(spec.batch_size),
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
@@ -257,14 +258,18 @@ def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
         state = keyed_lines(f"/proc/{worker.pid}/status").get(b"State", b"unknown").strip().decode()
         return f"none, because the worker blocks signals; process state {state}"
     worker.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + _STACKS_PATIENCE_SECONDS
-    size = -1
-    while time.monotonic() < deadline and worker.poll() is None:
-        time.sleep(0.05)
-        if 0 < file.stat().st_size == size:  # the file has stopped growing
+    return written_texts([file])[0]
+
+
+def written_texts(files: Sequence[Path]) -> list[str]:
+    """Wait until all of these files have content and have stopped growing; return their beginnings."""
+    deadline, sizes = time.monotonic() + _STACKS_PATIENCE_SECONDS, [-1]
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files]
+        if before == sizes and all(sizes):
             break
-        size = file.stat().st_size
-    return file.read_text(errors="replace")[:20_000]
+    return [file.read_text(errors="replace")[:_STACKS_LENGTH] if file.exists() else "" for file in files]
 
 
 def is_in_signal_set(pid: int, name: str, number: int) -> bool:

@@ -22,7 +22,7 @@ from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run,
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
-from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
+from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, kill_strays, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import (
     StillRunsError,
@@ -49,7 +49,6 @@ from flopwatch.sweep.runner.plan import (
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.strays import kill_strays
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 from flopwatch.sweep.supervisor.supervise import allowed_silence
 
@@ -101,7 +100,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
 
 
 def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
-    """Add the reason from the file of the guard (`trial_guard.py`), if the guard killed a supervisor that hung."""
+    """Add the reason from the file of the guard (`guard.py`), if the guard killed a supervisor that hung."""
     note = read_object(trial_folder(trial.sweep, trial.name) / GUARD)
     if note.get("attempt") == attempt_of(trial.sweep, trial.name):
         return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
@@ -111,7 +110,7 @@ def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
 class SilentSupervisors:
     """Kills supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
 
-    Normally the guard process on the supervisor's host (`trial_guard.py`) kills such a supervisor earlier. This class
+    Normally the guard process on the supervisor's host (`guard.py`) kills such a supervisor earlier. This class
     is needed if the guard is gone or the host does not respond.
     """
 

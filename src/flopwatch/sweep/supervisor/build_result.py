@@ -55,6 +55,7 @@ _MOST_NUMBERS = 500
 """At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
 
 REPORTED = "reported by the command"
+SWEEPS_FOLDER = "the sweep's folder"
 
 _RESAMPLES = 500  # 500 resamples give two correct digits of a 95 % bootstrap interval in 10 ms for 100 steps.
 
@@ -66,16 +67,6 @@ class _ExceptionFile:
     type: str
     message: str
     outcome: Literal["error", "invalid", "unsupported", "oom_device", "oom_host", "lost"]
-
-
-@dataclass(frozen=True, slots=True)
-class _MeasuredFile:
-    """The content of `measured.json`."""
-
-    measured: Measured = field(default_factory=Measured)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    done: bool = False
-    steps_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +85,19 @@ class _StepLine:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The content of the files that a worker or a user's command wrote.
+    """The content of the worker's `measured.json`, and of the other files that the worker or a user's command wrote.
 
     Attributes:
-        is_done: Whether the worker wrote that it has finished.
-        has_all_steps: Whether the worker measured all steps. Always False for a command.
-        reported_outcome: The outcome that a command wrote to `metrics.json`; None if it wrote none.
+        done: Whether the worker wrote that it has finished.
+        steps_done: Whether the worker measured all steps. Always False for a command.
+        reported: The outcome that a command wrote to `metrics.json`, because an exit code cannot express it.
     """
 
-    measured: Measured
-    environment: dict[str, Any]
-    is_done: bool = False
-    has_all_steps: bool = False
-    reported_outcome: Outcome | None = None
+    measured: Measured = field(default_factory=Measured)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    steps_done: bool = False
+    reported: Literal["oom_device", "oom_host"] | None = None
 
 
 def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit) -> TrialResult:
@@ -114,7 +105,7 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     collected = collect_measurements(folder, spec, worker_exit.host_peak)
     facts = _exit_facts(sweep, name, spec, worker_exit, collected)
     outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
-    is_complete = outcome == "ok" and (collected.is_done or facts.is_command)
+    is_complete = outcome == "ok" and (collected.done or facts.is_command)
     progress = Progress("done") if is_complete else read_progress(folder)
     measured = collected.measured
     if outcome == "ok":
@@ -149,7 +140,7 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
     if result.outcome not in (*OUT_OF_MEMORY, "timeout") or result.measured.not_measured:
         return result
     collected = collect_measurements(folder, result.spec, HostPeak())
-    if not collected.has_all_steps:
+    if not collected.steps_done:
         return result
     _, reason = ok_after_steps(result.reason)
     progress = read_progress(folder)
@@ -178,11 +169,11 @@ def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit
         own_kill_detail=worker_exit.own_kill_detail,
         exit_code=status if status is not None and status >= 0 else None,
         signal_number=-status if status is not None and status < 0 else None,
-        has_finished=collected.is_done and job.first is None,
-        has_finished_steps=collected.has_all_steps,
+        has_finished=collected.done and job.first is None,
+        has_finished_steps=collected.steps_done,
         is_command=spec.trainer == "command",
         exception=_read_exception(trial_folder(sweep, name)) if has_exception else None,
-        reported=collected.reported_outcome,
+        reported=collected.reported,
         oom_kills=worker_exit.oom_kills + job.oom_kills,
         has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
         held_bytes=worker_exit.lower_bound_bytes or None,
@@ -246,19 +237,15 @@ def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> di
 
 def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
     """Read the measurements in a trial's folder; `host_peak` is the peak host memory that the supervisor sampled."""
-    left = _read_measured(trial_dir)
+    left = read_or_none(Collected, read_json(trial_dir / MEASURED)) or Collected()
     measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
-    environment = dict(left.environment)
-    if spec.trainer == "command":
-        reported = read_object(trial_dir / METRICS)
-        measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
-        return Collected(measured, environment, left.done, reported_outcome=_reported_outcome(reported))
-    rows = list(read_lines(trial_dir / STEPS))
-    return Collected(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
-
-
-def _read_measured(trial_dir: Path) -> _MeasuredFile:
-    return read_or_none(_MeasuredFile, read_json(trial_dir / MEASURED)) or _MeasuredFile()
+    if spec.trainer != "command":
+        rows = list(read_lines(trial_dir / STEPS))
+        return replace(left, measured=_with_steps(measured, rows, spec), reported=None)
+    metrics = read_object(trial_dir / METRICS)
+    reported = metrics.get("outcome") if metrics.get("outcome") in ("oom_device", "oom_host") else None
+    measured = _with_reported(measured, trial_dir, metrics, spec.batch_size)
+    return replace(left, measured=measured, steps_done=False, reported=reported)
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
@@ -284,14 +271,9 @@ def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
     return replace(memory, host_bytes=max(sampled.bytes, memory.host_bytes or 0), host_method=method)
 
 
-def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
-    """Return `oom_device` or `oom_host` if a command reported this outcome, because an exit code cannot express it."""
-    outcome = reported.get("outcome")
-    return outcome if outcome in ("oom_device", "oom_host") else None
-
-
 def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
-    whole = _readable_steps(rows)
+    # The last line may be incomplete if the worker was killed.
+    whole = [line for row in rows if (line := read_or_none(_StepLine, row)) is not None]
     timed = [row for row in whole if row.phase == "measure"]
     times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
     if times is None:
@@ -305,11 +287,6 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
         tokens_per_s=positions / times.median if positions else None,
         cost=_with_rates(measured.cost, times.median) if measured.cost else None,
     )
-
-
-def _readable_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
-    """Return the valid lines of `steps.jsonl`. The last line may be incomplete if the worker was killed."""
-    return [line for row in rows if (line := read_or_none(_StepLine, row)) is not None]
 
 
 def _with_rates(cost: StepCost, seconds: float) -> StepCost:
@@ -401,3 +378,46 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         first=seconds[0] if first is None else first,
         unstable=len(ordered) < 3 or high - low > UNSTABLE_WIDTH * middle,
     )
+
+
+def deleted_places(sweep: Path, name: str, claim_handle: int, sweep_handle: int) -> tuple[str, ...]:
+    """Return names of the folders and files that were deleted while the trial ran, for the result's reason.
+
+    The handles are those of the trial's `started.json` and of the sweep's folder, which may have been made again.
+    """
+    if not sweep.is_dir() or not os.path.samestat(os.stat(sweep), os.fstat(sweep_handle)):
+        return (SWEEPS_FOLDER,)
+    try:
+        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
+    except OSError:  # A network file system raises ESTALE for a deleted file.
+        is_folder_gone = True
+    is_log_gone = not os.path.lexists(log_file(sweep, name))
+    return (*(("its folder",) if is_folder_gone else ()), *(("its log",) if is_log_gone else ()))
+
+
+def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
+    """Add the deleted files and folders to the result's reason. If the trial's folder is gone, `ok` becomes `error`."""
+    if not places:
+        return result
+    what = " and ".join(places) + (" were" if len(places) > 1 else " was")
+    evidence = {**result.evidence, "deleted_while_it_ran": list(places)}
+    if places == ("its log",) or result.outcome not in ("ok", "error"):
+        return replace(result, reason=f"{result.reason}; {what} deleted while it ran", evidence=evidence)
+    reason = f"{what} deleted while it ran, so what it measured could not be kept ({result.reason})"
+    return replace(result, outcome="error", reason=reason, evidence=evidence)
+
+
+def with_full_disk(result: TrialResult, why: str) -> TrialResult:
+    """Add to the result that the disk was full. A failure counts as `lost` then, because the disk may have caused it.
+
+    Args:
+        result: The result.
+        why: The system's message about the full disk; empty if the disk was not full.
+    """
+    if not why:
+        return result
+    evidence = {**result.evidence, "full_disk": why}
+    if result.outcome not in ("error", "crash", "timeout", "hang"):  # these would blame the trainer
+        return replace(result, evidence=evidence)
+    reason = f"the disk of the sweep's folder was full ({why}) while it ran: {result.reason}"
+    return replace(result, outcome="lost", reason=reason, evidence=evidence)

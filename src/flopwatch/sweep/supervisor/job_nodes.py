@@ -16,16 +16,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flopwatch.files import write_json
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import EXCEPTION, trial_folder
-from flopwatch.sweep.full_disk import when_there_is_space
-from flopwatch.sweep.host.memory import HostPeak, MemoryLimit
+from flopwatch.records.trial import TrialJob
+from flopwatch.sweep.host.memory import HostPeak, MemoryLimit, largest_peak
 from flopwatch.sweep.host.processes import start_worker
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
 
@@ -38,28 +35,17 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 Message: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 4 << 20  # in bytes; the longest messages contain the Python stacks of all ranks of a node
+_LONGEST_GREETING = 4096  # A connection that sends more bytes than this without the secret is closed.
+_MOST_STRANGERS = 256  # At most this many connections that have not sent the secret are open at once.
+_CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
+_REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
+_EXIT_SECONDS = 12.0  # The supervisor waits this long for the agents to exit. Killing their processes takes up to 10 s.
+_STACKS_SECONDS = 5.0  # The supervisor waits this long for Python stacks. An agent needs up to 2 s to collect them.
+_SRUN_SECONDS = 5.0  # srun may need this long to notice that its tasks have ended
 
 
 def encoded(message: Message) -> bytes:
     return (json.dumps(message) + "\n").encode()
-
-
-def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
-    r"""Return the complete messages in the buffer, and the rest of the buffer.
-
-    >>> split_messages(b'{"end": true}\n{"be')
-    ([{'end': True}], b'{"be')
-
-    Raises:
-        ValueError: A line is too long or not a JSON object.
-    """
-    *lines, rest = buffer.split(b"\n")
-    if len(rest) > _LONGEST_LINE:
-        raise ValueError(f"the peer sent a line longer than {_LONGEST_LINE} bytes")
-    messages = [json.loads(line) for line in lines]
-    if not all(isinstance(message, dict) for message in messages):
-        raise ValueError("the peer sent a line that is not a JSON object")
-    return messages, rest
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -68,28 +54,6 @@ def keep_alive(connection: socket.socket) -> None:
     for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def read_lines_of(connection: socket.socket) -> Iterator[Message]:
-    """Yield messages as they arrive, until the connection is closed."""
-    buffer = b""
-    while True:
-        try:
-            data = connection.recv(1 << 16)
-            messages, buffer = split_messages(buffer + data)
-        except (OSError, ValueError):
-            return
-        if not data:
-            return
-        yield from messages
-
-
-_LONGEST_GREETING = 4096  # A connection that sends more bytes than this without the secret is closed.
-_MOST_STRANGERS = 256  # At most this many connections that have not sent the secret are open at once.
-_CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
-_REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
-_EXIT_SECONDS = 12.0  # The supervisor waits this long for the agents to exit. Killing their processes takes up to 10 s.
-_STACKS_SECONDS = 5.0  # The supervisor waits this long for Python stacks. An agent needs up to 2 s to collect them.
 
 
 @dataclass
@@ -106,9 +70,26 @@ class _Peer:
     stacks: dict[str, str] | None = None
     ended: Message | None = None
 
+    def note(self, message: Message) -> None:
+        if "port" in message:
+            self.port, self.is_ready = message["port"], True
+        self.stacks = message.get("stacks", self.stacks)
+        self.ended = message.get("ended", self.ended)
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.sendall(encoded(message))
+
+    def close(self) -> None:
+        self.is_gone = True
+        self.connection.close()
+
 
 class JobNodes:
-    """Waits until the agents of all nodes have connected, then starts their ranks and collects their reports."""
+    """Waits until the agents of all nodes have connected, then starts their ranks and collects their reports.
+
+    `processes` are those that the supervisor itself has started: the agent of the first node, and srun under Slurm.
+    """
 
     def __init__(self, nodes: int, environment: Mapping[str, str] = os.environ) -> None:
         self.nodes = nodes
@@ -116,9 +97,10 @@ class JobNodes:
         handle = environment.get(LISTENER)
         self._listener = socket.socket(fileno=int(handle)) if handle else listener("" if nodes > 1 else "127.0.0.1")
         self._listener.setblocking(False)
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._peers: list[_Peer] = []
         self._made = time.monotonic()
-        self.has_begun = False
+        self._has_begun = False
         self._gone: Message = {}
 
     @property
@@ -141,10 +123,13 @@ class JobNodes:
             if peer.connection in ready:
                 self._receive(peer)
         agents = self._agents()
-        if not self.has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
-            self.has_begun = True
+        if not self._has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
+            self._has_begun = True
             for peer in agents.values():
-                _send(peer, {"begin": agents[0].port})
+                peer.send({"begin": agents[0].port})
+        for srun in self.processes[1:]:
+            if srun.poll() and not self._has_begun:
+                self.give_up(f"srun exited with code {srun.returncode}; its error message is at the end of the log")
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -160,30 +145,31 @@ class JobNodes:
     def _receive(self, peer: _Peer) -> None:
         try:
             data = peer.connection.recv(1 << 16)
-            messages, peer.buffer = split_messages(peer.buffer + data)
+            *lines, peer.buffer = (peer.buffer + data).split(b"\n")
+            for line in lines:
+                if not isinstance(message := json.loads(line), dict):
+                    raise ValueError("the peer sent a line that is not a JSON object")
+                if peer.node is None:
+                    self._authenticate(peer, message)
+                else:
+                    peer.note(message)
         except BlockingIOError:
             return
         except (OSError, ValueError, RecursionError):
-            data, messages = b"", []
-        for message in messages:
-            if peer.node is None:
-                self._authenticate(peer, message)
-            else:
-                _note(peer, message)
-        is_stranger = peer.node is None and len(peer.buffer) > _LONGEST_GREETING
-        if not data or is_stranger:
-            _close(peer)
+            data = b""
+        if not data or len(peer.buffer) > (_LONGEST_GREETING if peer.node is None else _LONGEST_LINE):
+            peer.close()
 
     def _authenticate(self, peer: _Peer, message: Message) -> None:
         token, node = str(message.get("token")), message.get("node")
         is_ours = hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
         if is_ours and "gone" in message:
             self._gone = message
-            _close(peer)
+            peer.close()
         elif is_ours and isinstance(node, int) and 0 <= node < self.nodes and node not in self._agents():
             peer.node, peer.host = node, str(message.get("host"))
         else:
-            _close(peer)
+            peer.close()
 
     def _agents(self) -> dict[int, _Peer]:
         return {peer.node: peer for peer in self._peers if peer.node is not None}
@@ -200,14 +186,14 @@ class JobNodes:
         self._gone = self._gone or {"gone": 1, "why": why, "is_lost": False}
 
     def _missing(self) -> list[int]:
-        is_late = not self.has_begun and time.monotonic() - self._made > _CONNECT_SECONDS
+        is_late = not self._has_begun and time.monotonic() - self._made > _CONNECT_SECONDS
         return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
 
     def stacks(self) -> str:
         """Return the Python stacks of all threads of all ranks as one text."""
         agents = self._agents()
         for peer in agents.values():
-            _send(peer, {"stacks": True})
+            peer.send({"stacks": True})
         self._poll_until(
             lambda: all(peer.stacks is not None or peer.is_gone for peer in agents.values()), _STACKS_SECONDS
         )
@@ -221,25 +207,22 @@ class JobNodes:
             self.poll()
         if not at_once:
             self._poll_until(self._is_decided, _REPORTS_SECONDS)
-        end = replace(self._job_end(), host_peak=self._host_peak())
+        reports = [peer.ended or {} for peer in self._agents().values()]
+        peaks = [HostPeak(report.get("host_bytes"), report.get("host_method")) for report in reports]
+        end = replace(self._job_end(), host_peak=largest_peak(HostPeak(), *peaks))
         for peer in self._peers:
-            _send(peer, {"end": True})
+            peer.send({"end": True})
         self._poll_until(lambda: all(peer.is_gone for peer in self._agents().values()), _EXIT_SECONDS)
         self.close()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SRUN_SECONDS)
         return end
 
     def close(self) -> None:
         for peer in self._peers:
             peer.connection.close()
         self._listener.close()
-
-    def _host_peak(self) -> HostPeak:
-        found = HostPeak()
-        for peer in self._agents().values():
-            report = peer.ended or {}
-            if isinstance(report.get("host_bytes"), int):
-                found = found.at_least(report["host_bytes"], report["host_method"])
-        return found
 
     def _is_decided(self) -> bool:
         first = first_cause(self._ends())
@@ -293,91 +276,29 @@ def listener(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=128)
 
 
-def _note(peer: _Peer, message: Message) -> None:
-    if "port" in message:
-        peer.port, peer.is_ready = message["port"], True
-    if "stacks" in message:
-        peer.stacks = message["stacks"]
-    if "ended" in message:
-        peer.ended = message["ended"]
-
-
-def _send(peer: _Peer, message: Message) -> None:
-    with contextlib.suppress(OSError):
-        peer.connection.sendall(encoded(message))
-
-
-def _close(peer: _Peer) -> None:
-    peer.is_gone = True
-    peer.connection.close()
-
-
-_SRUN_SECONDS = 5.0  # srun may need this long to notice that its tasks have ended
-
-
-@dataclass
-class RunningNodes:
-    """A running trial: the agent of its first node, and under Slurm the srun process that runs the other agents."""
-
-    trial_dir: Path
-    nodes: JobNodes
-    agent: "subprocess.Popen[bytes]"
-    srun: "subprocess.Popen[bytes] | None" = None
-
-    def is_over(self) -> bool:
-        """Read the agents' messages; return whether the trial must end."""
-        self.nodes.poll()
-        if self.srun is not None and self.srun.poll() and not self.nodes.has_begun:
-            self.nodes.give_up(
-                f"srun exited with code {self.srun.returncode}; its error message is at the end of the log"
-            )
-        return self.nodes.is_over
-
-    def finish(self, *, at_once: bool, waits: Callable[[str], None]) -> JobEnd:
-        """End all agents, and save the exception of the rank that failed first as `exception.json`.
-
-        `waits` is called while the disk is full.
-        """
-        end = self.nodes.finish(at_once=at_once)
-        if end.first is not None and end.first.exception is not None:
-            exception = end.first.exception
-            when_there_is_space(lambda: write_json(self.trial_dir / EXCEPTION, exception), waits)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.agent.wait(_SRUN_SECONDS)
-        if self.srun is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.srun.wait(_SRUN_SECONDS)
-        return end
-
-
 def start_nodes(
-    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None, output: int
-) -> RunningNodes:
+    folder: Path, job: TrialJob, limit: MemoryLimit, output: int
+) -> tuple[JobNodes, "subprocess.Popen[bytes]"]:
     """Start the agent of the first node on this host, and under Slurm the agents of the other nodes with srun."""
-    nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
+    spec, nodes = job.spec, JobNodes(job.spec.nodes)
     secret = {TOKEN: nodes.token}
-    agent = start_worker(sweep, name, spec, limit, cwd, output, nodes.agent_command(folder, 0), secret)
-    running = RunningNodes(folder, nodes, agent)
+    agent = start_worker(folder, job, limit, output, nodes.agent_command(folder, 0), secret)
+    nodes.processes.append(agent)
     if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # LISTENER is set under Ray, whose tasks start the other agents
-        return running
+        return nodes, agent
     if "SLURM_JOB_ID" not in os.environ:
         nodes.give_up(f"a trial with {spec.nodes} nodes needs --engine slurm or --engine ray")
-        return running
-    command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
-    try:
-        running.srun = start_worker(sweep, name, spec, limit, cwd, output, command, secret)
-    except OSError as error:
-        nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
-    return running
-
-
-def srun_command(spec: TrialSpec) -> list[str]:
-    """Return the command that runs one agent on each node of the Slurm job except the first."""
-    others = spec.nodes - 1
-    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
-    return [
+        return nodes, agent
+    others, cpus = spec.nodes - 1, os.environ.get("SLURM_CPUS_PER_TASK")
+    command = [
         *("srun", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--relative=1"),
         *("--input=none", "--unbuffered", "--mpi=none", "--kill-on-bad-exit=0"),
         # Since Slurm 22.05, srun does not inherit `--cpus-per-task` from its job.
         *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *nodes.agent_command(folder, "slurm", os.uname().nodename),
     ]
+    try:
+        nodes.processes.append(start_worker(folder, job, limit, output, command, secret))
+    except OSError as error:
+        nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
+    return nodes, agent

@@ -8,6 +8,7 @@ of the trial on this node. So, with every engine, no process of a trial outlives
 """
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -19,16 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwatch.decode import read_record
+from flopwatch.decode import read_or_none
 from flopwatch.files import read_json
 from flopwatch.process import descendants
-from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
+from flopwatch.records.trial import AFTER_THE_STEPS, TrialJob
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
-from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
+from flopwatch.sweep.supervisor.guard import become_guarded
+from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive
 
 _TICK_SECONDS = 0.2  # time between two samples of the memory, the same as in `supervise.py`
 
@@ -69,8 +71,6 @@ class NodeMemory:
 
 
 _CONNECT_SECONDS = 120.0  # A shared file system or name server may be slow right after a node starts.
-_STACKS_SECONDS = 2.0  # The agent waits this long for the stacks, the same time as in `host/processes.py`.
-_STACKS_LENGTH = 20_000  # The stacks of one rank are cut to this number of characters.
 
 
 class _Supervisor:
@@ -89,13 +89,15 @@ class _Supervisor:
 
         Call it in a thread, because torchrun needs the main thread for its signal handlers.
         """
-        for message in read_lines_of(self._socket):
-            if "begin" in message:
-                self.begins.put(message["begin"])
-            elif "stacks" in message:
-                self.send({"stacks": agent.stacks()})
-            elif "end" in message:
-                break
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._socket.makefile("rb"):
+                message = json.loads(line)
+                if "begin" in message:
+                    self.begins.put(message["begin"])
+                elif "stacks" in message:
+                    self.send({"stacks": agent.stacks()})
+                elif "end" in message:
+                    break
         process_tree.kill_descendants(os.getpid())
         os._exit(1)
 
@@ -104,7 +106,7 @@ class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
         job = _job(trial_dir)
-        self.spec, self.attempt = read_record(TrialSpec, job["spec"]), str(job.get("attempt", ""))
+        self.spec, self.attempt = job.spec, job.attempt
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
@@ -150,22 +152,17 @@ class _Agent:
             if process_tree.is_in_signal_set(pid, "SigCgt", signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-        files = {rank: self._trial_dir / of_rank(STACKS, rank) for rank in self._ranks}
-        deadline, sizes = time.monotonic() + _STACKS_SECONDS, [-1]
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files.values()]
-            if before == sizes and all(sizes):  # the files have stopped growing
-                break
-        return {
-            rank: file.read_text(errors="replace")[:_STACKS_LENGTH] for rank, file in files.items() if file.exists()
-        }
+        files = [self._trial_dir / of_rank(STACKS, rank) for rank in self._ranks]
+        texts = dict(zip(self._ranks, process_tree.written_texts(files), strict=True))
+        return {rank: text for rank, text in texts.items() if text}
 
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
-    process_tree.adopt_orphans()
     if PARENT in os.environ:  # a Ray task started this agent
-        process_tree.die_with_parent(signal.SIGTERM)
+        if not process_tree.ends_with_parent(signal.SIGTERM):
+            return 1
+        become_guarded(trial_dir)
+    process_tree.adopt_orphans()
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
     supervisor.send({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
@@ -188,10 +185,10 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     return int(ended["code"])
 
 
-def _job(trial_dir: Path) -> dict[str, Any]:
+def _job(trial_dir: Path) -> TrialJob:
     """Read `spec.json`. Wait for the file first, because a shared file system may show it late on this host."""
     deadline = time.monotonic() + _CONNECT_SECONDS
-    while not isinstance(job := read_json(trial_dir / SPEC), dict):
+    while (job := read_or_none(TrialJob, read_json(trial_dir / SPEC))) is None:
         if time.monotonic() > deadline:
             raise FileNotFoundError(
                 f"{trial_dir / SPEC} is not visible on {_host()}; use a folder that all nodes share"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 from flopwatch.records.trial_files import log_file
 from flopwatch.sweep.host.processes import PARENT, die_with_parent
@@ -30,54 +31,42 @@ class SpareSupervisor:
 
     def start(self, name: str, attempt: str, variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
         """Start a trial's supervisor with the environment of this process and `variables`."""
-        environment = {**os.environ, PARENT: str(os.getpid()), **variables}
-        process = self._hand_over(name, attempt, environment) or self._start_new(name, attempt, environment)
-        self._start_spare()
+        # The log is opened here: on a shared file system, another process may not see its folder yet.
+        with log_file(self._sweep, name).open("ab") as log:
+            process = self._hand_over([name, attempt], variables, log)
+            process = process or self._new_process([name, attempt], variables, subprocess.DEVNULL, log)
+        reads, self._pipe = socket.socketpair()
+        self._surroundings = _surroundings()
+        with reads as order:
+            self._process = self._new_process([], {}, order, subprocess.DEVNULL)
         return process
 
-    def _hand_over(self, name: str, attempt: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
-        """Give the trial to the spare; None if there is none, for example because the kernel has killed it."""
-        if self._process is None or self._process.poll() is not None:
+    def _hand_over(
+        self, arguments: list[str], variables: Mapping[str, str], log: IO[bytes]
+    ) -> "subprocess.Popen[bytes] | None":
+        """Give the trial to the spare; None if it was killed, or if the environment or the folder has changed since."""
+        if self._process is None or self._process.poll() is not None or self._surroundings != _surroundings():
             self.close()
             return None
         process, self._process = self._process, None
-        order = {
-            "arguments": [name, attempt],
-            "cwd": _working_folder(),
-            "set": {key: value for key, value in environment.items() if self._environment.get(key) != value},
-            "unset": [key for key in self._environment if key not in environment],
-        }
-        # The log is opened here: on a shared file system, another process may not see its folder yet.
-        with contextlib.suppress(ConnectionError), self._pipe, log_file(self._sweep, name).open("ab") as log:
-            socket.send_fds(self._pipe, [b"{"], [log.fileno()])
-            self._pipe.sendall(json.dumps(order).encode()[1:])
+        with contextlib.suppress(ConnectionError), self._pipe:
+            order = {"arguments": arguments, "variables": variables}
+            socket.send_fds(self._pipe, [json.dumps(order).encode()], [log.fileno()])
             return process
         process.wait()
         return None
 
-    def _start_new(self, name: str, attempt: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        with log_file(self._sweep, name).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep), name, attempt],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # otherwise Ctrl-C in the terminal would reach the supervisor too
-            )
-
-    def _start_spare(self) -> None:
-        reads, self._pipe = socket.socketpair()
-        self._environment = {**os.environ, PARENT: str(os.getpid())}
-        with reads as order:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)],
-                stdin=order.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=self._environment,
-                start_new_session=True,
-            )
+    def _new_process(
+        self, arguments: list[str], variables: Mapping[str, str], order: Any, output: Any
+    ) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep), *arguments],
+            stdin=order,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, PARENT: str(os.getpid()), **variables},
+            start_new_session=True,  # otherwise Ctrl-C in the terminal would reach the supervisor too
+        )
 
     def close(self) -> None:
         """End the spare."""
@@ -91,29 +80,25 @@ class SpareSupervisor:
         process.wait()
 
 
-def _working_folder() -> str | None:
-    with contextlib.suppress(OSError):  # it was deleted
-        return os.getcwd()
-    return None
+def _surroundings() -> tuple[dict[str, str], str | None]:
+    """The environment and the working folder of this process; None if the folder was deleted."""
+    with contextlib.suppress(OSError):
+        return dict(os.environ), os.getcwd()
+    return dict(os.environ), None
 
 
 def wait_for_trial() -> list[str]:
-    """In the spare: wait for a trial, take over its environment, folder and log, and return its name and attempt.
+    """In the spare: wait for a trial, take over its variables and its log, and return its name and attempt.
 
     Exits if the runner ends, or has no more trials.
     """
     die_with_parent(signal.SIGTERM)
     with socket.socket(fileno=os.dup(0)) as pipe:
-        content, handles, _, _ = socket.recv_fds(pipe, 1, 1)
-        if not content:
-            sys.exit(0)
-        with pipe.makefile("rb") as stream:
-            order = json.loads(content + stream.read())
-    os.environ.update(order["set"])
-    for key in order["unset"]:
-        os.environ.pop(key, None)
-    if order["cwd"] is not None and order["cwd"] != _working_folder():
-        os.chdir(order["cwd"])
+        content, handles, _, _ = socket.recv_fds(pipe, 1 << 16, 1)
+    if not content:
+        sys.exit(0)
+    order = json.loads(content)
+    os.environ.update(order["variables"])
     with open(os.devnull, "rb") as nothing, os.fdopen(handles[0], "ab") as log:
         for ours, standard in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(ours.fileno(), standard)

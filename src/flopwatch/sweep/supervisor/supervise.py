@@ -23,9 +23,9 @@ from flopwatch.decode import BrokenRecordError
 from flopwatch.files import UnreadableError, load_json, read_object, write_json
 from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder
+from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_file, trial_folder
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
-from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
+from flopwatch.sweep.claims import Progress, Strays, SupervisorHeartbeat, claim, read_progress, visible_seconds
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import (
     HostPeak,
@@ -39,23 +39,26 @@ from flopwatch.sweep.host.memory import (
 from flopwatch.sweep.host.processes import (
     ATTEMPT_MARK,
     CORES,
-    PARENT,
     adopt_orphans,
-    die_with_parent,
     end_worker,
+    ends_with_parent,
     kill_descendants,
     start_worker,
     waiter,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
-from flopwatch.sweep.strays import Strays
-from flopwatch.sweep.supervisor.build_result import build_result
+from flopwatch.sweep.supervisor.build_result import (
+    SWEEPS_FOLDER,
+    build_result,
+    deleted_places,
+    with_deletions,
+    with_full_disk,
+)
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
-from flopwatch.sweep.supervisor.disk_trouble import SWEEPS_FOLDER, deleted_places, with_deletions, with_full_disk
-from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_attempts, group_name
+from flopwatch.sweep.supervisor.guard import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
-    from flopwatch.sweep.supervisor.job_nodes import RunningNodes
+    from flopwatch.sweep.supervisor.job_nodes import JobNodes
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
@@ -63,6 +66,7 @@ _SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbe
 _GUARD_PATIENCE_SECONDS = 30.0
 """The guard process kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
 
+_SUPERSEDED = "the runner gave the trial to another supervisor, because this supervisor's heartbeat had stopped"
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
 _SLURM_SUCCESS_SECONDS = 0.05  # The supervisor waits this long for SIGTERM if its worker has exited with code 0.
 
@@ -78,11 +82,9 @@ class UnusableSpecError(Exception):
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     sweep, name = Path(arguments[0]), arguments[1]
     attempt = arguments[2] if len(arguments) > 2 else None
-    die_with_parent(signal.SIGTERM)
-    expected = os.environ.get(PARENT)
-    if expected is not None and os.getppid() != int(expected):
-        return 1  # the process that started this one ended before `die_with_parent` was called
-    guard = become_guarded(sweep, name)
+    if not ends_with_parent(signal.SIGTERM):
+        return 1
+    guard = become_guarded(trial_folder(sweep.resolve(), name))
     parent = os.getppid()
     stop: list[str] = []
 
@@ -125,7 +127,7 @@ class _Supervised:
     def wait_for_space(self, why: str) -> None:
         """Show that this supervisor is alive while it waits for space on a full disk."""
         self.heartbeat.beat(waits=why)
-        if self.heartbeat.why_superseded():
+        if self.heartbeat.is_superseded:
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
 
 
@@ -170,7 +172,7 @@ def supervise(
         deleted = deleted_places(sweep, name, *handles)
         result = build_result(sweep, name, job, worker_exit)
         result = replace(with_deletions(with_full_disk(result, log.full_disk), deleted), attempt=job.attempt)
-        if trial.heartbeat.is_superseded():
+        if trial.heartbeat.check_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
             result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
@@ -257,15 +259,17 @@ def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str |
 def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
     # The duration is measured with the monotonic clock, because the system clock may jump.
     unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
-    sweep, name, spec, cwd = trial.sweep, trial.name, trial.spec, trial.job.cwd
+    spec = trial.spec
     limit = limit_memory(spec.limits.memory_bytes, group_name(trial.folder, trial.job.attempt))
     try:
-        nodes = _start_nodes(trial, limit, log.handle)
-        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd, log.handle)
+        nodes, worker = _start_worker(trial, limit, log.handle)
         log.start()
         watch = _watch(trial, worker, nodes, log)
         at_once = watch.own_kill is not None
-        job_end = nodes.finish(at_once=at_once, waits=trial.wait_for_space) if nodes else JobEnd()
+        job_end = nodes.finish(at_once=at_once) if nodes else JobEnd()
+        if job_end.first is not None and job_end.first.exception is not None:
+            first = job_end.first.exception
+            when_there_is_space(lambda: write_json(trial.folder / EXCEPTION, first), trial.wait_for_space)
         seconds = time.monotonic() - began
         unkillable_pids = kill_descendants(os.getpid())
         life_peak = _life_peak(watch.memory)
@@ -289,13 +293,16 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
         limit.close()
 
 
-def _start_nodes(trial: _Supervised, limit: MemoryLimit, output: int) -> "RunningNodes | None":
-    """Start the processes of a trial; return None if it has only one, or if it is a command that starts its own."""
+def _start_worker(
+    trial: _Supervised, limit: MemoryLimit, output: int
+) -> "tuple[JobNodes | None, subprocess.Popen[bytes]]":
+    """Start the process of a trial, or several; a command starts its own."""
+    arguments = trial.folder, trial.job, limit, output
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
-        return None
+        return None, start_worker(*arguments)
     from flopwatch.sweep.supervisor.job_nodes import start_nodes
 
-    return start_nodes(trial.sweep, trial.name, trial.spec, limit, trial.job.cwd, output)
+    return start_nodes(*arguments)
 
 
 def _life_peak(memory: TreeMemory) -> HostPeak:
@@ -360,37 +367,39 @@ class _Watch:
             self.detail = f"no progress for {now - self.progressed:.0f} s, in {self.progress.text}"
 
 
-def _watch(
-    trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", log: TrialLog
-) -> _Watch:
+def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", log: TrialLog) -> _Watch:
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes))
     wait, strays = waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
         trial.heartbeat.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)
-        watch.note(_latest_progress(trial, log))
-        if why := trial.cancel() or trial.heartbeat.why_superseded():
+        # A command writes no heartbeat. Its progress is the number of printed bytes.
+        is_command = trial.spec.trainer == "command"
+        watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
+        if why := trial.cancel() or (_SUPERSEDED if trial.heartbeat.is_superseded else None):
             watch.own_kill, watch.detail = "cancelled", why
         else:
             watch.check_limits(trial.spec.limits)
         if watch.own_kill is not None:
             _kill_worker(trial, worker, nodes, watch)
             return watch
-        if nodes and nodes.is_over():
-            break
+        if nodes:
+            nodes.poll()
+            if nodes.is_over:
+                break
     _wait_for_cancellation(worker, watch, trial.cancel)
     return watch
 
 
 def _kill_worker(
-    trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", watch: _Watch
+    trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", watch: _Watch
 ) -> None:
     # Kill a trial over its memory limit at once, without SIGTERM and without its stacks, before it allocates even more.
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
     if nodes and wants_stacks:
-        watch.stacks, wants_stacks = nodes.nodes.stacks(), False
+        watch.stacks, wants_stacks = nodes.stacks(), False
     stacks = end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
     watch.stacks = watch.stacks or stacks
 
@@ -412,8 +421,3 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
             watch.own_kill, watch.detail = "cancelled", why
             return
         time.sleep(0.01)
-
-
-def _latest_progress(trial: _Supervised, log: TrialLog) -> Progress:
-    """Read the worker's progress. For a command, which writes no heartbeat, it is the number of printed bytes."""
-    return Progress("run", log.received_bytes) if trial.spec.trainer == "command" else read_progress(trial.folder)
