@@ -7,7 +7,7 @@ import pytest
 
 from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import Measured, MemoryUse
-from flopwatch.report.contents import METRICS, best_trials, cell_text, known_metrics
+from flopwatch.report.cells import METRICS, best_trials, cell_text, known_metrics
 from flopwatch.report.sweep.charts import frontier_maps
 from flopwatch.report.sweep.document import sweep_document
 from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed

@@ -19,15 +19,14 @@ from flopwatch.present.page import to_page
 from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.report.capture import Capture, capture_sweep
-from flopwatch.report.contents import METRICS
-from flopwatch.report.exports import report_json, table_csv, table_parquet
+from flopwatch.report.cells import METRICS
 from flopwatch.report.records import SweepSummary
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.contents import RunReport
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
-from flopwatch.report.sweep.document import sweep_document
-from flopwatch.report.table import Table, make_table
+from flopwatch.report.sweep.document import sweep_document, sweep_json
+from flopwatch.report.table import Table, make_table, table_csv, table_parquet
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
@@ -95,7 +94,7 @@ def _forms_of_sweep(folder: Path, capture: Capture, metrics: tuple[str, ...]) ->
         "parquet": lambda: table_parquet(table()),
         "html": lambda: to_page(sweep_document(summary())),
         "md": lambda: to_markdown(sweep_document(summary())),
-        "output": lambda: f"{report_json(summary())}\n",
+        "output": lambda: f"{sweep_json(summary())}\n",
     }, lambda: sweep_document(summary(), metrics)
 
 

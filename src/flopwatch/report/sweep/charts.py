@@ -10,8 +10,8 @@ from flopwatch.numbers import byte_size, count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report import contents
-from flopwatch.report.contents import Metric
+from flopwatch.report import cells as contents
+from flopwatch.report.cells import Metric
 from flopwatch.report.records import Cell, Group
 from flopwatch.report.verdicts import configuration, rate_interval
 

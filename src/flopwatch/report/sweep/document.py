@@ -10,8 +10,9 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.contents import METRICS, Metric, outcome_class, table_of, throughput
+from flopwatch.report.cells import METRICS, Metric, outcome_class, table_of, throughput
 from flopwatch.report.records import Cell, Choice, Environment, Failure, Group, SweepSummary, TrainerTotals
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import plural
@@ -35,6 +36,13 @@ def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Do
         lead=[f"{totals_sentence(summary)}{spent}."],
         source=summary.folder,
     )
+
+
+def sweep_json(summary: SweepSummary) -> str:
+    """Write the whole summary as JSON, one trial or group per line."""
+    content = record_fields(summary)
+    content["trials"] = content.pop("rows")
+    return to_json(content)
 
 
 def _parts(summary: SweepSummary, metrics: Sequence[Metric]) -> Iterator[doc.Part]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from flopwatch.numbers import UNKNOWN, byte_size, factor
 from flopwatch.present import document as doc
-from flopwatch.report import contents
+from flopwatch.report import cells as contents
 from flopwatch.report.records import Cell, CostFactor, Crossover, FrontierPoint, Group, PrivacyRow
 from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.sweep import charts

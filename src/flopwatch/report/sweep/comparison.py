@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from flopwatch.numbers import UNKNOWN, factor, number
 from flopwatch.present import document as doc
-from flopwatch.report.comparison.ratios import QUANTITIES, Overall, Pair, Quantity, Side, SweepComparison
+from flopwatch.report.comparison import QUANTITIES, Overall, Pair, Quantity, Side, SweepComparison
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 from flopwatch.text import listed, plural
 
