@@ -7,28 +7,14 @@ so everything in the house may build one.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
 Tone: TypeAlias = Literal[
-    "",
-    "strong",
-    "best",
-    "soft",
-    "note",
-    "warn",
-    "command",
-    "chip",
-    "verdict",
-    "ok",
-    "oom",
-    "failed",
-    "not-run",
-    "better",
-    "worse",
-]
+    "", "strong", "best", "soft", "note", "warn", "command", "chip", "verdict", "ok", "oom", "failed", "not-run",
+    "better", "worse",
+]  # fmt: skip
 """How a text is shown. `note` is small and soft; a terminal never breaks a `command`; `ok` to `not-run` are the classes
 of outcomes, which have colours."""
 
@@ -44,7 +30,7 @@ class Most(NamedTuple):
     html: int
 
     def of(self, medium: Medium) -> int:
-        return int(getattr(self, medium))
+        return self[EVERYWHERE.index(medium)]
 
 
 SOME_ROWS, SOME_ITEMS = Most(24, 60, 200), Most(8, 60, 200)
@@ -59,14 +45,9 @@ class Lazy(Sequence[Made]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, place: int) -> Made: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Made]: ...
-    def __getitem__(self, place: int | slice) -> Made | Sequence[Made]:
-        if isinstance(place, slice):
-            return [self._make(item) for item in self._items[place]]
-        return self._make(self._items[place])
+    def __getitem__(self, place: Any) -> Any:
+        items: Any = self._items[place]
+        return [self._make(item) for item in items] if isinstance(place, slice) else self._make(items)
 
 
 def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
@@ -175,9 +156,10 @@ class Table:
         kept = [place for place, column in enumerate(columns) if medium in column.only]
         rows = [[as_cell(row[at]) for at in kept] for row in (self.rows[place] for place in self._places(medium))]
         if self.merges and medium != "markdown":
-            same = [below[0].text == above[0].text for above, below in pairwise(rows)]
+            names = [row[0].text for row in rows]
             rows = [
-                [Cell(""), *row[1:]] if is_same else row for row, is_same in zip(rows, [False, *same], strict=False)
+                [Cell(""), *row[1:]] if above == name else row
+                for row, name, above in zip(rows, names, ["", *names], strict=False)
             ]
         return [columns[place] for place in kept], rows
 

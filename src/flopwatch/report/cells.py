@@ -4,7 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
@@ -13,7 +13,6 @@ from flopwatch.records.trial import (
     FAILED,
     LABELS,
     OUT_OF_MEMORY,
-    Measured,
     StepCost,
     TrialResult,
     TrialSpec,
@@ -23,7 +22,6 @@ from flopwatch.report.records import Cell, Group, PrivacyClass, Quantity, TrialR
 from flopwatch.report.verdicts import differ_measurably
 
 _MICRO_BATCH = "micro-batch"
-_PRIVACY_CLASSES: Mapping[bool | None, PrivacyClass] = {True: "private", False: "not private", None: "unknown"}
 
 
 def privacy_of(spec: TrialSpec, *results: TrialResult | None) -> PrivacyClass:
@@ -32,13 +30,13 @@ def privacy_of(spec: TrialSpec, *results: TrialResult | None) -> PrivacyClass:
     A trainer of the user is private if it declared that in one of its `results`.
     """
     known = is_private(spec.trainer)
-    if known is None and any(result and result.measured.declared_privacy for result in results):
-        known = True
-    return _PRIVACY_CLASSES[known]
+    if known is None and not any(result and result.measured.declared_privacy for result in results):
+        return "unknown"
+    return "not private" if known is False else "private"
 
 
 def trainer_name(spec: TrialSpec) -> str:
-    """Return the trainer's name for tables. Built-in trainers have a short name there, because columns are narrow.
+    """Return the trainer's name for tables, which is short for built-in trainers.
 
     >>> trainer_name(TrialSpec("ghost", "tiny", 4, 512, label="DPGhostClippingTrainer"))
     'ghost'
@@ -138,9 +136,9 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
     """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its memory peak."""
     outcome = str(result.outcome) if result else "missing"
     place = (name, column, privacy_of(spec, result), spec.batch_size, spec.seq_len, outcome)
-    measured = result.measured if result else Measured()
     if result is None or outcome != "ok":
-        return Cell(*place, device_bytes=measured.memory.device_bytes)
+        return Cell(*place, device_bytes=result.measured.memory.device_bytes if result else None)
+    measured = result.measured
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
     interval = steps if has_interval(measured) else None
     host, start, is_on_cpu = memory.host_bytes, memory.baseline_bytes, memory.reserved_bytes is None
@@ -208,7 +206,6 @@ def positive(value: Any) -> Any:
     return value if is_number and 0 < value <= MOST_FINITE else None
 
 
-OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
 _OUTCOME_WORDS = {"oom_device": "OOM", "oom_host": "OOM host", "oom_inferred": "OOM*", "unsupported": "n/a"}
 
 
@@ -223,7 +220,7 @@ def outcome_word(outcome: str) -> str:
     return _OUTCOME_WORDS.get(outcome, outcome)
 
 
-def outcome_class(outcome: str) -> OutcomeClass:
+def outcome_class(outcome: str) -> Literal["ok", "oom", "failed", "not-run"]:
     """Return the class of an outcome, which decides its colour.
 
     >>> outcome_class("oom_host"), outcome_class("lost"), outcome_class("missing")
@@ -255,10 +252,8 @@ def epsilon_text(epsilon: float | None) -> str:
 
 def throughput(cell: Cell) -> str:
     """Write the throughput; `~` marks that of an unstable step time, as in the matrix of step times."""
-    mark = "~" if cell.is_unstable else ""
-    if cell.tokens_per_s is not None:
-        return f"{mark}{number(cell.tokens_per_s)} tokens/s"
-    return f"{mark}{number(cell.samples_per_s)} samples/s"
+    rate, unit = (cell.samples_per_s, "samples") if cell.tokens_per_s is None else (cell.tokens_per_s, "tokens")
+    return f"{'~' if cell.is_unstable else ''}{number(rate)} {unit}/s"
 
 
 def device_capacity(cells: Sequence[Cell]) -> int | None:
