@@ -9,15 +9,7 @@ from typing import Any, Literal, NamedTuple
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.records.repeats import has_interval
-from flopwatch.records.trial import (
-    FAILED,
-    LABELS,
-    OUT_OF_MEMORY,
-    StepCost,
-    TrialResult,
-    TrialSpec,
-    is_private,
-)
+from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, Group, PrivacyClass, Quantity, TrialRow
 from flopwatch.report.verdicts import differ_measurably
 

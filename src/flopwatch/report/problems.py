@@ -89,7 +89,8 @@ def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tup
 # By outcome and the beginning of the cause; the first row that fits is the advice.
 _INSTALL = "Install the missing package in the environment of the trials."
 _ADVICE = {
-    "crash SIGKILL": "flopwatch did not send it. See if the kernel did, to free memory: dmesg | grep -i 'killed process'",
+    "crash SIGKILL": "flopwatch did not send it. See if the kernel did, to free memory: "
+    "dmesg | grep -i 'killed process'",
     "crash SIGSEGV": "Native code crashed. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
     "crash SIGABRT": "Native code called abort(); its message is at the end of the log.",
     "crash SIGBUS": "Often /dev/shm is full. Check it with df -h /dev/shm, or use no data loader workers.",
