@@ -14,7 +14,6 @@ from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_dry_
 from flopwatch.cli.trials.trial_screens import print_result, probe_line
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.summary import summarise
@@ -24,6 +23,7 @@ from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
+from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

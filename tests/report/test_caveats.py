@@ -8,11 +8,11 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.trial import TrialSpec
 from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
+from testbeds.documents import document_text
 
 
 def shaky(trainer, batch, seq, seconds, *, steps=10, retries=None, **more):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.report.cells import epsilon_text
 from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
+from testbeds.documents import document_text
 
 SPENT = PrivacySpent(1.83831, 1e-5, 0.8, 0.01, 25_000, "prv")
 

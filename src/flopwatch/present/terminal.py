@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from itertools import groupby
 from typing import Any
 
@@ -45,13 +44,6 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
             drawn = Text.assemble(*((segment.text, segment.style or "") for segment in row))
             drawn.rstrip()
             console.print(drawn, soft_wrap=True)
-
-
-def document_text(document: doc.Document, width: int = 80) -> str:
-    """The document without colours."""
-    stream = StringIO()
-    print_document(document, Console(file=stream, width=width, highlight=False, color_system=None))
-    return stream.getvalue()
 
 
 class _Terminal(doc.Renderer[RenderableType]):
