@@ -260,17 +260,15 @@ def _data(part: doc.Records) -> dict[str, Any]:
     """The content of the table for the script. Texts that many rows share are stored only once."""
     names = [field.name for field in part.fields]
     words: list[dict[str, int]] = [{} for _ in part.fields]
-    rows = [
-        [_value(value, field.kind, own) for value, field, own in zip(row, part.fields, words, strict=True)]
-        for row in part.rows
-    ]
+    kinds = [(field.kind, own) for field, own in zip(part.fields, words, strict=True)]
+    rows = [[_value(value, kind, own) for value, (kind, own) in zip(row, kinds, strict=True)] for row in part.rows]
     choice = names.index(part.choice)
     return {
         "columns": [
-            {"kind": "text" if field.kind == "words" else field.kind, "shown": field.is_shown}
-            | ({"words": list(own)} if field.kind == "words" else {})
+            {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
+            | ({"words": list(own)} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
-            for field, own in zip(part.fields, words, strict=True)
+            for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],
         "rows": rows,
         "choice": choice,

@@ -146,10 +146,9 @@ _SIZES = ("model", "batch_size", "seq_len")
 _NO_SETTINGS = ("label", "trace", "limits", "options")
 _LONGEST_VALUE = 300
 _PEAK = "peak of MFU"
+_NO_PAIRS = "no configuration is in both sweeps; settings without a common value"
 _OTHER_PEAKS = "MFU in A and MFU in B are shares of different peaks, so they are not comparable"
 _json = json.JSONEncoder(sort_keys=True, default=str).encode
-_Values: TypeAlias = Mapping[str, tuple[set[str | None], set[str | None]]]
-"""The values of each setting in A and in B."""
 
 
 class _Entry:
@@ -171,7 +170,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
     was changed on purpose: pairing ignores it, and `SweepComparison.settings` lists it.
     """
     in_a, in_b = ([_Entry(*trial) for trial in sweep.trials()] for sweep in (a, b))
-    values: _Values = {
+    values = {
         name: ({entry.settings.get(name) for entry in in_a}, {entry.settings.get(name) for entry in in_b})
         for name in dict.fromkeys(name for entry in (*in_a, *in_b) for name in entry.settings)
     }
@@ -182,11 +181,16 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
     }
     pairing = _paired(in_a, in_b, [name for name in values if name not in changed])
     pairs = tuple(_pair(one, pairing[one], changed) for one in in_a if one in pairing)
+    sides = [
+        Side(str(sweep.folder), len(members), Counter(entry.outcome for entry in members))
+        for sweep, members in ((a, in_a), (b, in_b))
+    ]
+    unshared = [one_line(name) for name, (of_a, of_b) in values.items() if not of_a & of_b]
     environment = tuple(_environment_differences(a.results.values(), b.results.values()))
     trainers, taken = dict.fromkeys(pair.trainer for pair in pairs if pair.ratios), set(pairing.values())
     return SweepComparison(
-        a=_side(a, in_a),
-        b=_side(b, in_b),
+        a=sides[0],
+        b=sides[1],
         settings=tuple(Difference(name, *map(_shown, both)) for name, both in changed.items()),
         environment=environment,
         pairs=pairs,
@@ -196,16 +200,12 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
         only_b=tuple(entry.name for entry in in_b if entry not in taken),
         notes=(
             *(f"{side}: {one_line(trouble)}" for side, one in (("A", a), ("B", b)) for trouble in one.troubles),
-            *_memory_notes(pairing),
             *(f"{side} has no trials" for side, members in (("A", in_a), ("B", in_b)) if not members),
-            *(_no_pairs_note(values) if in_a and in_b and not pairs else _pair_notes(pairs)),
+            *([f"{_NO_PAIRS}: {', '.join(unshared) or 'none'}"] if in_a and in_b and not pairs else []),
+            *(_pair_notes(pairing, pairs) if pairs else ()),
             *(_OTHER_PEAKS for difference in environment if difference.what == _PEAK),
         ),
     )
-
-
-def _side(capture: Capture, members: Sequence[_Entry]) -> Side:
-    return Side(str(capture.folder), len(members), Counter(entry.outcome for entry in members))
 
 
 def _shown(value: str | None) -> str | None:
@@ -302,20 +302,11 @@ def _values(counts: Counter[str]) -> str | None:
     return next(iter(counts), None) if len(counts) <= 1 else counted_values(counts)
 
 
-def _memory_notes(pairing: Mapping[_Entry, _Entry]) -> Iterator[str]:
+def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[Pair]) -> Iterator[str]:
     ran = [(one.result, other.result) for one, other in pairing.items() if one.outcome == other.outcome == "ok"]
-    unlike = sum(len({memory_kind(result.measured.memory) for result in pair if result}) > 1 for pair in ran)
-    if unlike:
+    if unlike := sum(len({memory_kind(result.measured.memory) for result in pair if result}) > 1 for pair in ran):
         yield f"memory of {plural(unlike, 'pair')} is not compared: A and B measured different kinds of memory"
-
-
-def _no_pairs_note(values: _Values) -> Iterator[str]:
-    apart = ", ".join(one_line(name) for name, (of_a, of_b) in values.items() if not of_a & of_b) or "none"
-    yield f"no configuration is in both sweeps; settings without a common value: {apart}"
-
-
-def _pair_notes(pairs: Sequence[Pair]) -> Iterator[str]:
-    if pairs and not any(pair.ratios for pair in pairs):
+    if not any(pair.ratios for pair in pairs):
         yield "no configuration ran to its end in both sweeps, so there are no ratios"
     if unstable := sum(pair.is_unstable and "time" in pair.ratios for pair in pairs):
         yield (

@@ -196,20 +196,10 @@ def environment_facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]
 
 
 def _facts_of(result: TrialResult) -> dict[str, str]:
-    known = {name: value for name in _SHOWN if (value := result.environment.get(name)) not in (None, "", {})}
+    known = {name: str(value) for name in _SHOWN if (value := result.environment.get(name)) not in (None, "")}
     sources = result.environment.get("sources")
     digests = sources.items() if isinstance(sources, Mapping) else ()
-    facts = {name: value if isinstance(value, str) else _as_text(value) for name, value in known.items()}
-    return facts | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        named = value.get("name") or value.get("model") or value.get("commit")
-        return str(named) if named else ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(dict.fromkeys(_as_text(item) for item in value))
-    return str(value)
+    return known | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}
 
 
 def counted_values(counts: Counter[str]) -> str:
