@@ -248,19 +248,10 @@ def load(folder: str | PathLike[str]) -> Table:
 
 def make_table(capture: Capture) -> Table:
     """Make the table of a sweep. Trials without a result have the outcome `missing`."""
-    return _table([_trial(*trial) for trial in capture.trials()], capture.troubles)
-
-
-def result_row(result: TrialResult) -> dict[str, Any]:
-    return _table([_trial(result.name, result.spec, result)]).rows[0]
-
-
-def _trial(name: str, spec: TrialSpec, result: TrialResult | None) -> Trial:
-    ok = result.measured if result and result.outcome == "ok" else None
-    return Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok)
-
-
-def _table(trials: Sequence[Trial], troubles: tuple[str, ...] = ()) -> Table:
+    trials = []
+    for name, spec, result in capture.trials():
+        ok = result.measured if result and result.outcome == "ok" else None
+        trials.append(Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok))
     kinds: dict[str, Kind] = {column.name: column.kind for column in COLUMNS}
     rows = [{one.name: _value(one.read(trial), one.kind, one.may_be_infinite) for one in COLUMNS} for trial in trials]
     for prefix, read in (("options", _at("spec.options")), ("extra", _at("result.measured.extra"))):
@@ -275,7 +266,7 @@ def _table(trials: Sequence[Trial], troubles: tuple[str, ...] = ()) -> Table:
     for name, kind in kinds.items():
         if kind == "integer" and any(abs(row[name] or 0) > MOST_INTEGER for row in rows):
             kinds[name] = "number"
-    return Table(tuple(rows), kinds, troubles)
+    return Table(tuple(rows), kinds, capture.troubles)
 
 
 _KINDS: Mapping[type, Kind] = {bool: "flag", int: "integer", float: "number"}
@@ -371,7 +362,7 @@ def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRu
         created: Unix time at which the sweep was planned. The ID of the run depends on this time, which
             differs between sweeps with the same trials and stays the same if a sweep is resumed or its folder moved.
     """
-    row = result_row(result)
+    (row,) = make_table(Capture(Path(), {result.name: result}, {}))
     sweep_id = _hashed(sweep if created is None else repr(created))
     end = None if row["start_unix_seconds"] is None else row["start_unix_seconds"] + (row["total_seconds"] or 0)
     return TrialRun(

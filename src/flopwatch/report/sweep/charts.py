@@ -40,13 +40,16 @@ _PHASES = "The peak in each phase of a step. Peaks of different phases do not ad
 
 
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
-    layout = _layout_of(group)
-    in_all = len({layout.panel_of(cell) for cell in group.cells})
+    # One panel per sequence length, or a single panel if there is only one batch size.
+    along, apart = ("batch", "sequence")
+    if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
+        along, apart = apart, along
+    in_all = len({_SIZE_OF[apart](cell) for cell in group.cells})
     some = f" {_MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > _MOST_PANELS else ""
     memory, rate = METRICS["memory"], throughput_metric(group)
     panels = [
-        Panels(_curve_panels(group, layout, memory, colours), f"Peak memory by {layout.x_name}", _CROSSES + some),
-        Panels(_curve_panels(group, layout, rate, colours), f"{rate.title} by {layout.x_name}", _INTERVALS + some),
+        Panels(_curve_panels(group, along, apart, memory, colours), f"Peak memory by {along}", _CROSSES + some),
+        Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _INTERVALS + some),
         Panels(_pareto_panels(group, rate, colours), "Throughput over memory", _FRONT),
         Panels(_utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
         Panels(frontier_maps(group), "Which sizes fit", _MAP),
@@ -190,48 +193,35 @@ _WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
-class _Layout(NamedTuple):
-    """Whether curves are drawn over the batch size, with one panel per sequence length, or the other way round."""
-
-    x_name: str
-    x_of: Callable[[Cell], int]
-    panel_name: str
-    panel_of: Callable[[Cell], int]
+_SIZE_OF: Mapping[str, Callable[[Cell], int]] = {"batch": attrgetter("batch_size"), "sequence": attrgetter("seq_len")}
 
 
-def _layout_of(group: Group) -> _Layout:
-    """Use one panel per sequence length, or a single panel if there is only one batch size."""
-    batch, sequence = ("batch", attrgetter("batch_size")), ("sequence", attrgetter("seq_len"))
-    if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
-        return _Layout(*sequence, *batch)
-    return _Layout(*batch, *sequence)
-
-
-def _curve_panels(group: Group, layout: _Layout, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
-    kept = evenly(sorted({layout.x_of(cell) for cell in group.cells}), _MOST_POINTS)
-    panels = evenly(sorted({layout.panel_of(cell) for cell in group.cells}), _MOST_PANELS)
-    cells = [cell for cell in group.cells if layout.panel_of(cell) in panels and layout.x_of(cell) in kept]
+def _curve_panels(group: Group, along: str, apart: str, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
+    """Draw the curves of all trainers over one size, one figure per value of the other, with the same axes."""
+    x_of, panel_of = _SIZE_OF[along], _SIZE_OF[apart]
+    kept = evenly(sorted({x_of(cell) for cell in group.cells}), _MOST_POINTS)
+    panels = evenly(sorted({panel_of(cell) for cell in group.cells}), _MOST_PANELS)
+    cells = [cell for cell in group.cells if panel_of(cell) in panels and x_of(cell) in kept]
     values = [value for cell in cells if (value := metric.value(cell)) is not None]
     if not values or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
         return []
     capacity = device_capacity(cells) if metric.key == "memory" else None
     shown = [*values, capacity] if capacity and capacity < 8 * max(values) else values
     y = svg.log_scale(shown, _BOTTOM, _TOP, least=_LEAST_FACTOR)
-    xs = sorted({layout.x_of(cell) for cell in cells})
+    xs = sorted({x_of(cell) for cell in cells})
     x = svg.log_scale(xs, _LEFT + 10, _RIGHT - 8, room=1.0)
     ticks = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
-    grid = _grid(x, ticks, "{:g}".format, layout.x_name, y, in_bytes=metric.key == "memory")
+    grid = _grid(x, ticks, "{:g}".format, along, y, in_bytes=metric.key == "memory")
     if capacity and y.low <= capacity <= y.high:
         grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
         grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
     drawings = []
     for value in panels:
-        own = sorted((cell for cell in cells if layout.panel_of(cell) == value), key=layout.x_of)
+        own = sorted((cell for cell in cells if panel_of(cell) == value), key=x_of)
         if any(metric.value(cell) is not None for cell in own):
             by_trainer = {name: [cell for cell in own if cell.trainer == name] for name in group.trainers}
-            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(layout.x_of(cell)), y))
-            drawings.append(Drawing(f"{layout.panel_name} {value}", "", drawn, _WIDTH, _HEIGHT))
+            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(x_of(cell)), y))
+            drawings.append(Drawing(f"{apart} {value}", "", drawn, _WIDTH, _HEIGHT))
     return drawings
 
 
@@ -270,14 +260,16 @@ def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple
     """
     piles: list[list[tuple[str, float, float]]] = []
     for point in sorted(points, key=lambda point: point[1:]):
-        is_covered = piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER
-        piles = [*piles[:-1], [*piles[-1], point]] if is_covered else [*piles, [point]]
-    moved = {point[0]: 0.0 for point in points}
-    if len({x for _, x, _ in points}) <= _DENSE:
-        for pile in piles:
-            in_legend = [trial for trial in moved if trial in {point[0] for point in pile}]
-            apart = 3 * _MARKER / max(len(pile) - 1, 3)
-            moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
+        if piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER:
+            piles[-1].append(point)
+        else:
+            piles.append([point])
+    moved = {trial: 0.0 for trial, _, _ in points}
+    for pile in piles if len({x for _, x, _ in points}) <= _DENSE else ():
+        in_pile = {trial for trial, _, _ in pile}
+        apart = 3 * _MARKER / max(len(pile) - 1, 3)
+        in_legend = [trial for trial in moved if trial in in_pile]
+        moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
     return {trial: (x + moved[trial], y) for trial, x, y in points}
 
 

@@ -152,7 +152,8 @@ def _factors(group: Group) -> Iterator[doc.Table]:
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
-        yield table_of(group.privacy_spent, _PRIVACY, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
+        columns = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
+        yield table_of(group.privacy_spent, columns, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
         yield doc.Text(
             "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It "
             "holds if each logical batch is drawn by Poisson sampling. The trials themselves train on random data, so "
@@ -173,7 +174,7 @@ def _privacy(group: Group) -> Iterator[doc.Part]:
         )
 
 
-_PRIVACY_TEXTS: Mapping[str, Callable[[PrivacyRow], str]] = {
+_PRIVACY: Mapping[str, Callable[[PrivacyRow], str]] = {
     "batch": lambda row: str(row.batch_size),
     "noise": lambda row: UNKNOWN if row.spent.noise_multiplier is None else f"{row.spent.noise_multiplier:.4g}",
     "sampling rate": lambda row: f"{row.spent.sample_rate:.4g}",
@@ -183,7 +184,6 @@ _PRIVACY_TEXTS: Mapping[str, Callable[[PrivacyRow], str]] = {
     "epsilon": lambda row: epsilon_text(row.spent.epsilon),
     "trainers": lambda row: ", ".join(row.trainers),
 }
-_PRIVACY = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY_TEXTS.items()]
 
 
 def _crossovers(group: Group) -> Iterator[doc.Part]:
