@@ -171,9 +171,9 @@ def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: 
     has_room = across >= 30 and high >= 14
     label = partial(svg.text, x + across / 2, y + high / 2 + 3.5, anchor="middle")
     if cell.outcome == "ok":
-        shade = 0
-        if cell.peak_bytes is not None and span[1] > span[0]:
-            shade = min(_SHADES - 1, int(_SHADES * log(cell.peak_bytes / span[0]) / log(span[1] / span[0])))
+        shade, (least, most) = 0, span
+        if cell.peak_bytes is not None and most > least:
+            shade = min(_SHADES - 1, int(_SHADES * log(cell.peak_bytes / least) / log(most / least)))
         words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
         drawn = svg.rect(x, y, across - 1.5, high - 1.5, f"s{shade}", f"{tip}peak {byte_size(cell.peak_bytes)}")
         return drawn + (label(words, style="td" if shade > 3 else "tl") if has_room else "")
