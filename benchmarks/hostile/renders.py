@@ -14,17 +14,16 @@ from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_dry_
 from flopwatch.cli.trials.trial_screens import print_result, probe_line
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.exports import report_json
 from flopwatch.report.summary import summarise
-from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
+from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -86,7 +85,7 @@ def _check_reports(results: list[TrialResult], folder: Path) -> None:
     _assert_harmless(document_text(document, 90), "report")
     _check_markdown(to_markdown(document))
     _check_page(to_page(document))
-    _check_numbers(json.loads(report_json(summary)), results)
+    _check_numbers(json.loads(sweep_json(summary)), results)
 
 
 def _check_numbers(content: dict[str, object], results: list[TrialResult]) -> None:

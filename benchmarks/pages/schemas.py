@@ -19,7 +19,7 @@ from flopwatch.records.flops import FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.records.trial import TrialResult
-from flopwatch.report.comparison.ratios import SweepComparison
+from flopwatch.report.comparison import SweepComparison
 from flopwatch.report.records import SweepSummary
 from flopwatch.report.run_page.contents import Curve, RunReport
 from flopwatch.runs.advice import TimeUse, Verdict

@@ -11,7 +11,6 @@ from flopwatch import TrainingMonitor
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
-from flopwatch.present.terminal import rendered
 from flopwatch.records.run import Notice, Summary
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.report.run_page.why import waterfall_bars
@@ -20,6 +19,7 @@ from flopwatch.runs.traces import splits
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run
+from testbeds.documents import document_text
 
 # 31 % MFU; 1,630 s, of which 608 s wait for input
 SECONDS = {
@@ -157,7 +157,7 @@ def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_
 
 def test_a_terminal_without_unicode_gets_ascii():
     document = Document("", [waterfall_bars(waterfall_of(log_of(SECONDS)))])
-    text = "\n".join(str(row) for row in rendered(document, 80, ascii_only=True))
+    text = document_text(document, encoding="ascii")
     assert text.isascii()
     assert next(iter(bars_in(text))) == "peak"
 

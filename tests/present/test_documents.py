@@ -34,7 +34,7 @@ from flopwatch.present.document import (
 )
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
+from testbeds.documents import document_text
 
 EVIL = "<script>alert(1)</script> [red] **b** `x` |\x1b[31m\u202e @user"
 

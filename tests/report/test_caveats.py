@@ -8,12 +8,11 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.trial import TrialSpec
-from flopwatch.report.exports import report_json
-from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
+from testbeds.documents import document_text
 
 
 def shaky(trainer, batch, seq, seconds, *, steps=10, retries=None, **more):
@@ -80,7 +79,7 @@ def test_a_caveat_stands_in_every_form_of_the_report(caveat):
 def test_every_caveat_of_every_choice_is_printed_and_is_in_the_json():
     summary = full_of_caveats()
     caveats = [caveat for choice in summary.groups[0].choices for caveat in choice.caveats]
-    in_json = [one for choice in json.loads(report_json(summary))["groups"][0]["choices"] for one in choice["caveats"]]
+    in_json = [one for choice in json.loads(sweep_json(summary))["groups"][0]["choices"] for one in choice["caveats"]]
 
     assert len(caveats) == 6
     assert in_json == caveats

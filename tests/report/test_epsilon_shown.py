@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.privacy import PrivacySpent
-from flopwatch.report.contents import epsilon_text
-from flopwatch.report.exports import report_json
-from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.cells import epsilon_text
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
+from testbeds.documents import document_text
 
 SPENT = PrivacySpent(1.83831, 1e-5, 0.8, 0.01, 25_000, "prv")
 
@@ -62,7 +61,7 @@ def test_where_nobody_asked_the_report_says_so():
 
 def test_json_has_epsilon_unrounded_for_each_trial_and_each_group():
     summary = summary_of(spending("ghost", 8, SPENT), ended("dpsgd", 8, 32, "oom_host"))
-    content = json.loads(report_json(summary))
+    content = json.loads(sweep_json(summary))
 
     assert content["groups"][0]["privacy_spent"][0]["spent"]["epsilon"] == 1.83831
     assert [row["epsilon"] for row in content["trials"]] == [1.83831, None]

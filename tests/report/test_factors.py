@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.present.terminal import document_text
 from flopwatch.records.trial import Measured, MemoryUse
-from flopwatch.report.contents import METRICS, best_trials, cell_text, known_metrics
+from flopwatch.report.cells import METRICS, best_trials, cell_text, known_metrics
 from flopwatch.report.sweep.charts import frontier_maps
 from flopwatch.report.sweep.document import sweep_document
 from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed
 from support.few_results import GIB, ended, group_of, ran, summary_of
+from testbeds.documents import document_text
 
 
 def test_factors_are_ratios_at_the_same_batch_and_sequence():

@@ -9,9 +9,9 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.report.sweep import document
 from support.few_results import summary_of
+from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"

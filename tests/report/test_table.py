@@ -17,8 +17,7 @@ from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.exports import table_csv, table_parquet
-from flopwatch.report.table import make_table
+from flopwatch.report.table import make_table, table_csv, table_parquet
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep

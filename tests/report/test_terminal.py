@@ -2,11 +2,11 @@
 
 import pytest
 
-from flopwatch.present.terminal import document_text
 from flopwatch.report.sweep.document import sweep_document
 from flopwatch.text import plain
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
+from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result
 
 

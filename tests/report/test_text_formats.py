@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.present.markdown import escaped, fenced, to_markdown
-from flopwatch.report.exports import report_json
-from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result
@@ -21,7 +20,7 @@ def refuse(constant):
 
 def test_json_has_every_trial_and_the_whole_summary():
     results = [make_result(spec) for spec in example_specs()]
-    content = json.loads(report_json(summary_of(*results)), parse_constant=refuse)
+    content = json.loads(sweep_json(summary_of(*results)), parse_constant=refuse)
     assert {row["name"] for row in content["trials"]} == {result.name for result in results}
     assert content["totals"]["trials"] == len(results)
     assert {"groups", "failures", "trainers", "environments", "warnings"} <= content.keys()
@@ -34,13 +33,13 @@ def test_what_is_not_finite_is_null_in_json():
     odd = replace(good, measured=replace(good.measured, steps=steps, tokens_per_s=math.nan), seconds=math.inf)
     odd = replace(odd, outcome="error", evidence={"load": math.nan})
     broken_but_ok = replace(odd, outcome="ok", name="second")
-    content = json.loads(report_json(summary_of(odd, broken_but_ok)), parse_constant=refuse)
+    content = json.loads(sweep_json(summary_of(odd, broken_but_ok)), parse_constant=refuse)
     assert content["failures"][0]["evidence"] == {"load": None}
     assert content["trials"][0]["step_seconds"] is None
 
 
 def test_json_keeps_text_as_it_was():
-    content = json.loads(report_json(summary_of(*hostile_results())))
+    content = json.loads(sweep_json(summary_of(*hostile_results())))
     assert any("\u202eevil" in row["name"] for row in content["trials"])
 
 
@@ -74,4 +73,4 @@ def test_markup_is_escaped():
 def test_bare_sweeps_make_markdown_and_json(results):
     summary = summary_of(*results)
     assert ("What to run" if results else "has no trials") in to_markdown(sweep_document(summary))
-    assert json.loads(report_json(summary))["totals"]["trials"] == len(results)
+    assert json.loads(sweep_json(summary))["totals"]["trials"] == len(results)

@@ -8,7 +8,6 @@ import pytest
 from flopwatch.errors import FlopwatchError
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.records.run import Row
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.document import run_document, run_json
@@ -18,6 +17,7 @@ from flopwatch.runs.comparison import compare
 from flopwatch.runs.waterfall import exactness_of, seconds_of, waterfall_of
 from support.ledgers import records_of
 from support.make_run_log import write_log, write_run
+from testbeds.documents import document_text
 
 SECONDS = {"wall": 1000.0, "train": 900.0, "model_at_peak": 300.0, "hardware_at_peak": 300.0}
 WRONG = (None, True, -1, 1e308, 10**400, "x", "nan", "", [], {}, [1, "a", None], {"a": {"b": [1]}}, [[]], 3.7)

@@ -2,11 +2,11 @@
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.document import run_document
 from flopwatch.runs import read_log
 from support.ledgers import write_ledger
+from testbeds.documents import document_text
 
 SECONDS = {"wall": 1000.0, "train": 900.0, "model_at_peak": 932.0, "hardware_at_peak": 932.0}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.report.capture import Capture
-from flopwatch.report.exports import trial_run, trial_runs
+from flopwatch.report.table import trial_run, trial_runs
 from flopwatch.sinks.protocol import MOST_FAILURES, log_trials
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results

@@ -9,9 +9,8 @@ from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.comparison.document import comparison_document
-from flopwatch.report.exports import table_csv, table_parquet, trial_runs
-from flopwatch.report.table import make_table
+from flopwatch.report.sweep.comparison import comparison_document
+from flopwatch.report.table import make_table, table_csv, table_parquet, trial_runs
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 VALUES = (

@@ -12,7 +12,7 @@ from flopwatch.present.markdown import to_markdown
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.comparison.document import comparison_document
+from flopwatch.report.sweep.comparison import comparison_document
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 

@@ -34,7 +34,12 @@ def count_and_print(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     built = load_model(model, device="cpu" if method == "step" else "meta")
     if checkpoint:
-        _enable_checkpointing(built)
+        enable = getattr(built, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise InputError(
+                f"{type(built).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint"
+            )
+        enable()
     count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=given["attention"])
     parameters = list(built.parameters())
     facts: dict[str, Any] = {
@@ -56,13 +61,6 @@ def count_and_print(
         print_json(facts)
     else:
         print_document(_document(facts, count, peak))
-
-
-def _enable_checkpointing(model: Any) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise InputError(f"{type(model).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint")
-    enable()
 
 
 def _peak(device: str | None, dtype: str | None, step_time: float | None) -> Peak | None:

@@ -19,15 +19,13 @@ from flopwatch.present.page import to_page
 from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.report.capture import Capture, capture_sweep
-from flopwatch.report.contents import METRICS
-from flopwatch.report.exports import report_json, table_csv, table_parquet
-from flopwatch.report.records import SweepSummary
+from flopwatch.report.cells import METRICS
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.contents import RunReport
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
-from flopwatch.report.sweep.document import sweep_document
-from flopwatch.report.table import Table, make_table
+from flopwatch.report.sweep.document import sweep_document, sweep_json
+from flopwatch.report.table import Table, make_table, table_csv, table_parquet
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
@@ -35,8 +33,8 @@ from flopwatch.runs.traces.splits import usable_traces
 from flopwatch.sweep.runner.observing import is_alive, read_runner
 from flopwatch.text import one_line
 
-_Makers = dict[str, Callable[[], str | bytes]]
-"""A function for each form, by the name of its option."""
+_Forms = tuple[dict[str, Callable[[], str | bytes]], Callable[[tuple[str, ...]], Document]]
+"""A function for each form but page and Markdown, by the name of its option, and one that makes the document."""
 
 
 def put_out_report(
@@ -44,14 +42,15 @@ def put_out_report(
 ) -> None:
     """Write the files that were asked for, and print JSON or, if nothing else was asked for, the report."""
     metrics, wandb, mlflow = _metrics(given["metric"]), given["wandb"], given["mlflow"]
-    paths = {name: given[name] for name in ("html", "md", "output", "csv", "parquet")}
-    _refuse_two_on_standard_output(paths, as_json=as_json)
+    paths = {name: path for name in ("csv", "parquet", "html", "md", "output") if (path := given[name]) is not None}
+    on_stdout = [f"--{name} -" for name in given if paths.get(name) == STANDARD_OUTPUT] + ["--json"] * as_json
+    if len(on_stdout) > 1:
+        asked = " and ".join(on_stdout)
+        raise InputError(f"{asked} would both write to standard output; name a file for one of them")
     refuse_unusable(wandb, mlflow)
-    if directory is None and logs_dir is None:
-        directory = chosen_run(None)
-    folder = _sweep_folder(directory, logs_dir)
-    is_logged = wandb is not None or mlflow is not None
-    if (log := _log_of_run(folder)) is not None:
+    folder = _folder(directory, logs_dir)
+    log, capture = _log_of_run(folder), None
+    if log is not None:
         _refuse_options_of_sweeps(log, {name: given[name] for name in ("parquet", "metric", "wandb", "mlflow")})
         makers, document = _forms_of_run(log, peak_to_use(peak_tflops))
     elif peak_tflops is not None:
@@ -60,28 +59,24 @@ def put_out_report(
         )
     else:
         capture = capture_sweep(folder)
-        makers, document = _forms_of_sweep(folder, capture, metrics)
-    written = []
-    for name in ("csv", "parquet", "html", "md", "output"):
-        if (path := paths[name]) is not None:
-            write_file(path, makers[name]())
-            written.append(path)
-    is_printed = STANDARD_OUTPUT in written
+        makers, document = _forms_of_sweep(folder, capture)
+    makers |= {"html": lambda: to_page(document(())), "md": lambda: to_markdown(document(()))}
+    for name, path in paths.items():
+        write_file(path, makers[name]())
+    is_printed = STANDARD_OUTPUT in paths.values()
     if as_json:
         click.echo(str(makers["output"]()), nl=False)
-    elif (metrics or not (written or is_logged)) and not is_printed:
-        print_document(document())
-    for path in written:
+    elif (metrics or not (paths or wandb is not None or mlflow is not None)) and not is_printed:
+        print_document(document(metrics))
+    for path in paths.values():
         if path != STANDARD_OUTPUT:
             click.echo(f"Written: {path}", err=as_json or is_printed)
-    if log is None and is_logged:
+    if capture is not None and (wandb is not None or mlflow is not None):
         log_capture(capture, wandb, mlflow)
 
 
-def _forms_of_sweep(folder: Path, capture: Capture, metrics: tuple[str, ...]) -> tuple[_Makers, Callable[[], Document]]:
-    @cache
-    def summary() -> SweepSummary:
-        return summarise(capture, _next_step(folder))
+def _forms_of_sweep(folder: Path, capture: Capture) -> _Forms:
+    summary = cache(lambda: summarise(capture, _next_step(folder)))
 
     @cache
     def table() -> Table:
@@ -93,13 +88,11 @@ def _forms_of_sweep(folder: Path, capture: Capture, metrics: tuple[str, ...]) ->
     return {
         "csv": lambda: table_csv(table()),
         "parquet": lambda: table_parquet(table()),
-        "html": lambda: to_page(sweep_document(summary())),
-        "md": lambda: to_markdown(sweep_document(summary())),
-        "output": lambda: f"{report_json(summary())}\n",
-    }, lambda: sweep_document(summary(), metrics)
+        "output": lambda: f"{sweep_json(summary())}\n",
+    }, lambda metrics: sweep_document(summary(), metrics)
 
 
-def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> tuple[_Makers, Callable[[], Document]]:
+def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> _Forms:
     @cache
     def report() -> RunReport:
         traces, problems = usable_traces(log.parent)
@@ -109,10 +102,8 @@ def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> tuple[_Makers, Callable
 
     return {
         "csv": lambda: _rows_as_csv(log, choose_peak),
-        "html": lambda: to_page(run_document(report())),
-        "md": lambda: to_markdown(run_document(report())),
         "output": lambda: f"{run_json(report())}\n",
-    }, lambda: run_document(report())
+    }, lambda _: run_document(report())
 
 
 def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
@@ -128,13 +119,25 @@ def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
 
 
 def _refuse_options_of_sweeps(log: Path, given: Mapping[str, str | None]) -> None:
-    """Raise an error if an option was given that only the report of a sweep has."""
     wrong = [f"--{name}" for name, value in given.items() if value is not None]
     if wrong:
         raise InputError(
             f"{str(log)!r} is the log of a run, and {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for "
             "sweeps only; for a run use --html, --md, --json, --output or --csv"
         )
+
+
+def _folder(directory: str | None, logs_dir: str | None) -> Path:
+    if directory is not None and logs_dir is not None:
+        raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
+    named = directory if logs_dir is None else logs_dir
+    folder = Path(chosen_run(None) if named is None else named).expanduser()
+    if folder.is_file():
+        return folder
+    if not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is not a folder; name the folder of a run, or that `flopwatch sweep` wrote")
+    # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
+    return folder if logs_dir is None or is_sweep_folder(folder) else folder.resolve().parent
 
 
 def _log_of_run(folder: Path) -> Path | None:
@@ -152,18 +155,6 @@ def _log_of_run(folder: Path) -> Path | None:
         ) from None
 
 
-def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
-    if directory is not None and logs_dir is not None:
-        raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
-    folder = Path(directory or logs_dir or "").expanduser()
-    if folder.is_file():
-        return folder
-    if not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is not a folder; name the folder of a run, or that `flopwatch sweep` wrote")
-    # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
-    return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
-
-
 def _next_step(sweep: Path) -> str:
     """What to do about trials without a result: look at the runner if it is alive, else start one."""
     state = read_runner(sweep)
@@ -176,18 +167,8 @@ def _next_step(sweep: Path) -> str:
 
 
 def _metrics(names: str | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    chosen = tuple(name.strip() for name in names.split(","))
+    chosen = () if names is None else tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in METRICS:
             raise InputError(f"--metric has no table {name!r}; choose from {', '.join(METRICS)}")
     return chosen
-
-
-def _refuse_two_on_standard_output(paths: Mapping[str, str | None], *, as_json: bool) -> None:
-    """Raise an error if two formats would be mixed on standard output."""
-    asked = [f"--{name} -" for name, path in paths.items() if path == STANDARD_OUTPUT]
-    asked += ["--json"] if as_json else []
-    if len(asked) > 1:
-        raise InputError(f"{' and '.join(asked)} would both write to standard output; name a file for one of them")

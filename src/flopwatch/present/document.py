@@ -6,29 +6,16 @@ so everything in the house may build one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
 Tone: TypeAlias = Literal[
-    "",
-    "strong",
-    "best",
-    "soft",
-    "note",
-    "warn",
-    "command",
-    "chip",
-    "verdict",
-    "ok",
-    "oom",
-    "failed",
-    "not-run",
-    "better",
-    "worse",
-]
+    "", "strong", "best", "soft", "note", "warn", "command", "chip", "verdict", "ok", "oom", "failed", "not-run",
+    "better", "worse",
+]  # fmt: skip
 """How a text is shown. `note` is small and soft; a terminal never breaks a `command`; `ok` to `not-run` are the classes
 of outcomes, which have colours."""
 
@@ -44,7 +31,7 @@ class Most(NamedTuple):
     html: int
 
     def of(self, medium: Medium) -> int:
-        return int(getattr(self, medium))
+        return self[EVERYWHERE.index(medium)]
 
 
 SOME_ROWS, SOME_ITEMS = Most(24, 60, 200), Most(8, 60, 200)
@@ -59,14 +46,9 @@ class Lazy(Sequence[Made]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, place: int) -> Made: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Made]: ...
-    def __getitem__(self, place: int | slice) -> Made | Sequence[Made]:
-        if isinstance(place, slice):
-            return [self._make(item) for item in self._items[place]]
-        return self._make(self._items[place])
+    def __getitem__(self, place: Any) -> Any:
+        items: Any = self._items[place]
+        return [self._make(item) for item in items] if isinstance(place, slice) else self._make(items)
 
 
 def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
@@ -90,8 +72,7 @@ class Share(NamedTuple):
     tone: Tone
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of a table. A cell without any of the attributes below `text` may be a plain str.
 
     Attributes:
@@ -119,8 +100,7 @@ def as_cell(content: Cell | str) -> Cell:
     return content if isinstance(content, Cell) else Cell(content)
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
@@ -143,8 +123,7 @@ def numbers(*heads: str) -> tuple[Column, ...]:
     return tuple(Column(head, is_number=True) for head in heads)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """A table.
 
     Attributes:
@@ -175,9 +154,10 @@ class Table:
         kept = [place for place, column in enumerate(columns) if medium in column.only]
         rows = [[as_cell(row[at]) for at in kept] for row in (self.rows[place] for place in self._places(medium))]
         if self.merges and medium != "markdown":
-            same = [below[0].text == above[0].text for above, below in pairwise(rows)]
+            names = [row[0].text for row in rows]
             rows = [
-                [Cell(""), *row[1:]] if is_same else row for row, is_same in zip(rows, [False, *same], strict=False)
+                [Cell(""), *row[1:]] if above == name else row
+                for row, name, above in zip(rows, names, ["", *names], strict=False)
             ]
         return [columns[place] for place in kept], rows
 
@@ -199,16 +179,14 @@ def spaced(count: int, most: int) -> list[int]:
     return evenly(range(count), most)
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A paragraph. Words between backticks are code."""
 
     text: str
     tone: Tone = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(NamedTuple):
     """A list of sentences; `most` limits it, and `more` says what the others are.
 
     A `Cell` is a heading with its `detail`, which a terminal shows in lines of its own.
@@ -220,15 +198,13 @@ class Items:
     more: str = "more"
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """Names and what they are. Facts without a text are left out."""
 
     pairs: Sequence[tuple[str, str | Cell]]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A text of several lines, such as the end of a log. A terminal shows its last lines."""
 
     text: str
@@ -236,15 +212,13 @@ class Block:
     most_lines: int = 15
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The main numbers, each with the words that say what it is."""
 
     pairs: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(NamedTuple):
     """Shares of a whole in one bar, with a legend."""
 
     shares: Sequence[Share]
@@ -271,8 +245,7 @@ class Bars:
     behind: Table | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):
     """A chart that only a page shows.
 
     Attributes:
@@ -290,8 +263,7 @@ class Drawing:
     behind: Sequence[Table] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Panels:
+class Panels(NamedTuple):
     """Drawings of one kind, side by side below a common title."""
 
     drawings: Sequence[Drawing]
@@ -299,8 +271,7 @@ class Panels:
     remark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Legend:
+class Legend(NamedTuple):
     """Names and their markers in the charts below: the number of a colour, or the class of a mark."""
 
     names: Sequence[tuple[str, int | str]]
@@ -322,8 +293,7 @@ class Field(NamedTuple):
     mark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(NamedTuple):
     """All rows with their raw values. A page sorts and filters them; other media have files for that.
 
     Attributes:
@@ -333,12 +303,11 @@ class Records:
     fields: Sequence[Field]
     rows: Sequence[Sequence[Any]]
     choice: str
-    tones: Mapping[str, Tone] = field(default_factory=dict)
+    tones: Mapping[str, Tone] = MappingProxyType({})
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """Parts below a title. A section without a title only stands apart from what is before it.
 
     Attributes:
@@ -360,8 +329,7 @@ class Section:
     tone: Tone = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """Parts of one kind, of which each medium shows the first ones. `more` names the others, such as `more groups`."""
 
     parts: "Sequence[Part]"
@@ -370,23 +338,20 @@ class Several:
     names: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tabs:
+class Tabs(NamedTuple):
     """Tables of which a page shows one at a time, with a note about all of them."""
 
     tables: Sequence[Table]
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """Parts that a wide page shows side by side."""
 
     parts: "Sequence[Part]"
 
 
-@dataclass(frozen=True, slots=True)
-class Only:
+class Only(NamedTuple):
     """Parts that only some media show."""
 
     media: tuple[Medium, ...]
@@ -399,15 +364,14 @@ Part: TypeAlias = (
 )  # fmt: skip
 
 
-_HAVE_ALL: Mapping[Medium, str] = {
+_HAVE_ALL: dict[Medium, str] = {
     "terminal": "--html and --json have all",
     "markdown": "the HTML and JSON reports have all",
     "html": "the JSON report has all",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A report.
 
     Attributes:
@@ -426,7 +390,7 @@ class Document:
     lead: Sequence[str] = ()
     source: str = ""
     style: str = ""
-    have_all: Mapping[Medium, str] = field(default_factory=lambda: _HAVE_ALL)
+    have_all: Mapping[Medium, str] = MappingProxyType(_HAVE_ALL)
 
 
 class Renderer(Generic[Made]):
@@ -467,7 +431,7 @@ class Renderer(Generic[Made]):
                 yield from self._rest(len(part.parts) - most, part.more + said)
             elif isinstance(part, Items):
                 most = part.most.of(self.medium)
-                yield replace(part, texts=part.texts[:most])
+                yield part._replace(texts=part.texts[:most])
                 yield from self._rest(len(part.texts) - most, part.more)
             else:
                 yield part

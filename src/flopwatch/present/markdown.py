@@ -71,7 +71,7 @@ class _Markdown(doc.Renderer[str]):
 
     def tabs(self, part: doc.Tabs) -> Iterator[str]:
         yield from self.parts(part.tables)
-        yield from self._note(part.note)
+        yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
     def table(self, part: doc.Table) -> Iterator[str]:
         columns, rows = part.shown("markdown")
@@ -84,10 +84,7 @@ class _Markdown(doc.Renderer[str]):
         yield ""
         if left_out := part.left_out("markdown"):
             yield f"{self.with_rest(left_out)}.\n"
-        yield from self._note(part.note)
-
-    def _note(self, text: str) -> Iterator[str]:
-        yield from self.text(doc.Text(text, "note")) if text else ()
+        yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
 
 def _cell(cell: doc.Cell | str) -> str:

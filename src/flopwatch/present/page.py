@@ -25,16 +25,14 @@ def to_page(document: doc.Document) -> str:
     style = (_FOLDER / "page.css").read_text(encoding="utf-8") + document.style
     needed = ("tips.js", "page.js") if "<button" in body else ("tips.js",)
     script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in needed)
-    own = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    only_own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
-    policy = f"{only_own}; base-uri 'none'; form-action 'none'"
+    own = (
+        f"style-src 'unsafe-inline'; script-src 'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    )
+    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
     kind, title = f"flopwatch {document.kind.lower()}{document.about}", f"{document.kind} {document.title}".strip()
     lead = "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead)
-    links = (
-        f'<a href="#{esc(section.key)}">{esc(section.link or section.title)}</a>'
-        for section in html.sections(document.parts)
-        if section.key
-    )
+    linked = [section for section in html.sections(document.parts) if section.key]
+    links = (f'<a href="#{esc(section.key)}">{esc(section.link or section.title)}</a>' for section in linked)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
@@ -79,9 +77,6 @@ class _Html(doc.Renderer[str]):
                 yield from self.sections(part.parts)
             elif isinstance(part, doc.Section):
                 yield part
-
-    def joined(self, parts: Sequence[doc.Part]) -> str:
-        return "".join(self.parts(parts))
 
     def text(self, part: doc.Text) -> Iterator[str]:
         tag = "div" if part.tone == "warn" else "p"
@@ -132,7 +127,7 @@ class _Html(doc.Renderer[str]):
     def tabs(self, part: doc.Tabs) -> Iterator[str]:
         buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
         yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
-        yield from (f'<div class="tab">{self.joined([table])}</div>' for table in part.tables)
+        yield from (f'<div class="tab">{"".join(self.table(table))}</div>' for table in part.tables)
         yield f"{_paragraph(part.note)}</div>"
 
     def beside(self, part: doc.Beside) -> Iterator[str]:
@@ -173,13 +168,13 @@ class _Html(doc.Renderer[str]):
         )
         if part.behind:
             summary = "<summary>The numbers as a table</summary>"
-            drawn += f'<details class="behind">{summary}{self.joined(part.behind)}</details>'
+            drawn += f'<details class="behind">{summary}{"".join(self.parts(part.behind))}</details>'
         yield f'<div class="chart">{drawn}</div>' if part.behind else drawn
 
     def panels(self, part: doc.Panels) -> Iterator[str]:
         if part.drawings:
             head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
-            panels = f'<div class="panels">{self.joined(part.drawings)}</div>'
+            panels = f'<div class="panels">{"".join(self.parts(part.drawings))}</div>'
             yield f'<div class="block" style="--n:{min(len(part.drawings), 4)}">{head}{panels}</div>'
 
     def legend(self, part: doc.Legend) -> Iterator[str]:
@@ -265,17 +260,15 @@ def _data(part: doc.Records) -> dict[str, Any]:
     """The content of the table for the script. Texts that many rows share are stored only once."""
     names = [field.name for field in part.fields]
     words: list[dict[str, int]] = [{} for _ in part.fields]
-    rows = [
-        [_value(value, field.kind, own) for value, field, own in zip(row, part.fields, words, strict=True)]
-        for row in part.rows
-    ]
+    kinds = [(field.kind, own) for field, own in zip(part.fields, words, strict=True)]
+    rows = [[_value(value, kind, own) for value, (kind, own) in zip(row, kinds, strict=True)] for row in part.rows]
     choice = names.index(part.choice)
     return {
         "columns": [
-            {"kind": "text" if field.kind == "words" else field.kind, "shown": field.is_shown}
-            | ({"words": list(own)} if field.kind == "words" else {})
+            {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
+            | ({"words": list(own)} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
-            for field, own in zip(part.fields, words, strict=True)
+            for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],
         "rows": rows,
         "choice": choice,

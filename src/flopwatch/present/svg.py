@@ -1,7 +1,7 @@
 """Helpers for SVG and HTML: escaping, scales, ticks and markers."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor, log2, log10
 from typing import NamedTuple
 
@@ -32,13 +32,12 @@ def esc(text: object) -> str:
 def marker(kind: int, x: float, y: float, tip: str, style: str = "m", *, is_small: bool = False) -> str:
     scale = "scale(.6)" if is_small else ""
     place = f'transform="translate({x:.1f} {y:.1f}){scale}"'
-    return f'<path class="{style} k{kind % COLOURS}" {place} d="{_marker(kind)}"{tipped(tip)}/>'
+    return f'<path class="{style} k{kind % COLOURS}" {place} d="{_MARKERS[kind % len(_MARKERS)]}"{tipped(tip)}/>'
 
 
 def legend_marker(kind: int) -> str:
-    return (
-        f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="m k{kind % COLOURS}" d="{_marker(kind)}"/></svg>'
-    )
+    shape = _MARKERS[kind % len(_MARKERS)]
+    return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="m k{kind % COLOURS}" d="{shape}"/></svg>'
 
 
 def tipped(tip: str) -> str:
@@ -52,6 +51,21 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = 
 
 def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def polyline(points: Iterable[tuple[float, float]], style: str) -> str:
+    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+
+
+def rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(height, 0.5):.1f}"'
+    return f'<rect class="{style}" {size} rx="2"{tipped(tip)}/>'
+
+
+def tip_area(x: float, y: float, width: float, height: float, tip: str) -> str:
+    """An area that cannot be seen, and that shows a tip below the pointer."""
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {size} fill="transparent"{tipped(tip)}/>'
 
 
 class Scale(NamedTuple):
@@ -129,21 +143,11 @@ def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
     return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
 
 
-def axes(
-    left: float,
-    right: float,
-    y: Scale,
-    ticks: Sequence[float],
-    tick_text: Callable[[float], str],
-) -> str:
+def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
     """Draw a horizontal grid line with its label for each tick of the y axis."""
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)
-
-
-def _marker(kind: int) -> str:
-    return _MARKERS[kind % len(_MARKERS)]
 
 
 def bars_svg(bars: Sequence[Bar]) -> tuple[str, float, float]:

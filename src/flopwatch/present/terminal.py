@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
+from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,24 +18,13 @@ from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
 STYLES = {
-    "": "",
-    "strong": "bold",
-    "best": "bold",
-    "soft": "dim",
-    "note": "dim",
-    "warn": "yellow",
-    "chip": "",
-    "verdict": "",
-    "ok": "green",
-    "oom": "yellow",
-    "failed": "red",
-    "not-run": "dim",
-    "better": "green",
-    "worse": "red",
+    **dict.fromkeys(("", "chip", "verdict"), ""),
+    **dict.fromkeys(("strong", "best"), "bold"),
+    **dict.fromkeys(("soft", "note", "not-run"), "dim"),
+    **dict.fromkeys(("ok", "better", "rest"), "green"),
+    **dict.fromkeys(("oom", "warn", "loss"), "yellow"),
+    **dict.fromkeys(("failed", "worse", "large loss"), "red"),
     "whole": "bright_black",
-    "loss": "yellow",
-    "large loss": "red",
-    "rest": "green",
 }
 _WIDEST_TEXT = 100
 _LONGEST_HEADING = 36
@@ -55,13 +44,6 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
             drawn = Text.assemble(*((segment.text, segment.style or "") for segment in row))
             drawn.rstrip()
             console.print(drawn, soft_wrap=True)
-
-
-def document_text(document: doc.Document, width: int = 80) -> str:
-    """The document without colours."""
-    stream = StringIO()
-    print_document(document, Console(file=stream, width=width, highlight=False, color_system=None))
-    return stream.getvalue()
 
 
 class _Terminal(doc.Renderer[RenderableType]):
@@ -185,7 +167,6 @@ class _Terminal(doc.Renderer[RenderableType]):
 
 
 def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Table:
-    """Two columns without a frame; `left` and `right` are how `rich` shows them."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(**left)
     grid.add_column(**right)
@@ -196,31 +177,23 @@ def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapp
 
 def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list[doc.Column], list[list[Text]]]:
     """Join the columns of one group to one column, because a terminal is narrow."""
-    groups: list[list[int]] = []
-    for place, column in enumerate(columns):
-        is_same = groups and column.group and columns[groups[-1][-1]].group == column.group
-        groups = [*groups[:-1], [*groups[-1], place]] if is_same else [*groups, [place]]
     texts = [
         [Text(one_line(str(cell) if cell.short is None else cell.short), STYLES[cell.tone]) for cell in row]
         for row in rows
     ]
-    widths = [max((row[place].cell_len for row in texts), default=0) for place in range(len(columns))]
-    joined = [[_side_by_side(row, places, widths) for places in groups] for row in texts]
-    return [_heading(columns, places) for places in groups], joined
-
-
-def _side_by_side(row: list[Text], places: list[int], widths: list[int]) -> Text:
-    if len(places) == 1:
-        return row[places[0]]
-    parts = [Text(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
-    return Text("  ").join(parts)
-
-
-def _heading(columns: list[doc.Column], places: list[int]) -> doc.Column:
-    first = columns[places[0]]
-    name = one_line(first.group if len(places) > 1 else first.head if first.short is None else first.short)
-    short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
-    return doc.Column(short, first.is_number, is_extra=first.is_extra)
+    heads: list[doc.Column] = []
+    joined: list[list[Text]] = [[] for _ in rows]
+    for _, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
+        first, *others = places = list(members)
+        column = columns[first]
+        name = one_line(column.group if others else column.head if column.short is None else column.short)
+        short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
+        heads.append(doc.Column(short, column.is_number, is_extra=column.is_extra))
+        widths = {place: max((row[place].cell_len for row in texts), default=0) for place in places}
+        for row, line in zip(texts, joined, strict=True):
+            parts = [Text(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
+            line.append(Text("  ").join(parts) if others else row[first])
+    return heads, joined
 
 
 def _widths(columns: list[doc.Column], rows: list[list[Text]]) -> list[int]:
@@ -247,14 +220,8 @@ def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room:
 
 def _table(columns: list[doc.Column], rows: list[list[Text]]) -> Table:
     has_heads = any(column.head for column in columns)
-    table = Table(
-        box=SIMPLE_HEAD,
-        header_style="dim",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        show_header=has_heads,
-    )
+    table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), show_header=has_heads)
+    table.pad_edge = table.show_edge = False
     for column in columns:
         side = "right" if column.is_number else "left"
         table.add_column(Text(column.head), justify=side, no_wrap=column.is_number, overflow="fold")  # type: ignore[arg-type]

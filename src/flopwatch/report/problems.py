@@ -74,24 +74,20 @@ def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tup
     # A trial with a log or stack traces is the most useful example.
     example = next((member for member in members if member.log_tail or member.stacks), members[0])
     return Failure(
+        **{name: getattr(example, name) for name in ("reason", "phase", "step", "evidence", "command", "stacks")},
         outcome=str(example.outcome),
         cause=cause,
         count=len(members),
         trials=tuple(member.name for member in members),
         by_trainer=dict(Counter(trainer_name(member.spec) for member in members).most_common()),
         example=example.name,
-        reason=example.reason,
-        phase=example.phase,
-        step=example.step,
-        evidence=dict(example.evidence),
-        command=example.command,
         log_tail="\n".join(example.log_tail.rstrip().splitlines()[-_LOG_LINES:]),
-        stacks=example.stacks,
         advice=tuple(_advice(example, cause, largest_ok.get(place_key(example.spec)))),
     )
 
 
 # By outcome and the beginning of the cause; the first row that fits is the advice.
+_INSTALL = "Install the missing package in the environment of the trials."
 _ADVICE = {
     "crash SIGKILL": "flopwatch did not send it. See if the kernel did, to free memory: "
     "dmesg | grep -i 'killed process'",
@@ -102,8 +98,8 @@ _ADVICE = {
     "crash SIGILL": "The CPU does not support an instruction, because a package was built for another CPU.",
     "crash SIGFPE": "Native code divided by zero, often because a batch or dimension is empty.",
     "crash": "Run the command below to see the crash, and read the log.",
-    "error ModuleNotFoundError": "Install the missing package in the environment of the trials.",
-    "error ImportError": "Install the missing package in the environment of the trials.",
+    "error ModuleNotFoundError": _INSTALL,
+    "error ImportError": _INSTALL,
     "error exit code": "The program exited by itself. Look at the end of its log, and for exit() in its code.",
     "error": "Run the command below to see the error. Once it works, run: flopwatch sweep ... --only failed",
     "invalid": "Change the configuration of the trial: it is not valid.",
@@ -115,23 +111,24 @@ _ADVICE = {
 def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator[str]:
     """Yield what the user can do about a failure, the most useful advice first.
 
-    Args:
-        result: Result of a trial that failed.
-        cause: Cause of the failure.
-        largest_ok: The largest batch that ran with the same settings otherwise; None if none ran.
+    `largest_ok` is the largest batch that ran with the same settings otherwise.
     """
     spec, limits = result.spec, result.spec.limits
-    yield from _hint(result)
+    if hint := result.evidence.get("hint"):
+        use = f"use a batch below {spec.batch_size}."
+        if spec.trainer == "command":
+            use = 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.'
+        yield (
+            f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
+            f"as out of memory, and larger trials ran too. If memory did run out, {use}"
+        )
     if result.outcome == "oom_host" and (most := limits.memory_bytes):
         yield f"The memory limit of the trial was {byte_size(most)}; raise --memory if the host has more."
     if result.outcome in ("oom_host", "oom_device"):
         yield from _out_of_memory(result, largest_ok)
     elif result.outcome == "hang":
-        yield (
-            "The stack traces below show where each thread was waiting."
-            if result.stacks
-            else "There are no stack traces, because native code held the GIL."
-        )
+        where = "The stack traces below show where each thread was waiting."
+        yield where if result.stacks else "There are no stack traces, because native code held the GIL."
         if limits.no_progress_seconds:
             yield f"If a step may take longer than {limits.no_progress_seconds:g} s, raise --no-progress."
     elif result.outcome == "timeout":
@@ -140,24 +137,11 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
     elif result.outcome == "unsupported" and "no method accumulate()" in result.reason:
         yield "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer."
     elif result.outcome == "unsupported":
-        other = (
-            "run them without gradient checkpointing" if spec.checkpointing else "choose another trainer for the model"
-        )
+        other = "choose another trainer for the model"
+        other = "run them without gradient checkpointing" if spec.checkpointing else other
         yield f"Remove this trainer and model from the matrix, or {other}."
     else:
         yield next(advice for start, advice in _ADVICE.items() if f"{result.outcome} {cause}".startswith(start))
-
-
-def _hint(result: TrialResult) -> Iterator[str]:
-    """Yield advice for a trial whose log mentions memory but whose outcome is not out of memory."""
-    if hint := result.evidence.get("hint"):
-        use = f"use a batch below {result.spec.batch_size}."
-        if result.spec.trainer == "command":
-            use = 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.'
-        yield (
-            f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
-            f"as out of memory, and larger trials ran too. If memory did run out, {use}"
-        )
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]:
@@ -197,40 +181,25 @@ _CODE = "code of "
 
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:
     seen: Counter[tuple[tuple[str, str], ...]] = Counter()
-    for facts, count in _counted_environments(results):
-        seen[tuple((name, value) for name, value in facts.items() if not name.startswith(_CODE))] += count
+    for result in results:
+        seen[tuple((name, value) for name, value in _facts_of(result).items() if not name.startswith(_CODE))] += 1
     return tuple(Environment(dict(settings), count) for settings, count in seen.most_common() if settings)
 
 
 def environment_facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
     """Count the trials by version, device and host, and by the version of each file of the user (`code of FILE`)."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for facts, count in _counted_environments(results):
-        for name, value in facts.items():
-            found[name][value] += count
+    for result in results:
+        for name, value in _facts_of(result).items():
+            found[name][value] += 1
     return found
 
 
-def _counted_environments(results: Iterable[TrialResult]) -> Iterator[tuple[dict[str, str], int]]:
-    """Yield distinct environments as texts, with their numbers of trials."""
-    known = [[result.environment.get(name) for name in (*_SHOWN, "sources")] for result in results]
-    examples = {repr(values): values for values in known}
-    for key, count in Counter(map(repr, known)).items():
-        *shown, sources = examples[key]
-        facts = {
-            name: _as_text(value) for name, value in zip(_SHOWN, shown, strict=True) if value not in (None, "", {})
-        }
-        digests = sources.items() if isinstance(sources, Mapping) else ()
-        yield facts | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}, count
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        named = value.get("name") or value.get("model") or value.get("commit")
-        return str(named) if named else ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(dict.fromkeys(_as_text(item) for item in value))
-    return str(value)
+def _facts_of(result: TrialResult) -> dict[str, str]:
+    known = {name: str(value) for name in _SHOWN if (value := result.environment.get(name)) not in (None, "")}
+    sources = result.environment.get("sources")
+    digests = sources.items() if isinstance(sources, Mapping) else ()
+    return known | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}
 
 
 def counted_values(counts: Counter[str]) -> str:
@@ -304,7 +273,8 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
             f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
             f"files of the lost attempts ({sum(lost.values()):,}) are in earlier/"
         )
-    yield from _repeated([result for result in results if result.measured.run_medians])
+    if repeated := [result for result in results if result.measured.run_medians]:
+        yield from _repeated(repeated)
     for result in results:
         if (files := result.evidence.get("left_on_the_node")) and isinstance(files, list):
             said = listed([str(path) for path in files])
@@ -312,13 +282,12 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
 
 
 def _repeated(repeated: Sequence[TrialResult]) -> Iterator[str]:
-    if repeated:
-        runs = sum(len(result.measured.run_medians) for result in repeated)
-        yield (
-            f"{plural(len(repeated), 'trial')} ran {runs:,} times in all to narrow the interval: "
-            f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
-            "intervals contain the truth in about 92 % of cases, not 95 %"
-        )
+    runs = sum(len(result.measured.run_medians) for result in repeated)
+    yield (
+        f"{plural(len(repeated), 'trial')} ran {runs:,} times in all to narrow the interval: "
+        f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
+        "intervals contain the truth in about 92 % of cases, not 95 %"
+    )
     # A sweep's folder does not store --until and --max-repeats, so which of them ended the repeats is not known here.
     wide = [
         f"{result.name} ±{percent((steps.high - steps.low) / 2 / steps.median, decimals=0)} "

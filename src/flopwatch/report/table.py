@@ -1,7 +1,11 @@
-"""Read a sweep as one flat table: one row per trial, with the same columns in every row."""
+"""A sweep as one flat table with a row per trial, also as CSV, Parquet or runs of a tracking service such as MLflow."""
 
+import csv
+import hashlib
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -10,10 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from flopwatch.optional import require_package
-from flopwatch.records.trial import Measured, TrialResult, TrialSpec
+from flopwatch.records.trial import FAILED, Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import MOST_FINITE, make_cell
 from flopwatch.report.records import Cell
+from flopwatch.sinks.protocol import TrialRun
+from flopwatch.text import one_line, plain
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
 
@@ -46,13 +52,14 @@ class Column:
     may_be_infinite: bool = False
 
 
-def _at(path: str, key: str | None = None) -> Callable[[Trial], Any]:
-    """Read what a trial has at a path such as `ok.cost.mfu`; None if something on the way is unknown."""
-    find = attrgetter(path)
+def _at(path: str) -> Callable[[Trial], Any]:
+    """Read what a trial has at a path such as `ok.cost.mfu` or `ok.cost.peak:kind`; None if something is unknown."""
+    attributes, _, key = path.partition(":")
+    find = attrgetter(attributes)
 
     def read(trial: Trial) -> Any:
         try:
-            return find(trial) if key is None else find(trial).get(key)
+            return find(trial).get(key) if key else find(trial)
         except AttributeError:
             return None
 
@@ -77,107 +84,97 @@ def _bound(trial: Trial) -> bool | None:
     return cost.is_lower_bound if cost and cost.model_flops is not None else None
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column("trial", "text", "name of the trial within its sweep", _at("cell.trial")),
-    Column("trainer", "text", "standard, dpsgd, ghost, fast, module:Class or command", _at("spec.trainer")),
-    Column("label", "text", "name of the trainer in the names of trials", _at("spec.label")),
-    Column("privacy", "text", "differential privacy: private, not private, unknown", _at("cell.privacy")),
-    Column("model", "text", "model: preset, config file or module:function", _at("spec.model")),
-    Column("batch_size", "integer", "samples per step", _at("spec.batch_size")),
-    Column("seq_len", "integer", "positions per sample", _at("spec.seq_len")),
-    Column("dtype", "text", "dtype in which matmuls compute", _at("spec.dtype")),
-    Column("checkpointing", "flag", "whether gradient checkpointing is on", _at("spec.checkpointing")),
-    Column("seed", "integer", "random seed of the weights and the batch", _at("spec.seed")),
-    Column(
-        "micro_batch_size", "integer", "samples per forward pass (empty: whole batch)", _at("spec.micro_batch_size")
-    ),
-    Column("batch", "text", "function that makes the batch", _at("spec.batch")),
-    Column("nodes", "integer", "number of machines of the trial", _at("spec.nodes")),
-    Column("processes", "integer", "worker processes on each node", _at("spec.processes")),
-    Column("layout", "text", "how processes share the training, such as ddp or fsdp", _at("spec.layout")),
-    Column("device_asked", "text", "device requested in the matrix; auto: the best available", _at("spec.device")),
-    Column("threads", "integer", "requested CPU threads", _at("spec.threads")),
-    Column("gpus", "number", "requested accelerators on each node", _at("spec.gpus")),
-    Column("cpus", "integer", "CPU cores requested from the engine", _at("spec.cpus")),
-    Column("steps", "integer", "requested number of measured steps", _at("spec.steps")),
-    Column("warmup_steps", "integer", "steps before the measured ones", _at("spec.warmup_steps")),
-    Column("memory_limit_bytes", "integer", "limit of the host memory", _at("spec.limits.memory_bytes")),
-    Column("outcome", "text", "how the trial ended; missing means no result yet", _at("cell.outcome")),
-    Column("reason", "text", "why the trial ended, in one line", _at("result.reason")),
-    Column("phase", "text", "phase in which the trial ended", _at("result.phase")),
-    Column("not_measured", "text", "what could not be measured after the steps of an ok trial, and why", _not_measured),
-    Column("attempts", "integer", "how often the trial was started; 0 if it was not run", _attempts),
-    Column("start_unix_seconds", "number", "start of the last attempt", _at("result.unix_time")),
-    Column("total_seconds", "number", "time from start to end of the worker process", _at("result.seconds")),
-    Column("parameters", "integer", "number of parameters of the model", _at("result.measured.parameters")),
-    Column("steps_measured", "integer", "number of timed steps", _at("ok.steps.count")),
-    Column("step_seconds_median", "number", "median step time", _at("cell.seconds")),
-    Column(
-        "step_seconds_low", "number", "lower end of the 95 % interval; empty below 6 steps", _at("cell.low_seconds")
-    ),
-    Column("step_seconds_high", "number", "upper end of the 95 % interval of the median", _at("cell.high_seconds")),
-    Column("step_seconds_p10", "number", "10th percentile of the step time", _at("ok.steps.p10")),
-    Column("step_seconds_p90", "number", "90th percentile of the step time", _at("ok.steps.p90")),
-    Column("step_seconds_p99", "number", "99th percentile of the step time", _at("ok.steps.p99")),
-    Column("step_seconds_first", "number", "time of the first step, with compilation", _at("ok.steps.first")),
-    Column("unstable", "flag", "whether the 95 % interval is wider than 5 % of the median", _at("ok.steps.unstable")),
-    Column("forward_seconds", "number", "median time of the forward pass", _at("ok.phase_seconds", "forward")),
-    Column("backward_seconds", "number", "median time of the backward pass", _at("ok.phase_seconds", "backward")),
-    Column("optimizer_seconds", "number", "median time of the optimizer step", _at("ok.phase_seconds", "optimizer")),
-    Column("samples_per_s", "number", "batch size divided by the median step time", _at("cell.samples_per_s")),
-    Column("tokens_per_s", "number", "positions divided by the median step time", _at("cell.tokens_per_s")),
-    Column("peak_bytes", "integer", "peak of the memory that decides whether the trial fits", _at("cell.peak_bytes")),
-    Column("device_bytes", "integer", "memory size of the accelerator", _at("cell.device_bytes")),
-    Column("allocated_bytes", "integer", "peak held by tensors on the accelerator", _at("ok.memory.allocated_bytes")),
-    Column("reserved_bytes", "integer", "peak held by the accelerator's allocator", _at("ok.memory.reserved_bytes")),
-    Column("alloc_retries", "integer", "above 0, the trial barely fits into memory", _at("ok.memory.alloc_retries")),
-    Column("host_bytes", "integer", "peak host memory of all processes", _at("ok.memory.host_bytes")),
-    Column(
-        "host_method",
-        "text",
-        "high_water, samples, or rss (counts shared pages per process)",
-        _at("ok.memory.host_method"),
-    ),
-    Column("baseline_bytes", "integer", "host memory before the model was built", _at("ok.memory.baseline_bytes")),
-    Column("build_peak_bytes", "integer", "peak while the model is built", _at("ok.memory.by_phase", "build")),
-    Column("forward_peak_bytes", "integer", "peak of the forward pass", _at("ok.memory.by_phase", "forward")),
-    Column("backward_peak_bytes", "integer", "peak of the backward pass", _at("ok.memory.by_phase", "backward")),
-    Column("optimizer_peak_bytes", "integer", "peak of the optimizer step", _at("ok.memory.by_phase", "optimizer")),
-    Column("model_flops", "integer", "FLOPs of a standard training step", _at("ok.cost.model_flops")),
-    Column("hardware_flops", "integer", "FLOPs that this trainer executes per step", _at("ok.cost.hardware_flops")),
-    Column("flops_method", "text", "how FLOPs were counted", _at("ok.cost.method")),
-    Column("flops_attention", "text", "how attention is counted: full or causal", _attention),
-    Column("flops_lower_bound", "flag", "whether FLOPs are a lower bound, because some ops have no formula", _bound),
-    Column(
-        "device_peak_flops_per_s",
-        "number",
-        "peak FLOP/s of which MFU and HFU are shares",
-        _at("ok.cost.peak", "flops_per_s"),
-    ),
-    Column("device_peak_kind", "text", "where the peak comes from", _at("ok.cost.peak", "kind")),
-    Column("mfu", "number", "model FLOP/s divided by the peak", _at("cell.mfu")),
-    Column("hfu", "number", "hardware FLOP/s divided by the peak", _at("cell.hfu")),
-    Column("epsilon", "number", "privacy spent; if empty, privacy_note says why", _at("ok.privacy.epsilon"), True),
-    Column("delta", "number", "delta for which epsilon holds", _at("ok.privacy.delta")),
-    Column("noise_multiplier", "number", "noise for which epsilon holds", _at("ok.privacy.noise_multiplier")),
-    Column("sample_rate", "number", "probability that a sample is in a batch", _at("ok.privacy.sample_rate")),
-    Column("privacy_steps", "integer", "steps of the training for which epsilon holds", _at("ok.privacy.steps")),
-    Column("accountant", "text", "privacy accountant: rdp, prv or gdp", _at("ok.privacy.accountant")),
-    Column("privacy_note", "text", "what a reader of epsilon must know", _at("ok.privacy.note")),
-    Column("host", "text", "machine on which the trial ran", _at("result.environment", "host")),
-    Column("device", "text", "device on which the trial ran, such as cuda:0", _at("result.environment", "device")),
-    Column("device_name", "text", "name of the accelerator", _at("result.environment", "device_name")),
-    Column("cpu", "text", "name of the CPU", _at("result.environment", "cpu")),
-    Column("torch", "text", "version of torch", _at("result.environment", "torch")),
-    Column("cuda", "text", "version of CUDA", _at("result.environment", "cuda")),
-    Column("opacus", "text", "version of Opacus", _at("result.environment", "opacus")),
-    Column("python", "text", "version of Python", _at("result.environment", "python")),
-    Column("flopwatch", "text", "version of flopwatch", _at("result.environment", "flopwatch")),
-    Column("git", "text", "git commit of the code; + means with local changes", _at("result.environment", "git")),
-    Column("trace", "text", "path of the Kineto trace within the sweep's folder", _at("result.measured.trace")),
-    Column("key", "text", "hash of the configuration and the environment", _at("result.key")),
-    Column("shell_command", "text", "shell command that a command trainer runs", _at("spec.command")),
-    Column("command", "text", "shell command that runs this trial again", _at("result.command")),
+_TABLE: tuple[tuple[str, Kind, str | Callable[[Trial], Any], str], ...] = (
+    ("trial", "text", "cell.trial", "name of the trial within its sweep"),
+    ("trainer", "text", "spec.trainer", "standard, dpsgd, ghost, fast, module:Class or command"),
+    ("label", "text", "spec.label", "name of the trainer in the names of trials"),
+    ("privacy", "text", "cell.privacy", "differential privacy: private, not private, unknown"),
+    ("model", "text", "spec.model", "model: preset, config file or module:function"),
+    ("batch_size", "integer", "spec.batch_size", "samples per step"),
+    ("seq_len", "integer", "spec.seq_len", "positions per sample"),
+    ("dtype", "text", "spec.dtype", "dtype in which matmuls compute"),
+    ("checkpointing", "flag", "spec.checkpointing", "whether gradient checkpointing is on"),
+    ("seed", "integer", "spec.seed", "random seed of the weights and the batch"),
+    ("micro_batch_size", "integer", "spec.micro_batch_size", "samples per forward pass (empty: whole batch)"),
+    ("batch", "text", "spec.batch", "function that makes the batch"),
+    ("nodes", "integer", "spec.nodes", "number of machines of the trial"),
+    ("processes", "integer", "spec.processes", "worker processes on each node"),
+    ("layout", "text", "spec.layout", "how processes share the training, such as ddp or fsdp"),
+    ("device_asked", "text", "spec.device", "device requested in the matrix; auto: the best available"),
+    ("threads", "integer", "spec.threads", "requested CPU threads"),
+    ("gpus", "number", "spec.gpus", "requested accelerators on each node"),
+    ("cpus", "integer", "spec.cpus", "CPU cores requested from the engine"),
+    ("steps", "integer", "spec.steps", "requested number of measured steps"),
+    ("warmup_steps", "integer", "spec.warmup_steps", "steps before the measured ones"),
+    ("memory_limit_bytes", "integer", "spec.limits.memory_bytes", "limit of the host memory"),
+    ("outcome", "text", "cell.outcome", "how the trial ended; missing means no result yet"),
+    ("reason", "text", "result.reason", "why the trial ended, in one line"),
+    ("phase", "text", "result.phase", "phase in which the trial ended"),
+    ("not_measured", "text", _not_measured, "what could not be measured after the steps of an ok trial, and why"),
+    ("attempts", "integer", _attempts, "how often the trial was started; 0 if it was not run"),
+    ("start_unix_seconds", "number", "result.unix_time", "start of the last attempt"),
+    ("total_seconds", "number", "result.seconds", "time from start to end of the worker process"),
+    ("parameters", "integer", "result.measured.parameters", "number of parameters of the model"),
+    ("steps_measured", "integer", "ok.steps.count", "number of timed steps"),
+    ("step_seconds_median", "number", "cell.seconds", "median step time"),
+    ("step_seconds_low", "number", "cell.low_seconds", "lower end of the 95 % interval; empty below 6 steps"),
+    ("step_seconds_high", "number", "cell.high_seconds", "upper end of the 95 % interval of the median"),
+    ("step_seconds_p10", "number", "ok.steps.p10", "10th percentile of the step time"),
+    ("step_seconds_p90", "number", "ok.steps.p90", "90th percentile of the step time"),
+    ("step_seconds_p99", "number", "ok.steps.p99", "99th percentile of the step time"),
+    ("step_seconds_first", "number", "ok.steps.first", "time of the first step, with compilation"),
+    ("unstable", "flag", "ok.steps.unstable", "whether the 95 % interval is wider than 5 % of the median"),
+    ("forward_seconds", "number", "ok.phase_seconds:forward", "median time of the forward pass"),
+    ("backward_seconds", "number", "ok.phase_seconds:backward", "median time of the backward pass"),
+    ("optimizer_seconds", "number", "ok.phase_seconds:optimizer", "median time of the optimizer step"),
+    ("samples_per_s", "number", "cell.samples_per_s", "batch size divided by the median step time"),
+    ("tokens_per_s", "number", "cell.tokens_per_s", "positions divided by the median step time"),
+    ("peak_bytes", "integer", "cell.peak_bytes", "peak of the memory that decides whether the trial fits"),
+    ("device_bytes", "integer", "cell.device_bytes", "memory size of the accelerator"),
+    ("allocated_bytes", "integer", "ok.memory.allocated_bytes", "peak held by tensors on the accelerator"),
+    ("reserved_bytes", "integer", "ok.memory.reserved_bytes", "peak held by the accelerator's allocator"),
+    ("alloc_retries", "integer", "ok.memory.alloc_retries", "above 0, the trial barely fits into memory"),
+    ("host_bytes", "integer", "ok.memory.host_bytes", "peak host memory of all processes"),
+    ("host_method", "text", "ok.memory.host_method", "high_water, samples, or rss (counts shared pages per process)"),
+    ("baseline_bytes", "integer", "ok.memory.baseline_bytes", "host memory before the model was built"),
+    ("build_peak_bytes", "integer", "ok.memory.by_phase:build", "peak while the model is built"),
+    ("forward_peak_bytes", "integer", "ok.memory.by_phase:forward", "peak of the forward pass"),
+    ("backward_peak_bytes", "integer", "ok.memory.by_phase:backward", "peak of the backward pass"),
+    ("optimizer_peak_bytes", "integer", "ok.memory.by_phase:optimizer", "peak of the optimizer step"),
+    ("model_flops", "integer", "ok.cost.model_flops", "FLOPs of a standard training step"),
+    ("hardware_flops", "integer", "ok.cost.hardware_flops", "FLOPs that this trainer executes per step"),
+    ("flops_method", "text", "ok.cost.method", "how FLOPs were counted"),
+    ("flops_attention", "text", _attention, "how attention is counted: full or causal"),
+    ("flops_lower_bound", "flag", _bound, "whether FLOPs are a lower bound, because some ops have no formula"),
+    ("device_peak_flops_per_s", "number", "ok.cost.peak:flops_per_s", "peak FLOP/s of which MFU and HFU are shares"),
+    ("device_peak_kind", "text", "ok.cost.peak:kind", "where the peak comes from"),
+    ("mfu", "number", "cell.mfu", "model FLOP/s divided by the peak"),
+    ("hfu", "number", "cell.hfu", "hardware FLOP/s divided by the peak"),
+    ("epsilon", "number", "ok.privacy.epsilon", "privacy spent; if empty, privacy_note says why"),
+    ("delta", "number", "ok.privacy.delta", "delta for which epsilon holds"),
+    ("noise_multiplier", "number", "ok.privacy.noise_multiplier", "noise for which epsilon holds"),
+    ("sample_rate", "number", "ok.privacy.sample_rate", "probability that a sample is in a batch"),
+    ("privacy_steps", "integer", "ok.privacy.steps", "steps of the training for which epsilon holds"),
+    ("accountant", "text", "ok.privacy.accountant", "privacy accountant: rdp, prv or gdp"),
+    ("privacy_note", "text", "ok.privacy.note", "what a reader of epsilon must know"),
+    ("host", "text", "result.environment:host", "machine on which the trial ran"),
+    ("device", "text", "result.environment:device", "device on which the trial ran, such as cuda:0"),
+    ("device_name", "text", "result.environment:device_name", "name of the accelerator"),
+    ("cpu", "text", "result.environment:cpu", "name of the CPU"),
+    ("torch", "text", "result.environment:torch", "version of torch"),
+    ("cuda", "text", "result.environment:cuda", "version of CUDA"),
+    ("opacus", "text", "result.environment:opacus", "version of Opacus"),
+    ("python", "text", "result.environment:python", "version of Python"),
+    ("flopwatch", "text", "result.environment:flopwatch", "version of flopwatch"),
+    ("git", "text", "result.environment:git", "git commit of the code; + means with local changes"),
+    ("trace", "text", "result.measured.trace", "path of the Kineto trace within the sweep's folder"),
+    ("key", "text", "result.key", "hash of the configuration and the environment"),
+    ("shell_command", "text", "spec.command", "shell command that a command trainer runs"),
+    ("command", "text", "result.command", "shell command that runs this trial again"),
+)
+COLUMNS = tuple(
+    Column(name, kind, meaning, _at(read) if isinstance(read, str) else read, may_be_infinite=name == "epsilon")
+    for name, kind, read, meaning in _TABLE
 )
 """The columns of every table. Columns `options.NAME` and then `extra.NAME` follow, each sorted by name."""
 
@@ -251,25 +248,16 @@ def load(folder: str | PathLike[str]) -> Table:
 
 def make_table(capture: Capture) -> Table:
     """Make the table of a sweep. Trials without a result have the outcome `missing`."""
-    return _table([_trial(*trial) for trial in capture.trials()], capture.troubles)
-
-
-def result_row(result: TrialResult) -> dict[str, Any]:
-    return _table([_trial(result.name, result.spec, result)]).rows[0]
-
-
-def _trial(name: str, spec: TrialSpec, result: TrialResult | None) -> Trial:
-    ok = result.measured if result and result.outcome == "ok" else None
-    return Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok)
-
-
-def _table(trials: Sequence[Trial], troubles: tuple[str, ...] = ()) -> Table:
+    trials = []
+    for name, spec, result in capture.trials():
+        ok = result.measured if result and result.outcome == "ok" else None
+        trials.append(Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok))
     kinds: dict[str, Kind] = {column.name: column.kind for column in COLUMNS}
-    rows = [{column.name: _column_value(column, trial) for column in COLUMNS} for trial in trials]
-    for prefix, path in (("options", "spec.options"), ("extra", "result.measured.extra")):
+    rows = [{one.name: _value(one.read(trial), one.kind, one.may_be_infinite) for one in COLUMNS} for trial in trials]
+    for prefix, read in (("options", _at("spec.options")), ("extra", _at("result.measured.extra"))):
         added = [
-            {f"{prefix}.{whole_text(str(name))}": _plain_value(value) for name, value in (named or {}).items()}
-            for named in map(_at(path), trials)
+            {whole_text(f"{prefix}.{name}"): _value(own, _KINDS.get(type(own), "text")) for name, own in named.items()}
+            for named in (read(trial) or {} for trial in trials)
         ]
         for name in sorted({name for values in added for name in values}):
             kinds[name] = _kind_of(values.get(name) for values in added)
@@ -278,31 +266,21 @@ def _table(trials: Sequence[Trial], troubles: tuple[str, ...] = ()) -> Table:
     for name, kind in kinds.items():
         if kind == "integer" and any(abs(row[name] or 0) > MOST_INTEGER for row in rows):
             kinds[name] = "number"
-    return Table(tuple(rows), kinds, troubles)
+    return Table(tuple(rows), kinds, capture.troubles)
 
 
-def _column_value(column: Column, trial: Trial) -> Any:
-    value = column.read(trial)
-    return inf if column.may_be_infinite and value == inf else _value(value, column.kind)
-
-
-def _plain_value(value: Any) -> Any:
-    """Convert a value for a table cell: numbers, flags and text stay, everything else becomes JSON text."""
-    if value is None or isinstance(value, bool):
-        return value
-    return _value(value, "number" if isinstance(value, int | float) else "text")
+_KINDS: Mapping[type, Kind] = {bool: "flag", int: "integer", float: "number"}
 
 
 def _kind_of(values: Iterable[Any]) -> Kind:
-    types = {type(value) for value in values if value is not None}
-    if types == {int, float}:
-        return "number"
-    kinds: Mapping[type, Kind] = {bool: "flag", int: "integer", float: "number"}
-    return kinds.get(types.pop(), "text") if len(types) == 1 else "text"
+    kinds = {_KINDS.get(type(value), "text") for value in values if value is not None}
+    return kinds.pop() if len(kinds) == 1 else "number" if kinds == {"integer", "number"} else "text"
 
 
-def _value(value: Any, kind: Kind) -> Any:
+def _value(value: Any, kind: Kind, may_be_infinite: bool = False) -> Any:
     """Return the value if it suits the kind of the column, or else None. A damaged file may contain anything."""
+    if may_be_infinite and value == inf:
+        return inf
     if value is None or kind == "flag":
         return value if isinstance(value, bool) else None
     if kind == "text":
@@ -320,3 +298,97 @@ def whole_text(text: str) -> str:
     'half \\ud83d'
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# A formula may also start after a semicolon, tab or newline, because some spreadsheets begin a new cell there.
+_BEGINS_A_FORMULA = re.compile(r"(?:^|(?<=[;\t\n]))(?=\s*[=+\-@＝＋－＠])")
+
+
+def table_csv(table: Table) -> str:
+    """Write the table as CSV with a header. Flags are `true` or `false`, and unknown values are empty.
+
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, because text such as an
+    exception's message may come from anywhere (CSV injection, see OWASP). Control characters are removed.
+    """
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    for row in (table.columns, *(row.values() for row in table.rows)):
+        writer.writerow([_BEGINS_A_FORMULA.sub("'", plain(one)) if isinstance(one, str) else _text(one) for one in row])
+    return stream.getvalue()
+
+
+def table_parquet(table: Table) -> bytes:
+    """Write the table as Parquet with typed columns. Unlike in CSV, text is not changed.
+
+    Raises:
+        MissingDependencyError: pyarrow is not installed.
+    """
+    pyarrow = require_package("pyarrow", "Parquet", "; CSV needs nothing")
+    parquet = require_package("pyarrow.parquet", "Parquet", "; CSV needs nothing")
+    types = {"text": pyarrow.string(), "integer": pyarrow.int64(), "number": pyarrow.float64(), "flag": pyarrow.bool_()}
+    change: Mapping[Kind, Callable[[Any], Any]] = {"number": float, "text": _text}
+    columns = {}
+    for name, kind in table.kinds.items():
+        values = (row[name] for row in table.rows)
+        known = [value if value is None else change.get(kind, lambda same: same)(value) for value in values]
+        columns[name] = pyarrow.array(known, types[kind])
+    written = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), written)
+    return written.getvalue()
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    return value if isinstance(value, str) else repr(value)
+
+
+_RESULTS = COLUMNS[[column.name for column in COLUMNS].index("outcome") :]
+_FACTS = {column.name for column in _RESULTS if column.kind == "text"}
+_FIGURES = {column.name for column in _RESULTS if column.kind != "text"}
+
+
+def trial_runs(capture: Capture) -> Iterator[TrialRun]:
+    for result in capture.results.values():
+        yield trial_run(result, capture.folder.resolve().name, capture.created)
+
+
+def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRun:
+    """Convert the result of a trial to a run of a tracking service.
+
+    Args:
+        result: The result.
+        sweep: Name of the sweep.
+        created: Unix time at which the sweep was planned. The ID of the run depends on this time, which
+            differs between sweeps with the same trials and stays the same if a sweep is resumed or its folder moved.
+    """
+    (row,) = make_table(Capture(Path(), {result.name: result}, {}))
+    sweep_id = _hashed(sweep if created is None else repr(created))
+    end = None if row["start_unix_seconds"] is None else row["start_unix_seconds"] + (row["total_seconds"] or 0)
+    return TrialRun(
+        id=_hashed(sweep_id, result.key or result.name),
+        name=one_line(result.name),
+        sweep=one_line(sweep),
+        sweep_id=sweep_id,
+        config=_clean(result.spec.to_json()),
+        figures={name: value for name, value in row.items() if name in _FIGURES or name.startswith("extra.")},
+        facts={name: value for name, value in row.items() if name in _FACTS and value is not None},
+        state="killed" if result.outcome == "cancelled" else "failed" if result.outcome in FAILED else "finished",
+        start_unix_seconds=row["start_unix_seconds"],
+        end_unix_seconds=end,
+    )
+
+
+def _hashed(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()[:20]
+
+
+def _clean(value: Any) -> Any:
+    """Make a value acceptable to every service: escape lone surrogates, and replace NaN and infinity by None."""
+    if isinstance(value, Mapping):
+        return {whole_text(str(name)): _clean(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    if isinstance(value, str):
+        return whole_text(value)
+    return None if isinstance(value, int | float) and not abs(value) <= MOST_FINITE else value

@@ -10,8 +10,9 @@ unknown is chosen only if no other one has a known epsilon.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import combinations, pairwise, product
 from math import exp, log
 from typing import NamedTuple, TypeAlias
 
@@ -33,31 +34,63 @@ class _Point(NamedTuple):
     is_decided: bool
 
 
+_Line: TypeAlias = dict[int, Cell]
+_AXES: tuple[Axis, ...] = ("sequence", "batch")
+_QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
+
+
 def find_crossovers(cells: Sequence[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
     """Find all crossovers between pairs of trainers, the clearly measured ones first."""
     found: list[Crossover] = []
-    for axis in ("sequence", "batch"):
-        lines: dict[tuple[int, str], dict[int, Cell]] = defaultdict(dict)
+    for axis in _AXES:
+        lines: dict[tuple[int, str], _Line] = defaultdict(dict)
         for cell in cells:
             if cell.outcome == "ok":
                 sizes = (cell.seq_len, cell.batch_size)
                 along, fixed = sizes if axis == "sequence" else reversed(sizes)
                 lines[fixed, cell.trainer][along] = cell
-        for fixed in sorted({fixed for fixed, _ in lines}):
-            for first, second in combinations(trainers, 2):
-                for quantity in ("time", "memory"):
-                    points = _points(lines.get((fixed, first), {}), lines.get((fixed, second), {}), quantity)
-                    found += _along(points, first, second, quantity, axis, fixed)
+        all_fixed = sorted({fixed for fixed, _ in lines})
+        for fixed, (first, second), quantity in product(all_fixed, combinations(trainers, 2), _QUANTITIES):
+            points = list(_points(lines.get((fixed, first), {}), lines.get((fixed, second), {}), quantity))
+            found += _along(points, first, second, partial(Crossover, quantity, axis, fixed))
     return tuple(sorted(found, key=lambda crossover: not crossover.is_claimed))
+
+
+def _points(first: _Line, second: _Line, quantity: Quantity) -> Iterator[_Point]:
+    for value in sorted(first.keys() & second.keys()):
+        a, b = first[value], second[value]
+        amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
+        if amounts[0] and amounts[1]:
+            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity))
+
+
+def _along(points: Sequence[_Point], first: str, second: str, make: Callable[..., Crossover]) -> Iterator[Crossover]:
+    decided = [place for place, point in enumerate(points) if point.is_decided]
+    covered: set[int] = set()
+    for low, high in pairwise(decided):
+        a, b = points[low], points[high]
+        if a.log_ratio * b.log_ratio < 0:
+            covered.update(range(low, high))
+            between = tuple(point.value for point in points[low + 1 : high])
+            share = a.log_ratio / (a.log_ratio - b.log_ratio)
+            at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
+            yield make(*_better_first(a, first, second), a.value, b.value, at, between)
+    for place, (a, b) in enumerate(pairwise(points)):
+        if place not in covered and a.log_ratio * b.log_ratio < 0:
+            yield make(*_better_first(a, first, second), a.value, b.value, None, is_claimed=False)
+
+
+def _better_first(point: _Point, first: str, second: str) -> tuple[str, str]:
+    return (first, second) if point.log_ratio < 0 else (second, first)
 
 
 def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
     """Whether the 95 % intervals do not overlap after widening by 2 %; for memory, whether peaks differ by over 1 %."""
+    interval, noise = ratio_interval(time_interval(first), time_interval(second)), TIME_NOISE
     if quantity == "memory":
         ratio = (second.peak_bytes or 0) / (first.peak_bytes or 1)
-        return differ((ratio, ratio), MEMORY_NOISE, "less", "more") in ("less", "more")
-    interval = ratio_interval(time_interval(first), time_interval(second))
-    return differ(interval, TIME_NOISE, "less", "more") in ("less", "more")
+        interval, noise = (ratio, ratio), MEMORY_NOISE
+    return differ(interval, noise, "less", "more") in ("less", "more")
 
 
 Interval: TypeAlias = tuple[float, float] | None
@@ -76,38 +109,6 @@ def rate_interval(cell: Cell, rate: float | None) -> Interval:
 def ratio_interval(a: Interval, b: Interval) -> Interval:
     """The lowest and the highest ratio b / a within two intervals; None if one of them is unknown."""
     return (b[0] / a[1], b[1] / a[0]) if a and b else None
-
-
-def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity) -> list[_Point]:
-    points = []
-    for value in sorted(first.keys() & second.keys()):
-        a, b = first[value], second[value]
-        amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
-        if amounts[0] and amounts[1]:
-            points.append(_Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity)))
-    return points
-
-
-def _along(
-    points: Sequence[_Point], first: str, second: str, quantity: Quantity, axis: Axis, fixed: int
-) -> Iterator[Crossover]:
-    def crossover(low: _Point, high: _Point, at: float | None, equal_at: tuple[int, ...], claimed: bool) -> Crossover:
-        below, above = (first, second) if low.log_ratio < 0 else (second, first)
-        return Crossover(quantity, axis, fixed, below, above, low.value, high.value, at, equal_at, claimed)
-
-    decided = [place for place, point in enumerate(points) if point.is_decided]
-    covered: set[int] = set()
-    for low, high in pairwise(decided):
-        if points[low].log_ratio * points[high].log_ratio < 0:
-            between = tuple(point.value for point in points[low + 1 : high])
-            covered.update(range(low, high))
-            a, b = points[low], points[high]
-            share = a.log_ratio / (a.log_ratio - b.log_ratio)
-            at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
-            yield crossover(a, b, at, between, True)
-    for place, (below, above) in enumerate(pairwise(points)):
-        if place not in covered and below.log_ratio * above.log_ratio < 0:
-            yield crossover(below, above, None, (), False)
 
 
 NEAR = 0.9
@@ -140,16 +141,9 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
     fastest = ranked[0]
     near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(fastest, cell)]
     tied = tuple(cell for cell in ranked[1:] if _overlap(fastest, cell))
-    return Choice(
-        seq_len,
-        privacy,
-        fastest,
-        tied,
-        lightest=min(near, key=lambda cell: cell.peak_bytes or 0) if near else None,
-        candidates=len(ranked),
-        verdict=_verdict(fastest, tied, len(ranked)),
-        caveats=tuple(_caveats(fastest, ranked[1:], left_out)),
-    )
+    lightest = min(near, key=lambda cell: cell.peak_bytes or 0) if near else None
+    verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, ranked[1:], left_out))
+    return Choice(seq_len, privacy, fastest, tied, lightest, len(ranked), verdict, caveats)
 
 
 def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
@@ -221,24 +215,6 @@ def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
     )
 
 
-def frontier(cells: Iterable[Cell]) -> Iterator[FrontierPoint]:
-    """Find the largest batch that ran and the smallest that ran out of memory, per trainer and sequence length."""
-    places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
-    for cell in cells:
-        places[cell.trainer, cell.seq_len].append(cell)
-    for place, members in places.items():
-        ran = [cell.batch_size for cell in members if cell.outcome == "ok"]
-        too_large = {cell.batch_size: cell.outcome for cell in members if cell.outcome in OUT_OF_MEMORY}
-        largest_ok, smallest_oom = max(ran, default=None), min(too_large, default=None)
-        yield FrontierPoint(
-            *place,
-            largest_ok,
-            smallest_oom,
-            is_inferred=smallest_oom is not None and too_large[smallest_oom] == "oom_inferred",
-            is_monotone=largest_ok is None or smallest_oom is None or largest_ok < smallest_oom,
-        )
-
-
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
     is_bound = cell.is_lower_bound or standard.is_lower_bound  # FLOPs have no known ratio if either is a lower bound.
     return CostFactor(
@@ -257,3 +233,21 @@ def _factor(cell: Cell, standard: Cell) -> CostFactor:
 
 def _ratio(value: float | None, standard: float | None) -> float | None:
     return value / standard if value is not None and standard else None
+
+
+def frontier(cells: Iterable[Cell]) -> Iterator[FrontierPoint]:
+    """Find the largest batch that ran and the smallest that ran out of memory, per trainer and sequence length."""
+    places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        places[cell.trainer, cell.seq_len].append(cell)
+    for place, members in places.items():
+        ran = [cell.batch_size for cell in members if cell.outcome == "ok"]
+        too_large = {cell.batch_size: cell.outcome for cell in members if cell.outcome in OUT_OF_MEMORY}
+        largest_ok, smallest_oom = max(ran, default=None), min(too_large, default=None)
+        yield FrontierPoint(
+            *place,
+            largest_ok,
+            smallest_oom,
+            is_inferred=smallest_oom is not None and too_large[smallest_oom] == "oom_inferred",
+            is_monotone=largest_ok is None or smallest_oom is None or largest_ok < smallest_oom,
+        )

@@ -12,11 +12,11 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.present.terminal import document_text
 from flopwatch.report.run_page.collecting import read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from support.hand_made_run import provenance, row, start
 from support.hostile_sweep import HOSTILE, OWNED
+from testbeds.documents import document_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

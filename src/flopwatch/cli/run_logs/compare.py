@@ -15,8 +15,8 @@ from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.comparison import SweepComparison, compare_sweeps
-from flopwatch.report.comparison.document import comparison_document as document_of_sweeps
 from flopwatch.report.run_page.comparison import comparison_document
+from flopwatch.report.sweep.comparison import comparison_document as document_of_sweeps
 from flopwatch.runs import find_log, read_log
 from flopwatch.runs.comparison import Comparison, speed_line
 from flopwatch.runs.comparison import compare as compare_logs

@@ -26,7 +26,7 @@ from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.records.sweep_results import read_trial_list
 from flopwatch.records.trial_files import RESULTS, SWEEP
 from flopwatch.report.capture import Capture, follow_results
-from flopwatch.report.exports import trial_run, trial_runs
+from flopwatch.report.table import trial_run, trial_runs
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
 from flopwatch.text import one_line, plural
 

@@ -14,7 +14,7 @@ from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import TrialResult
-from flopwatch.report.contents import epsilon_text, outcome_class
+from flopwatch.report.cells import epsilon_text, outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe
 from flopwatch.sweep.folder import Trial, folder_of

@@ -2,37 +2,29 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import log
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from flopwatch.numbers import byte_size, count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report import contents
-from flopwatch.report.contents import Metric
+from flopwatch.report.cells import (
+    METRICS,
+    Metric,
+    cell_text,
+    device_capacity,
+    outcome_class,
+    outcome_word,
+    throughput,
+    throughput_metric,
+)
 from flopwatch.report.records import Cell, Group
 from flopwatch.report.verdicts import configuration, rate_interval
 
-MOST_PANELS = 8
-MOST_CELLS = 24
-PHASES = ("build", "forward", "backward", "optimizer")
-_LABEL, _END, _BARS_WIDTH = 70.0, 208.0, 302.0
-_SHADES = 7
-
-
-class Bar(NamedTuple):
-    """A bar of a chart. If `behind` is given, a paler bar of that length is drawn behind it."""
-
-    label: str
-    kind: int
-    value: float
-    words: str
-    tip: str
-    behind: float | None = None
-
-
+_MOST_PANELS = 8
 _CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
 _INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
 _FRONT = (
@@ -48,134 +40,66 @@ _PHASES = "The peak in each phase of a step. Peaks of different phases do not ad
 
 
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
-    layout = layout_of(group)
-    in_all = len({layout.panel_of(cell) for cell in group.cells})
-    some = f" {MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > MOST_PANELS else ""
-    memory, rate = contents.METRICS["memory"], contents.throughput_metric(group)
+    # One panel per sequence length, or a single panel if there is only one batch size.
+    along, apart = ("batch", "sequence")
+    if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
+        along, apart = apart, along
+    in_all = len({_SIZE_OF[apart](cell) for cell in group.cells})
+    some = f" {_MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > _MOST_PANELS else ""
+    memory, rate = METRICS["memory"], throughput_metric(group)
     panels = [
-        Panels(curve_panels(group, memory, colours), f"Peak memory by {layout.x_name}", _CROSSES + some),
-        Panels(curve_panels(group, rate, colours), f"{rate.title} by {layout.x_name}", _INTERVALS + some),
-        Panels(pareto_panels(group, colours), "Throughput over memory", _FRONT),
-        Panels(utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
+        Panels(_curve_panels(group, along, apart, memory, colours), f"Peak memory by {along}", _CROSSES + some),
+        Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _INTERVALS + some),
+        Panels(_pareto_panels(group, rate, colours), "Throughput over memory", _FRONT),
+        Panels(_utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
         Panels(frontier_maps(group), "Which sizes fit", _MAP),
-        Panels(phase_panels(group, colours), "Memory by phase", _PHASES),
+        Panels(_phase_panels(group, colours), "Memory by phase", _PHASES),
     ]
     return [one for one in panels if one.drawings]
 
 
-def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
+class _Bar(NamedTuple):
+    """A bar of a chart. If `behind` is given, a paler bar of that length is drawn behind it."""
+
+    label: str
+    kind: int
+    value: float
+    words: str
+    tip: str
+    behind: float | None = None
+
+
+def _utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
-    known = [cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None]
-    chosen = _largest_shared(known, group.seq_lens)
-    shown = [(seq, chosen[seq]) for seq in evenly(sorted(chosen), MOST_PANELS)]
-    longest = max((max(c.mfu or 0, c.hfu or 0) for _, cells in shown for c in cells), default=0)
-    return [
-        _bars(f"sequence {seq}, batch {cells[0].batch_size}", [_utilisation(c, colours) for c in cells], longest)
-        for seq, cells in shown
-    ]
+
+    def bar(cell: Cell) -> _Bar:
+        bound, mfu, hfu = "≥ " if cell.is_lower_bound else "", percent(cell.mfu), percent(cell.hfu)
+        tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
+        return _Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, f"{bound}{mfu} | {hfu}", tip, cell.hfu)
+
+    chosen = _largest_shared((cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None), group)
+    shown = [chosen[seq] for seq in evenly(sorted(chosen), _MOST_PANELS)]
+    longest = max((max(c.mfu or 0, c.hfu or 0) for cells in shown for c in cells), default=0)
+    return [_bars(_size(cells[0]), [bar(cell) for cell in cells], longest) for cells in shown]
 
 
-def phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
+def _phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     """Draw the peak memory of each phase at the largest size that all trainers ran, one panel per trainer."""
-    known = [cell for cell in group.cells if cell.bytes_by_phase]
-    chosen = _largest_shared(known, group.seq_lens)
-    if not chosen:
-        return []
-    cells = chosen[max(chosen)]
-    longest = max(max(cell.bytes_by_phase.values()) for cell in cells)
-    where = f"sequence {cells[0].seq_len}, batch {cells[0].batch_size}"
-    return [_bars(cell.trainer, list(_phases(cell, colours[cell.trainer])), longest, where) for cell in cells]
+
+    def bars(cell: Cell) -> Iterator[_Bar]:
+        known = ("build", "forward", "backward", "optimizer")
+        for phase in (*known, *sorted(set(cell.bytes_by_phase) - set(known))):
+            if held := cell.bytes_by_phase.get(phase):
+                words = byte_size(held)
+                yield _Bar(phase, colours[cell.trainer], held, words, f"{configuration(cell)}, {phase}: {words}")
+
+    chosen = _largest_shared((cell for cell in group.cells if cell.bytes_by_phase), group)
+    cells = chosen[max(chosen)] if chosen else []
+    longest = max((max(cell.bytes_by_phase.values()) for cell in cells), default=0)
+    return [_bars(cell.trainer, list(bars(cell)), longest, _size(cell)) for cell in cells]
 
 
-_LEAST_SPAN = 8
-_Cells: TypeAlias = Mapping[tuple[int, int], Cell]
-
-
-def frontier_maps(group: Group) -> list[Drawing]:
-    """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
-    peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
-    # The shades span at least a factor of 8, because peaks that differ little must not look like white and navy.
-    span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
-    seqs, batches = evenly(group.seq_lens, MOST_CELLS), evenly(group.batch_sizes, MOST_CELLS)
-    if len(seqs) * len(batches) < 2:
-        return []
-    cells = {name: {(c.seq_len, c.batch_size): c for c in group.cells if c.trainer == name} for name in group.trainers}
-    return [_map(name, seqs, batches, own, span) for name, own in cells.items()]
-
-
-def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
-    bound = "≥ " if cell.is_lower_bound else ""
-    mfu, hfu = percent(cell.mfu), percent(cell.hfu)
-    tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
-    return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, f"{bound}{mfu} | {hfu}", tip, cell.hfu)
-
-
-def _phases(cell: Cell, kind: int) -> Iterator[Bar]:
-    for phase in (*PHASES, *sorted(set(cell.bytes_by_phase) - set(PHASES))):
-        if held := cell.bytes_by_phase.get(phase):
-            yield Bar(phase, kind, held, byte_size(held), f"{configuration(cell)}, {phase}: {byte_size(held)}")
-
-
-def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> Drawing:
-    parts = []
-    for place, bar in enumerate(bars):
-        top, scale = 6 + 22 * place, (_END - _LABEL) / longest if longest else 0
-        label = bar.label if len(bar.label) <= 11 else bar.label[:10] + "…"
-        parts.append(svg.text(_LABEL - 7, top + 11.5, label, anchor="end"))
-        if bar.behind:
-            parts.append(_rect(_LABEL, top + 3, scale * bar.behind, 8, f"thin k{bar.kind % 8}", bar.tip))
-        parts.append(_rect(_LABEL, top, scale * bar.value, 14, f"fill k{bar.kind % 8}", bar.tip))
-        end = _LABEL + scale * max(bar.value, bar.behind or 0)
-        parts.append(svg.text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
-    return Drawing(title, remark, "".join(parts), _BARS_WIDTH, 8 + 22 * max(len(bars), 1))
-
-
-def _map(trainer: str, seqs: list[int], batches: list[int], cells: _Cells, span: tuple[int, int]) -> Drawing:
-    left, width = 40.0, 300.0
-    across = (width - left - 4) / len(seqs)
-    high = min(26.0, max(9.0, 260 / len(batches)))
-    parts = []
-    for row, batch in enumerate(reversed(batches)):
-        if len(batches) <= 14 or row % 2 == 0:
-            parts.append(svg.text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
-        for column, seq in enumerate(seqs):
-            if cell := cells.get((seq, batch)):
-                parts.append(_map_cell(cell, left + column * across, row * high, across, high, span))
-    bottom = len(batches) * high
-    every = max(1, -(-len(seqs) // 8))
-    for column, seq in enumerate(seqs):
-        if column % every == 0:
-            parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
-    parts.append(svg.text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
-    parts.append(svg.text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
-    return Drawing(trainer, "", "".join(parts), width, bottom + 34)
-
-
-def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
-    kind = contents.outcome_class(cell.outcome)
-    tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
-    has_room = across >= 30 and high >= 14
-    middle = x + across / 2
-    if cell.outcome == "ok":
-        shade = _shade(cell.peak_bytes, span)
-        words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
-        tip += f"peak {byte_size(cell.peak_bytes)}"
-        label = svg.text(middle, y + high / 2 + 3.5, words, anchor="middle", style="td" if shade > 3 else "tl")
-        return _rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip) + (label if has_room else "")
-    word = contents.outcome_word(cell.outcome)
-    label = svg.text(middle, y + high / 2 + 3.5, word if has_room else "×", anchor="middle", style=f"t-{kind}")
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{high:.1f}"'
-    area = f'<rect {size} fill="transparent"{svg.tipped(tip + cell.outcome)}/>'
-    return _rect(x + 0.6, y + 0.6, across - 2.7, high - 2.7, f"c-{kind}", "") + label + area
-
-
-def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
-    if peak_bytes is None or span[1] <= span[0]:
-        return 0
-    return min(_SHADES - 1, int(_SHADES * log(peak_bytes / span[0]) / log(span[1] / span[0])))
-
-
-def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
+def _largest_shared(cells: Iterable[Cell], group: Group) -> dict[int, list[Cell]]:
     """For each sequence length, the cells at the batch size that the most trainers ran (on a tie, the largest)."""
     by_place: dict[tuple[int, int], list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -184,88 +108,129 @@ def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int,
     for (seq_len, _), found in sorted(by_place.items()):
         chosen[seq_len] = max(found, chosen.get(seq_len, []), key=len)
     most = max(map(len, chosen.values()), default=0)
-    return {seq_len: chosen[seq_len] for seq_len in seq_lens if len(chosen.get(seq_len, ())) == most > 0}
+    return {seq_len: chosen[seq_len] for seq_len in group.seq_lens if len(chosen.get(seq_len, ())) == most > 0}
 
 
-def _rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(height, 0.5):.1f}"'
-    return f'<rect class="{svg.esc(style)}" {size} rx="2"{svg.tipped(tip)}/>'
+def _size(cell: Cell) -> str:
+    return f"sequence {cell.seq_len}, batch {cell.batch_size}"
 
 
-MOST_POINTS = 60
+def _bars(title: str, bars: Sequence[_Bar], longest: float, remark: str = "") -> Drawing:
+    left, right, parts = 70.0, 208.0, []
+    scale = (right - left) / longest if longest else 0
+    for place, (label, kind, value, words, tip, behind) in enumerate(bars):
+        top, colour = 6 + 22 * place, f"k{kind % svg.COLOURS}"
+        parts.append(svg.text(left - 7, top + 11.5, label if len(label) <= 11 else label[:10] + "…", anchor="end"))
+        if behind:
+            parts.append(svg.rect(left, top + 3, scale * behind, 8, f"thin {colour}", tip))
+        parts.append(svg.rect(left, top, scale * value, 14, f"fill {colour}", tip))
+        end = left + scale * max(value, behind or 0)
+        parts.append(svg.text(min(end + 5, right + 2), top + 11.5, words, style="val"))
+    return Drawing(title, remark, "".join(parts), 302.0, 8 + 22 * max(len(bars), 1))
+
+
+_MOST_CELLS = 24
+_SHADES = 7
+_LEAST_SPAN = 8
+"""The shades span at least this factor, because peaks that differ little must not look like white and navy."""
+
+
+def frontier_maps(group: Group) -> list[Drawing]:
+    """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
+    peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
+    span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
+    seqs, batches = evenly(group.seq_lens, _MOST_CELLS), evenly(group.batch_sizes, _MOST_CELLS)
+    if len(seqs) * len(batches) < 2:
+        return []
+    cells = {name: {(c.seq_len, c.batch_size): c for c in group.cells if c.trainer == name} for name in group.trainers}
+    return [_map(name, seqs, batches, own, span) for name, own in cells.items()]
+
+
+def _map(
+    trainer: str, seqs: list[int], batches: list[int], cells: Mapping[tuple[int, int], Cell], span: tuple[int, int]
+) -> Drawing:
+    left, width = 40.0, 300.0
+    across, high = (width - left - 4) / len(seqs), min(26.0, max(9.0, 260 / len(batches)))
+    parts, bottom = [], len(batches) * high
+    for row, batch in enumerate(reversed(batches)):
+        if len(batches) <= 14 or row % 2 == 0:
+            parts.append(svg.text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
+        for column, seq in enumerate(seqs):
+            if cell := cells.get((seq, batch)):
+                parts.append(_map_cell(cell, left + column * across, row * high, across, high, span))
+    every = max(1, -(-len(seqs) // 8))
+    for column, seq in list(enumerate(seqs))[::every]:
+        parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
+    parts.append(svg.text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
+    parts.append(svg.text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
+    return Drawing(trainer, "", "".join(parts), width, bottom + 34)
+
+
+def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
+    tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
+    has_room = across >= 30 and high >= 14
+    label = partial(svg.text, x + across / 2, y + high / 2 + 3.5, anchor="middle")
+    if cell.outcome == "ok":
+        shade, (least, most) = 0, span
+        if cell.peak_bytes is not None and most > least:
+            shade = min(_SHADES - 1, int(_SHADES * log(cell.peak_bytes / least) / log(most / least)))
+        words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
+        drawn = svg.rect(x, y, across - 1.5, high - 1.5, f"s{shade}", f"{tip}peak {byte_size(cell.peak_bytes)}")
+        return drawn + (label(words, style="td" if shade > 3 else "tl") if has_room else "")
+    kind = outcome_class(cell.outcome)
+    drawn = svg.rect(x + 0.6, y + 0.6, across - 2.7, high - 2.7, f"c-{kind}", "")
+    drawn += label(outcome_word(cell.outcome) if has_room else "×", style=f"t-{kind}")
+    return drawn + svg.tip_area(x, y, across, high, tip + cell.outcome)
+
+
+_MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
 """Curves with more points than this have small markers."""
 _MARKER = 8.0
 """Width of a marker."""
-_LINES_WIDTH, _HEIGHT = 300.0, 214.0
-_Place: TypeAlias = Callable[[Cell], float]
+_WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
-class Layout(NamedTuple):
-    """Whether curves are drawn over the batch size, with one panel per sequence length, or the other way round."""
-
-    x_name: str
-    x_of: Callable[[Cell], int]
-    panel_name: str
-    panel_of: Callable[[Cell], int]
+_SIZE_OF: Mapping[str, Callable[[Cell], int]] = {"batch": attrgetter("batch_size"), "sequence": attrgetter("seq_len")}
 
 
-def layout_of(group: Group) -> Layout:
-    """Use one panel per sequence length, or a single panel if there is only one batch size."""
-    batch, sequence = ("batch", attrgetter("batch_size")), ("sequence", attrgetter("seq_len"))
-    if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
-        return Layout(*sequence, *batch)
-    return Layout(*batch, *sequence)
-
-
-def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
-    layout = layout_of(group)
-    kept = evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS)
-    panels = evenly(sorted({layout.panel_of(cell) for cell in group.cells}), MOST_PANELS)
-    cells = [cell for cell in group.cells if layout.panel_of(cell) in panels and layout.x_of(cell) in kept]
+def _curve_panels(group: Group, along: str, apart: str, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
+    """Draw the curves of all trainers over one size, one figure per value of the other, with the same axes."""
+    x_of, panel_of = _SIZE_OF[along], _SIZE_OF[apart]
+    kept = evenly(sorted({x_of(cell) for cell in group.cells}), _MOST_POINTS)
+    panels = evenly(sorted({panel_of(cell) for cell in group.cells}), _MOST_PANELS)
+    cells = [cell for cell in group.cells if panel_of(cell) in panels and x_of(cell) in kept]
     values = [value for cell in cells if (value := metric.value(cell)) is not None]
     if not values or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
         return []
-    capacity = contents.device_capacity(cells) if metric.key == "memory" else None
+    capacity = device_capacity(cells) if metric.key == "memory" else None
     shown = [*values, capacity] if capacity and capacity < 8 * max(values) else values
     y = svg.log_scale(shown, _BOTTOM, _TOP, least=_LEAST_FACTOR)
-    xs = sorted({layout.x_of(cell) for cell in cells})
+    xs = sorted({x_of(cell) for cell in cells})
     x = svg.log_scale(xs, _LEFT + 10, _RIGHT - 8, room=1.0)
     ticks = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
-    grid = _grid(x, ticks, "{:g}".format, layout.x_name, y, in_bytes=metric.key == "memory")
+    grid = _grid(x, ticks, "{:g}".format, along, y, in_bytes=metric.key == "memory")
     if capacity and y.low <= capacity <= y.high:
         grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
         grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
     drawings = []
     for value in panels:
-        own = sorted((cell for cell in cells if layout.panel_of(cell) == value), key=layout.x_of)
+        own = sorted((cell for cell in cells if panel_of(cell) == value), key=x_of)
         if any(metric.value(cell) is not None for cell in own):
             by_trainer = {name: [cell for cell in own if cell.trainer == name] for name in group.trainers}
-            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(layout.x_of(cell)), y))
-            drawings.append(Drawing(f"{layout.panel_name} {value}", "", drawn, _LINES_WIDTH, _HEIGHT))
+            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(x_of(cell)), y))
+            drawings.append(Drawing(f"{apart} {value}", "", drawn, _WIDTH, _HEIGHT))
     return drawings
 
 
-def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw throughput over memory with one Pareto front for each `Cell.privacy`, one panel per sequence length."""
-    rate = contents.throughput_metric(group)
-    known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
-    panels = []
-    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_PANELS):
-        cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
-        x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
-        y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
-        grid = _grid(x, svg.binary_ticks(x.low, x.high, 4), _memory_tick, "peak memory", y, in_bytes=False)
-        drawing = grid + "".join(_pareto_parts(group, cells, rate, colours, x, y))
-        panels.append(Drawing(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
-    return panels
-
-
 def _curves(
-    by_trainer: Mapping[str, Sequence[Cell]], metric: Metric, colours: Mapping[str, int], x: _Place, y: svg.Scale
+    by_trainer: Mapping[str, Sequence[Cell]],
+    metric: Metric,
+    colours: Mapping[str, int],
+    x: Callable[[Cell], float],
+    y: svg.Scale,
 ) -> Iterator[str]:
     known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
     places = _side_by_side([(cell.trial, x(cell), y(metric.value(cell) or 1)) for cell in known])
@@ -273,11 +238,14 @@ def _curves(
     for place, (trainer, own) in enumerate(by_trainer.items()):
         points = [(*places[cell.trial], cell) for cell in own if cell.trial in places]
         yield from _curve(points, metric, colours[trainer], y)
-        height = 6 + 16 * (place + 0.5) / len(by_trainer)
+        height, shape = 6 + 16 * (place + 0.5) / len(by_trainer), "l5.2 5.2m0 -5.2l-5.2 5.2"
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
-                tip = f"{configuration(cell)}: {contents.outcome_word(cell.outcome)}"
-                crosses.append(_cross(x(cell), height, colours[trainer], tip))
+                left = x(cell)
+                start = f"M{left - 2.6:.1f} {height - 2.6:.1f}"
+                crosses.append(f'<path class="x k{colours[trainer] % svg.COLOURS}" d="{start}{shape}"/>')
+                tip = f"{configuration(cell)}: {outcome_word(cell.outcome)}"
+                crosses.append(svg.tip_area(left - 5, height - 4, 10, 8, tip))
     if crosses:
         yield f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>'
         yield svg.text(_LEFT - 6, 17, "OOM", anchor="end")
@@ -292,48 +260,62 @@ def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple
     """
     piles: list[list[tuple[str, float, float]]] = []
     for point in sorted(points, key=lambda point: point[1:]):
-        is_covered = piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER
-        piles = [*piles[:-1], [*piles[-1], point]] if is_covered else [*piles, [point]]
-    moved = {point[0]: 0.0 for point in points}
-    if len({x for _, x, _ in points}) <= _DENSE:
-        for pile in piles:
-            in_legend = [trial for trial in moved if trial in {point[0] for point in pile}]
-            apart = 3 * _MARKER / max(len(pile) - 1, 3)
-            moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
+        if piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER:
+            piles[-1].append(point)
+        else:
+            piles.append([point])
+    moved = {trial: 0.0 for trial, _, _ in points}
+    for pile in piles if len({x for _, x, _ in points}) <= _DENSE else ():
+        in_pile = {trial for trial, _, _ in pile}
+        apart = 3 * _MARKER / max(len(pile) - 1, 3)
+        in_legend = [trial for trial in moved if trial in in_pile]
+        moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
     return {trial: (x + moved[trial], y) for trial, x, y in points}
 
 
 def _curve(known: Sequence[tuple[float, float, Cell]], metric: Metric, kind: int, y: svg.Scale) -> Iterator[str]:
     if len(known) > 1:
-        points = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
-        yield f'<polyline class="l d{kind % 4} k{kind % 8}" points="{points}"/>'
+        yield svg.polyline(((px, py) for px, py, _ in known), f"l d{kind % 4} k{kind % svg.COLOURS}")
     for px, py, cell in known:
         if metric.key != "memory" and (ends := rate_interval(cell, metric.value(cell))):
-            yield svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % 8}")
+            yield svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % svg.COLOURS}")
         tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
-        tip += f"{metric.title}: {contents.cell_text(cell, metric)}"
-        tip += f"\nstep {contents.METRICS['time'].text(cell)}" if cell.seconds else ""
+        tip += f"{metric.title}: {cell_text(cell, metric)}"
+        tip += f"\nstep {METRICS['time'].text(cell)}" if cell.seconds else ""
         tip += "\nunstable" if cell.is_unstable else ""
         style = "hollow" if cell.is_unstable and metric.key != "memory" else "m"
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
 
 
+def _pareto_panels(group: Group, rate: Metric, colours: Mapping[str, int]) -> list[Drawing]:
+    """Draw throughput over memory with one Pareto front for each `Cell.privacy`, one panel per sequence length."""
+    known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
+    panels = []
+    for seq_len in evenly(sorted({cell.seq_len for cell in known}), _MOST_PANELS):
+        cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * _MOST_POINTS)
+        x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
+        y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
+        grid = _grid(x, svg.binary_ticks(x.low, x.high, 4), _memory_tick, "peak memory", y, in_bytes=False)
+        placed = [(x(cell.peak_bytes or 1), y(rate.value(cell) or 1), cell) for cell in cells]
+        drawing = grid + "".join(_pareto_parts(placed, set(group.pareto), colours))
+        panels.append(Drawing(f"sequence {seq_len}", rate.title.lower(), drawing, _WIDTH, _HEIGHT))
+    return panels
+
+
 def _pareto_parts(
-    group: Group, cells: Sequence[Cell], rate: Metric, colours: Mapping[str, int], x: svg.Scale, y: svg.Scale
+    placed: Sequence[tuple[float, float, Cell]], best: set[str], colours: Mapping[str, int]
 ) -> Iterator[str]:
-    best = set(group.pareto)
     for privacy, style in (("not private", "front dash"), ("private", "front"), ("unknown", "front dash")):
-        front = sorted((c for c in cells if c.trial in best and c.privacy == privacy), key=lambda c: c.peak_bytes or 0)
-        if len(front) > 1:
-            points = " ".join(f"{x(c.peak_bytes or 1):.1f},{y(rate.value(c) or 1):.1f}" for c in front)
-            yield f'<polyline class="{style}" points="{points}"/>'
-    for cell in sorted(cells, key=lambda cell: cell.trial in best):  # The Pareto front is drawn last, on top.
-        px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
-        tip = f"{configuration(cell)}, {cell.privacy}\n{contents.throughput(cell)}, {byte_size(cell.peak_bytes)}"
-        tip += f"\nstep {step_time(cell.seconds)}" + ("\non the Pareto front" if cell.trial in best else "")
-        style = "m" if cell.trial in best else "hollow"
-        yield svg.marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
-        if cell.trial in best and len(cells) <= 4 * _DENSE:
+        of_class = [point for point in placed if point[2].trial in best and point[2].privacy == privacy]
+        if len(of_class) > 1:
+            front = sorted(of_class, key=lambda point: point[2].peak_bytes or 0)
+            yield svg.polyline(((px, py) for px, py, _ in front), style)
+    for px, py, cell in sorted(placed, key=lambda point: point[2].trial in best):  # The front is drawn last, on top.
+        is_best, is_small = cell.trial in best, len(placed) > 4 * _DENSE
+        tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {byte_size(cell.peak_bytes)}"
+        tip += f"\nstep {step_time(cell.seconds)}" + ("\non the Pareto front" if is_best else "")
+        yield svg.marker(colours[cell.trainer], px, py, tip, "m" if is_best else "hollow", is_small=is_small)
+        if is_best and not is_small:
             yield svg.text(px - 5, py - 6, str(cell.batch_size), anchor="end")
 
 
@@ -349,8 +331,3 @@ def _grid(
 def _memory_tick(value: float) -> str:
     unit, prefix = (2**30, "Gi") if value >= 2**30 else (2**20, "Mi")
     return f"{value / unit:g} {prefix}B"
-
-
-def _cross(px: float, py: float, kind: int, tip: str) -> str:
-    area = f'<rect x="{px - 5:.1f}" y="{py - 4:.1f}" width="10" height="8" fill="transparent"{svg.tipped(tip)}/>'
-    return f'<path class="x k{kind % 8}" d="M{px - 2.6:.1f} {py - 2.6:.1f}l5.2 5.2m0 -5.2l-5.2 5.2"/>' + area

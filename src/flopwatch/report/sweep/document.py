@@ -10,8 +10,9 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.contents import METRICS, Metric, outcome_class, table_of, throughput
+from flopwatch.report.cells import METRICS, Metric, outcome_class, table_of, throughput
 from flopwatch.report.records import Cell, Choice, Environment, Failure, Group, SweepSummary, TrainerTotals
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import plural
@@ -35,6 +36,13 @@ def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Do
         lead=[f"{totals_sentence(summary)}{spent}."],
         source=summary.folder,
     )
+
+
+def sweep_json(summary: SweepSummary) -> str:
+    """Write the whole summary as JSON, one trial or group per line."""
+    content = record_fields(summary)
+    content["trials"] = content.pop("rows")
+    return to_json(content)
 
 
 def _parts(summary: SweepSummary, metrics: Sequence[Metric]) -> Iterator[doc.Part]:
@@ -116,53 +124,45 @@ def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Secti
 
 
 def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> doc.Section:
-    columns: tuple[doc.Column | str, ...] = (
-        _number("sequence", "seq"),
-        "class",
-        "fastest that ran",
-        *doc.numbers("throughput"),
-        doc.Column("", only=("html",)),
-        *doc.numbers("peak"),
-        "least memory within 10 %",
-        *doc.numbers("peak"),
-        doc.Column("verdict", only=("markdown", "html")),
-    )
-    longest = max(_rate(choice) for choice in group.choices)
-    rows = doc.Lazy(group.choices, lambda choice: _choice_cells(choice, longest, colours))
-    lengths = Counter(choice.seq_len for choice in group.choices)
+    longest = max(map(_rate, group.choices))
+
+    def lightest(choice: Choice) -> tuple[doc.Cell, str]:
+        if choice.lightest is None:
+            return doc.Cell(UNKNOWN), UNKNOWN
+        if choice.lightest.trial == choice.fastest.trial:
+            return doc.Cell("the same", "soft"), ""
+        return _named(choice.lightest, colours), byte_size(choice.lightest.peak_bytes)
+
+    def rate_bar(choice: Choice) -> doc.Cell:
+        return doc.Cell("", bar=_rate(choice) / longest if longest else 0, colour=colours[choice.fastest.trainer])
+
+    def verdict(choice: Choice) -> doc.Cell:
+        caveats = "; ".join(choice.caveats)
+        return doc.Cell(f"{choice.verdict};" if caveats else choice.verdict, detail=caveats)
 
     def some(_: int, most: int) -> list[int]:
         """All rows of evenly spaced sequence lengths, about `most` in total."""
+        lengths = Counter(choice.seq_len for choice in group.choices)
         kept = doc.evenly(sorted(lengths), max(most // max(lengths.values()), 2))
         return [place for place, choice in enumerate(group.choices) if choice.seq_len in kept]
 
-    table = doc.Table(columns, rows, most=doc.Most(24, 60, 16), pick=some)
+    columns: list[tuple[doc.Column | str, Callable[[Choice], doc.Cell | str]]] = [
+        (_number("sequence", "seq"), lambda one: str(one.seq_len)),
+        ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
+        ("fastest that ran", lambda one: _named(one.fastest, colours, *(("≈ ",) if one.tied else ("", "best")))),
+        (_number("throughput"), lambda one: throughput(one.fastest)),
+        (doc.Column("", only=("html",)), rate_bar),
+        (_number("peak"), lambda one: byte_size(one.fastest.peak_bytes)),
+        ("least memory within 10 %", lambda one: lightest(one)[0]),
+        (_number("peak"), lambda one: lightest(one)[1]),
+        (doc.Column("verdict", only=("markdown", "html")), verdict),
+    ]
+    table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
     return doc.Section(group.title, [table, doc.Only(("terminal",), _verdict_notes(group))], is_open=is_open)
 
 
 def _rate(choice: Choice) -> float:
     return (choice.fastest.samples_per_s or 0) * choice.seq_len
-
-
-def _choice_cells(choice: Choice, longest: float, colours: Mapping[str, int]) -> tuple[doc.Cell | str, ...]:
-    fastest, lightest = choice.fastest, choice.lightest
-    lighter, peak = doc.Cell(UNKNOWN), UNKNOWN
-    if lightest and lightest.trial == fastest.trial:
-        lighter, peak = doc.Cell("the same", "soft"), ""
-    elif lightest:
-        lighter, peak = _named(lightest, colours), byte_size(lightest.peak_bytes)
-    caveats = "; ".join(choice.caveats)
-    return (
-        str(choice.seq_len),
-        doc.Cell(choice.privacy, "chip", short=_PRIVACY_SHORT[choice.privacy]),
-        _named(fastest, colours, "≈ " if choice.tied else "", "" if choice.tied else "best"),
-        throughput(fastest),
-        doc.Cell("", bar=_rate(choice) / longest if longest else 0, colour=colours[fastest.trainer]),
-        byte_size(fastest.peak_bytes),
-        lighter,
-        peak,
-        doc.Cell(f"{choice.verdict};" if caveats else choice.verdict, detail=caveats),
-    )
 
 
 def _named(cell: Cell, colours: Mapping[str, int], mark: str = "", tone: doc.Tone = "") -> doc.Cell:
@@ -190,38 +190,38 @@ def _place(choice: Choice) -> str:
 
 
 def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
+    def amount(trials: int) -> doc.Cell:
+        return doc.Cell(f"{trials:,}", short=None if trials else "·")
+
+    def ran(one: TrainerTotals) -> doc.Cell:
+        return doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}")
+
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     columns: list[tuple[doc.Column | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
         ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
         ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
         (doc.Column("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
-        (
-            _number("ok / run", "ok/run"),
-            lambda one: doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}"),
-        ),
+        (_number("ok / run", "ok/run"), ran),
         (_number("success"), lambda one: percent(one.success_rate)),
-        (_number("out of memory", "OOM"), lambda one: _amount(one.out_of_memory)),
-        (_number("failed"), lambda one: _amount(one.failed)),
-        (_number("not run"), lambda one: _amount(one.not_run)),
+        (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
+        (_number("failed"), lambda one: amount(one.failed)),
+        (_number("not run"), lambda one: amount(one.not_run)),
         (_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes)),
         (_number("mean peak, shared", "shared"), lambda one: byte_size(one.shared_mean_peak_bytes)),
     ]
-    of_all = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
-    fair = f" To compare trainers, use the last column: it is the mean over {of_all} that every trainer ran."
     note = (
         "Success is the share of ok trials among those that ran. A trainer that ran only small configurations has a "
-        f"small mean peak.{fair if shared else ''}"
+        "small mean peak."
     )
+    if shared:
+        of_all = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
+        note += f" To compare trainers, use the last column: it is the mean over {of_all} that every trainer ran."
     table = table_of(summary.trainers, columns if shared else columns[:-1], note=note)
     return doc.Section("Trainers", [table], "trainers")
 
 
 def _number(head: str, short: str | None = None) -> doc.Column:
     return doc.Column(head, is_number=True, short=short)
-
-
-def _amount(trials: int) -> doc.Cell:
-    return doc.Cell(f"{trials:,}", short=None if trials else "·")
 
 
 def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Mapping[str, int]) -> doc.Section:

@@ -7,7 +7,17 @@ from functools import partial
 
 from flopwatch.numbers import UNKNOWN, byte_size, factor
 from flopwatch.present import document as doc
-from flopwatch.report import contents
+from flopwatch.report.cells import (
+    Metric,
+    best_trials,
+    cell_text,
+    device_capacity,
+    epsilon_text,
+    known_metrics,
+    outcome_class,
+    outcome_word,
+    table_of,
+)
 from flopwatch.report.records import Cell, CostFactor, Crossover, FrontierPoint, Group, PrivacyRow
 from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.sweep import charts
@@ -16,15 +26,13 @@ _ROWS = doc.Most(24, 60, 60)
 _SIZES = (doc.Column("sequence", is_number=True, short="seq"), *doc.numbers("batch"))
 
 
-def group_parts(group: Group, metrics: Sequence[contents.Metric], colours: Mapping[str, int]) -> list[doc.Part]:
+def group_parts(group: Group, metrics: Sequence[Metric], colours: Mapping[str, int]) -> list[doc.Part]:
     """Return all that is said about a group; without `metrics`, matrices of all that were measured."""
     group = narrowed(group)
     return [
         doc.Legend([(name, colours[name]) for name in group.trainers]),
         doc.Only(("html",), doc.Lazy([group], lambda one: doc.Beside(charts.charts_of(one, colours)))),
-        doc.Beside(
-            [_matrices(group, list(metrics) or contents.known_metrics(group)), _frontier(group), *_factors(group)]
-        ),
+        doc.Beside([_matrices(group, metrics or known_metrics(group)), _frontier(group), *_factors(group)]),
         *_privacy(group),
         *_crossovers(group),
     ]
@@ -42,10 +50,9 @@ def narrowed(group: Group) -> Group:
     )
 
 
-def _matrices(group: Group, metrics: Sequence[contents.Metric]) -> doc.Tabs:
+def _matrices(group: Group, metrics: Sequence[Metric]) -> doc.Tabs:
     columns, rows = [*_SIZES, *doc.numbers(*group.trainers)], list(matrix_rows(group).items())
-    made = [doc.Lazy(rows, partial(_matrix_cells, metric)) for metric in metrics]
-    tables = [_matrix_table(columns, cells, metric.title) for metric, cells in zip(metrics, made, strict=True)]
+    tables = [_sized(columns, doc.Lazy(rows, partial(_matrix_cells, one)), one.title) for one in metrics]
     return doc.Tabs(tables, " ".join(_matrix_notes(group)) if metrics else "")
 
 
@@ -56,21 +63,19 @@ def matrix_rows(group: Group) -> dict[tuple[int, int], list[Cell | None]]:
     return {place: [by_place.get((*place, name)) for name in group.trainers] for place in places}
 
 
-def _matrix_cells(metric: contents.Metric, row: tuple[tuple[int, int], list[Cell | None]]) -> list[doc.Cell | str]:
+def _matrix_cells(metric: Metric, row: tuple[tuple[int, int], list[Cell | None]]) -> list[doc.Cell | str]:
     place, found = row
-    best = contents.best_trials(found, metric)
+    best = best_trials(found, metric)
     cells: list[doc.Cell | str] = [*map(str, place)]
     for cell in found:
-        tone: doc.Tone = "" if not cell or cell.outcome == "ok" else contents.outcome_class(cell.outcome)
+        tone: doc.Tone = "" if not cell or cell.outcome == "ok" else outcome_class(cell.outcome)
         tone = "best" if cell and cell.trial in best else tone
-        cells.append(doc.Cell(contents.cell_text(cell, metric), tone) if cell else "")
+        cells.append(doc.Cell(cell_text(cell, metric), tone) if cell else "")
     return cells
 
 
-def _matrix_table(
-    columns: Sequence[doc.Column], rows: Sequence[Sequence[doc.Cell | str]], title: str, note: str = ""
-) -> doc.Table:
-    return doc.Table(columns, rows, title, note, _ROWS, doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
+_sized = partial(doc.Table, most=_ROWS, pick=doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
+"""A table whose rows begin with the sequence length and the batch size."""
 
 
 _BOLD = "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better."
@@ -84,7 +89,7 @@ _ENDINGS = (
 def _matrix_notes(group: Group) -> Iterator[str]:
     if any(cell.seconds for cell in group.cells):
         yield from [_BOLD, _TIMES] if len(group.trainers) > 1 else [_TIMES]
-    if any(contents.outcome_class(cell.outcome) == "oom" or cell.outcome == "unsupported" for cell in group.cells):
+    if any(outcome_class(cell.outcome) == "oom" or cell.outcome == "unsupported" for cell in group.cells):
         yield _ENDINGS
     if any(cell.is_lower_bound for cell in group.cells):
         yield "> marks a lower bound: some ops have no FLOPs formula."
@@ -99,13 +104,13 @@ def _frontier(group: Group) -> doc.Table:
         found = [points.get((name, seq_len)) for name in group.trainers]
         return [str(seq_len), *(frontier_words(point) if point else "" for point in found)]
 
-    capacity, notes = contents.device_capacity(group.cells), []
+    capacity, notes = device_capacity(group.cells), []
     if capacity:
         notes.append(f"The device has {byte_size(capacity)}.")
     if not all(point.is_monotone for point in group.frontier):
         notes.append("! A batch ran although a smaller one ran out of memory: the limit is unclear.")
-    title = "Largest batch that ran (smallest out of memory)"
     columns, rows = [_SIZES[0], *doc.numbers(*group.trainers)], doc.Lazy(group.seq_lens, cells)
+    title = "Largest batch that ran (smallest out of memory)"
     return doc.Table(columns, rows, title, " ".join(notes), _ROWS, doc.spaced, fits=True)
 
 
@@ -114,7 +119,7 @@ def frontier_words(point: FrontierPoint) -> str:
     ran = "none ran" if point.largest_ok is None else str(point.largest_ok)
     if point.smallest_oom is None:
         return f"≥ {ran}" if point.largest_ok else ran
-    word = contents.outcome_word("oom_inferred" if point.is_inferred else "oom_device")
+    word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
     return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
 
 
@@ -124,9 +129,15 @@ def _factors(group: Group) -> Iterator[doc.Table]:
         by_place[one.seq_len, one.batch_size][one.trainer] = one
     trainers = [name for name in group.trainers if any(name in found for found in by_place.values())]
 
-    def cells(place: tuple[int, int]) -> list[doc.Cell | str]:
-        found = (by_place[place].get(name) for name in trainers)
-        return [*map(str, place), *(cell for one in found for cell in _factor_cells(one))]
+    def cells(place: tuple[int, int]) -> Iterator[doc.Cell | str]:
+        yield from map(str, place)
+        for one in (by_place[place].get(name) for name in trainers):
+            if one is None:
+                yield from [doc.Cell(UNKNOWN, "soft")] * 3
+                continue
+            between = f"95 % intervals: {factor(one.low_time)} to {factor(one.high_time)}"
+            yield doc.Cell(("~" if one.is_unstable and one.time else "") + factor(one.time), tip=between)
+            yield from (factor(one.memory), factor(one.flops))
 
     columns = [
         doc.Column(word, is_number=True, group=name) for name in trainers for word in ("time", "memory", "FLOPs")
@@ -135,21 +146,14 @@ def _factors(group: Group) -> Iterator[doc.Table]:
     if any(one.memory_above_start is not None for one in group.cost_factors):
         note += " Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
     if by_place:
-        rows = doc.Lazy(list(by_place), cells)
-        yield _matrix_table([*_SIZES, *columns], rows, "Cost relative to standard: time, memory, FLOPs", note)
-
-
-def _factor_cells(one: CostFactor | None) -> list[doc.Cell]:
-    if one is None:
-        return [doc.Cell(UNKNOWN, "soft")] * 3
-    between = f"95 % intervals: {factor(one.low_time)} to {factor(one.high_time)}"
-    mark = "~" if one.is_unstable and one.time is not None else ""
-    return [doc.Cell(mark + factor(one.time), tip=between), doc.Cell(factor(one.memory)), doc.Cell(factor(one.flops))]
+        rows = doc.Lazy(list(by_place), lambda place: list(cells(place)))
+        yield _sized([*_SIZES, *columns], rows, "Cost relative to standard: time, memory, FLOPs", note)
 
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
-        yield contents.table_of(group.privacy_spent, _PRIVACY, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
+        columns = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
+        yield table_of(group.privacy_spent, columns, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
         yield doc.Text(
             "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It "
             "holds if each logical batch is drawn by Poisson sampling. The trials themselves train on random data, so "
@@ -170,17 +174,16 @@ def _privacy(group: Group) -> Iterator[doc.Part]:
         )
 
 
-_PRIVACY_TEXTS: Mapping[str, Callable[[PrivacyRow], str]] = {
+_PRIVACY: Mapping[str, Callable[[PrivacyRow], str]] = {
     "batch": lambda row: str(row.batch_size),
     "noise": lambda row: UNKNOWN if row.spent.noise_multiplier is None else f"{row.spent.noise_multiplier:.4g}",
     "sampling rate": lambda row: f"{row.spent.sample_rate:.4g}",
     "steps": lambda row: f"{row.spent.steps:,}",
     "delta": lambda row: f"{row.spent.delta:.3g}",
     "accountant": lambda row: row.spent.accountant,
-    "epsilon": lambda row: contents.epsilon_text(row.spent.epsilon),
+    "epsilon": lambda row: epsilon_text(row.spent.epsilon),
     "trainers": lambda row: ", ".join(row.trainers),
 }
-_PRIVACY = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY_TEXTS.items()]
 
 
 def _crossovers(group: Group) -> Iterator[doc.Part]:
@@ -191,15 +194,14 @@ def _crossovers(group: Group) -> Iterator[doc.Part]:
     digest = crossover_digest(claimed)
     parts: list[doc.Part] = [doc.Text("Values are interpolated between two measured ones, in logarithms.", "note")]
     parts += [doc.Items(digest)] if digest else []
+    folded: list[tuple[str, Sequence[str]]] = []
     if len(digest) < len(claimed):
-        every = doc.Items(doc.Lazy(claimed, crossover_sentence))
-        parts.append(
-            doc.Only(("html",), [doc.Section(f"All {len(claimed):,} crossovers, one by one", [every], is_open=False)])
-        )
+        folded.append((f"All {len(claimed):,} crossovers, one by one", doc.Lazy(claimed, crossover_sentence)))
     if undecided:
         said = f"{len(undecided):,} more are uncertain: medians cross, but their intervals overlap"
         parts.append(doc.Only(("terminal", "markdown"), [doc.Text(said, "note")]))
-        parts.append(doc.Only(("html",), [doc.Section(said, [doc.Items(undecided)], is_open=False)]))
+        folded.append((said, undecided))
+    parts.append(doc.Only(("html",), [doc.Section(title, [doc.Items(all_)], is_open=False) for title, all_ in folded]))
     yield doc.Section("Crossovers", parts)
 
 

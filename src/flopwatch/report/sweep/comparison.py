@@ -1,10 +1,11 @@
 """The comparison of two sweeps as a document: what differs, the ratios, and the changed outcomes."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from flopwatch.numbers import UNKNOWN, factor, number
 from flopwatch.present import document as doc
-from flopwatch.report.comparison.ratios import QUANTITIES, Overall, Pair, Quantity, Side, SweepComparison
+from flopwatch.report.comparison import QUANTITIES, Pair, Quantity, Side, SweepComparison
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 from flopwatch.text import listed, plural
 
@@ -73,20 +74,15 @@ def _overall(comparison: SweepComparison) -> doc.Section:
     ran = sum(bool(pair.ratios) for pair in comparison.pairs)
     rows = [("all", comparison.overall)]
     rows += comparison.by_trainer.items() if len(comparison.by_trainer) > 1 else []
-    cells = [
-        (trainer, TITLES[quantity], factor(found[quantity].mean_ratio, digits=4), _verdicts(quantity, found[quantity]))
-        for trainer, found in rows
-        for quantity in shown_quantities(comparison)
-        if quantity in found
-    ]
+    cells = []
+    for (trainer, overall), quantity in product(rows, shown_quantities(comparison)):
+        if found := overall.get(quantity):
+            told = f"{found.better:,} {_BETTER[quantity]}, {found.worse:,} {_WORSE[quantity]}"
+            told += f", {found.undecided:,} without a measurable difference"
+            cells.append((trainer, TITLES[quantity], factor(found.mean_ratio, digits=4), told))
     mean = doc.Column("geometric mean", is_number=True, short="mean")
     said = doc.Text(f"{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps.")
     return doc.Section("B / A", [said, doc.Table(["trainer", "", mean, "pairs"], cells, most=doc.Most(40, 60, 200))])
-
-
-def _verdicts(quantity: Quantity, found: Overall) -> str:
-    told = f"{found.better:,} {_BETTER[quantity]}, {found.worse:,} {_WORSE[quantity]}"
-    return f"{told}, {found.undecided:,} without a measurable difference"
 
 
 def _pairs(comparison: SweepComparison) -> doc.Section:
