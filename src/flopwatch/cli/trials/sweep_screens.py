@@ -19,12 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.cli.streams import PatientLines
-from flopwatch.cli.trials.trial_screens import outcome_cell, outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.present.terminal import print_document
+from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.trial import TrialResult
+from flopwatch.report.contents import outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
@@ -36,6 +36,14 @@ from flopwatch.text import one_line, plural
 _LAST_ENDED = 6
 _MOST_RUNNING = 12
 _LONGEST_LINE = 1000
+
+
+def outcome_text(outcome: str) -> Text:
+    return Text(one_line(outcome, 40), style=STYLES[outcome_class(outcome)])
+
+
+def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
+    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
 
 
 class CommandScreen(Screen):
