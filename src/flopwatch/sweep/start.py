@@ -16,7 +16,7 @@ from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.full_disk import refused_on_a_full_disk
 from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
-from flopwatch.sweep.runner.observing import Observer, Stop, runner_file
+from flopwatch.sweep.runner.observing import Observer, RunnerFile, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
@@ -137,7 +137,7 @@ def run_sweep(
         with_preflight: Whether to try the trainers on tiny copies of the models first.
         **rules: What `checked` returns beside the trials.
     """
-    with held_folder(sweep), runner_file(sweep) as state_file:
+    with held_folder(sweep), RunnerFile(sweep) as state_file:
         plan = planned()
         for trouble in plan.troubles:
             screen.warn(sweep, trouble)

@@ -224,7 +224,7 @@ Refusal = Callable[[Trial], str | None]
 def run_plan(
     plan: Plan,
     engine: Engine,
-    observer: Observer,
+    observer: Observer | SafeObserver,
     stop: Stop,
     refuse: Refusal = lambda trial: None,
     *,
@@ -249,7 +249,8 @@ def run_plan(
     Returns:
         The number of trials that ended, by outcome.
     """
-    run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries, repeats)
+    safe = observer if isinstance(observer, SafeObserver) else SafeObserver(observer)
+    run = _Run(plan, engine, safe, stop, refuse, retries, repeats)
     began = clock()
     run.adopt_earlier_trials()
     try:
@@ -346,7 +347,7 @@ class _Run:
             self._finish(self.silent.explain(end))
         self.writer.catch_up()
         problem = self.pause.why or self.writer.pause.why
-        self.observer.ticked(self.running, len(self.waiting), problem or self.engine.state())
+        self.observer.tell("ticked", self.running, len(self.waiting), problem or self.engine.state())
 
     def close(self) -> None:
         if self.running:
@@ -367,7 +368,7 @@ class _Run:
     def _settle(self, result: TrialResult) -> None:
         self.writer.add(result)
         self.counts[result.outcome] = self.counts.get(result.outcome, 0) + 1
-        self.observer.ended(result)
+        self.observer.tell("ended", result)
 
     def _reclaim_ended(self) -> None:
         """Remove ended trials from `elsewhere`: record the result of each, or queue the trial again if it has none."""
@@ -402,7 +403,7 @@ class _Run:
             self.engine.submit(batch)
             for trial in batch:
                 self.running[trial.name] = trial
-                self.observer.started(trial)
+                self.observer.tell("started", trial)
 
     def _next_batch(self, room: int) -> list[Trial]:
         batch: list[Trial] = []
@@ -438,7 +439,7 @@ class _Run:
         earlier = lost_attempts(result.earlier_attempts)
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.waiting.append(_next_attempt(trial, result))
-            self.observer.tries_again(result, earlier + 1, self.retries.most)
+            self.observer.tell("tries_again", result, earlier + 1, self.retries.most)
             return
         if result.outcome != "ok" and trial.name in self.repeating:
             result = _result_before(self.repeating[trial.name], trial, result)
@@ -455,7 +456,7 @@ class _Run:
         self.repeating[trial.name] = result
         # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
         self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
-        self.observer.repeats(result, repeats_of(result) + 1, self.repeats.most)
+        self.observer.tell("repeats", result, repeats_of(result) + 1, self.repeats.most)
 
 
 def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:

@@ -79,40 +79,80 @@ class LimitSettings(BaseModel):
     memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
 
 
+def _setting(default: Any, description: str) -> Any:
+    """A setting with its default as YAML says it, and what `flopwatch init --sweep` says about it."""
+    return Field(default, validate_default=True, description=description)
+
+
 class Matrix(BaseModel):
     """The settings of a sweep. A setting or option with several values is an axis of the matrix."""
 
     model_config = ConfigDict(extra="forbid")
 
-    trainers: Annotated[list[TrainerEntry], Several] = [TrainerEntry(trainer="standard")]
-    models: Annotated[list[str], Several] = ["small"]
-    batch_sizes: Annotated[list[PositiveInt], Several] = [4, 8]
-    seq_lens: Annotated[list[PositiveInt], Several] = [512, 1024]
-    dtypes: Annotated[list[str], Several] = ["fp32"]
-    checkpointing: Annotated[list[bool], Several] = [False]
-    micro_batch_sizes: Annotated[list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]], Several] = [None]
-    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[Seed], Several] = [0]
-    nodes: Annotated[list[PositiveInt], Several] = [1]
-    processes: Annotated[list[PositiveInt], Several] = []
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = []
-    gpus_per_node: PositiveInt | None = None
-    device: str = "auto"
-    steps: PositiveInt = 10
-    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
-    threads: PositiveInt | None = None
-    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    cpus: PositiveInt | None = None
-    options: dict[str, Any] = {}
-    privacy: PrivacySettings | None = None
-    trace: bool = True
-    limits: LimitSettings = LimitSettings()
-    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = []
-    retries: Annotated[int, Field(ge=0)] = 2
-    retry_on: Annotated[list[str], Several] = []
-    until: Annotated[float | None, BeforeValidator(parse_share)] = None
-    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 5
-    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
+    trainers: Annotated[list[TrainerEntry], Several] = _setting(
+        ["standard"],
+        "standard, dpsgd, ghost, fast, or a class `package.module:Class`. {label: mine, command: 'train.sh "
+        "{batch_size}'} runs any program, with the trial's values of {batch_size} and {seq_len} in its arguments.",
+    )
+    models: Annotated[list[str], Several] = _setting(
+        ["small"],
+        "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a Hugging Face config.json; "
+        "`package.module:function`.",
+    )
+    batch_sizes: Annotated[list[PositiveInt], Several] = _setting(
+        [4, 8], "Samples per step, in all processes of a trial together."
+    )
+    seq_lens: Annotated[list[PositiveInt], Several] = _setting([512, 1024], "Positions per sample.")
+    dtypes: Annotated[list[str], Several] = _setting(["fp32"], "fp32, or bf16 and fp16 by autocast.")
+    checkpointing: Annotated[list[bool], Several] = _setting(
+        [False], "Gradient checkpointing; [false, true] measures both."
+    )
+    micro_batch_sizes: Annotated[list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]], Several] = (
+        _setting([None], "Samples in memory at once; null is the whole batch.")
+    )
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = _setting(
+        None, "`package.module:function` that makes the batch; null makes it from the model's inputs."
+    )
+    seeds: Annotated[list[Seed], Several] = _setting([0], "Seeds of weights and batch; several repeat each trial.")
+    nodes: Annotated[list[PositiveInt], Several] = _setting([1], "Nodes of a trial.")
+    processes: Annotated[list[PositiveInt], Several] = _setting([], "Processes per node; empty: gpus_per_node, or 1.")
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _setting([], "ddp or fsdp; empty: ddp.")
+    gpus_per_node: PositiveInt | None = _setting(None, "GPUs of a trial on each node.")
+    device: str = _setting("auto", "auto, cpu, cuda, or another device of torch.")
+    steps: PositiveInt = _setting(10, "Measured steps.")
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = _setting(3, "Steps before them that are not measured.")
+    threads: PositiveInt | None = _setting(None, "Threads of a trial; null leaves the choice to the engine.")
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _setting(None, "GPUs; `gpus: 0.5` shares one.")
+    cpus: PositiveInt | None = _setting(None, "CPU cores of a trial; null leaves the choice to the engine.")
+    options: dict[str, Any] = _setting(
+        {},
+        "Options of the trainer, such as {lr: 0.001, max_grad_norm: 1.0, noise_multiplier: 1.0}. A list of values is "
+        "an axis.",
+    )
+    privacy: PrivacySettings | None = _setting(
+        None,
+        "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, target_epsilon: 8}.",
+    )
+    trace: bool = _setting(True, "Record one Kineto trace per trial.")
+    limits: LimitSettings = _setting(
+        {"wall_seconds": 3600},
+        "The limits of a trial. Other keys: `no_progress_seconds` (600 unless the trainer is a command), and `memory` "
+        "of the host, such as 16GiB.",
+    )
+    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _setting(
+        [],
+        'Conditions that leave a trial out, such as ["trainer=ghost seq_len>=1024", {checkpointing: true, trainer: '
+        "standard}].",
+    )
+    retries: Annotated[int, Field(ge=0)] = _setting(2, "Retries of a trial that was lost or preempted.")
+    retry_on: Annotated[list[str], Several] = _setting([], "Other outcomes to retry: error, crash, timeout, hang.")
+    until: Annotated[float | None, BeforeValidator(parse_share)] = _setting(
+        None, "Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%."
+    )
+    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = _setting(5, "The most repeats of a trial.")
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = _setting(
+        None, "Start no new trial after this time, such as 8h or 90m."
+    )
 
 
 _SAME_IN_ALL = ("device", "steps", "warmup_steps", "threads", "cpus", "trace", "batch")
