@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,13 +47,12 @@ def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
 
     On an accelerator, the parts are timed with events, because synchronising between them would slow the step down.
     """
-    names = [name for name, _ in parts]
     if device.type == "cpu":
         marks = [monotonic_seconds()]
         for _, part in parts:
             part()
             marks.append(monotonic_seconds())
-        return _seconds(marks, names)
+        return _by_name(parts, marks[-1] - marks[0], [after - before for before, after in pairwise(marks)])
     torch.accelerator.synchronize()
     events = [torch.Event(device.type, enable_timing=True) for _ in range(len(parts) + 1)]
     began = monotonic_seconds()
@@ -64,18 +62,13 @@ def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
         event.record()
     torch.accelerator.synchronize()
     whole = monotonic_seconds() - began
-    milliseconds = [first.elapsed_time(second) for first, second in pairwise(events)]
-    return {"seconds": whole} | _by_name(names, (value / 1000 for value in milliseconds))
+    return _by_name(parts, whole, [first.elapsed_time(second) / 1000 for first, second in pairwise(events)])
 
 
-def _seconds(marks: list[float], names: list[str]) -> dict[str, float]:
-    return {"seconds": marks[-1] - marks[0]} | _by_name(names, (after - before for before, after in pairwise(marks)))
-
-
-def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
+def _by_name(parts: list[StepPart], whole: float, seconds: list[float]) -> dict[str, float]:
     """The sum of the seconds by name, because a step with micro-batches has several forward and backward passes."""
-    found = dict.fromkeys(PARTS, 0.0)
-    for name, value in zip(names, seconds, strict=True):
+    found = {"seconds": whole, **dict.fromkeys(PARTS, 0.0)}
+    for (name, _), value in zip(parts, seconds, strict=True):
         found[name] += value
     return found
 
@@ -103,11 +96,10 @@ def peak_bytes(device: torch.device) -> int | None:
     """Peak memory since `reset_peak`: that of tensors on CUDA, else this process's resident memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return host_peak_bytes()
+    return _host_peak_bytes()
 
 
-def host_peak_bytes() -> int | None:
-    """Peak resident memory of this process since its start or `reset_peak`; None if the system does not report it."""
+def _host_peak_bytes() -> int | None:
     memory = resident("self")
     return memory.peak if memory else None
 
@@ -123,7 +115,7 @@ def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
             alloc_retries=counts.get("num_alloc_retries", 0),
             device_bytes=torch.cuda.get_device_properties(device).total_memory,
         )
-    return replace(memory, host_bytes=host_peak_bytes(), host_method="high_water")
+    return replace(memory, host_bytes=_host_peak_bytes(), host_method="high_water")
 
 
 def device_peak(device: torch.device, dtype: str) -> Peak | None:
@@ -133,20 +125,15 @@ def device_peak(device: torch.device, dtype: str) -> Peak | None:
     return known or (measure_peak(device, compute) if device.type == "cpu" else None)
 
 
-def _commit() -> str | None:
-    """The git commit of the working folder, with `+` if files were changed since."""
-    state = git_state(os.getcwd())
-    return None if state is None else f"{state['commit'][:12]}{'+' if state['dirty'] else ''}"
-
-
 def describe_worker(device: torch.device) -> dict[str, Any]:
-    """The conditions of the measurement: machine, device, clock rate, threads, git commit."""
+    """The conditions of the measurement: machine, device, clock rate, threads, git commit (with `+` if changed)."""
+    state = git_state(os.getcwd())
     found = {
         **machine(),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "git": _commit(),
+        "git": None if state is None else f"{state['commit'][:12]}{'+' if state['dirty'] else ''}",
     }
     if device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(device)

@@ -46,7 +46,7 @@ from flopwatch.sweep.worker.device import (
     with_peaks,
 )
 from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
-from flopwatch.sweep.worker.rank_group import ALONE, RankGroup, job_cost, job_memory, slowest_rows
+from flopwatch.sweep.worker.rank_group import RankGroup, job_cost, job_memory, slowest_rows
 from flopwatch.sweep.worker.step_cost import count_step
 
 
@@ -54,14 +54,14 @@ class HostLimitError(MemoryError):
     """The trial exceeded its limit of host memory."""
 
 
-def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
+def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
     """Run all phases of a trial, and write `measured.json` after each of them.
 
     In a trial with several processes each process runs all phases, and rank 0 writes the results of all of them.
     """
-    trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
+    trial = _TrialRun(trial_dir, spec, heartbeat)
     trial.build()
-    own_steps = trial_dir / of_rank(STEPS, ranks.rank)
+    own_steps = trial_dir / of_rank(STEPS, trial.ranks.rank)
     own_steps.unlink(missing_ok=True)
     rows = when_there_is_space(lambda: open_for_lines(own_steps))
     trial.run_steps("warmup", spec.warmup_steps, rows)
@@ -79,10 +79,10 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
 
 
 class _TrialRun:
-    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
-        self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
+    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
+        self.trial_dir, self.spec, self._heartbeat, self.ranks = trial_dir, spec, heartbeat, RankGroup(spec)
         self.run_dir = run_folder(trial_dir.parent.parent, trial_dir.name)
-        self.device = ranks.device(choose_device(spec.device))
+        self.device = self.ranks.device(choose_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         before = resident("self")
@@ -98,35 +98,32 @@ class _TrialRun:
         is_peak_reset = reset_peak(self.device)
         random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
-        model = _model(self.spec, str(self.device))
+        spec, model = self.spec, _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        spec = self.spec
         whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
-        self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
+        self.batch, size = self.ranks.own_part(whole, spec.batch_size), self.ranks.share(spec.batch_size)
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
-        self.trainer = load_trainer(self.spec.trainer)(self._ranks.distributed(model, self.device), settings)
+        self.trainer = load_trainer(self.spec.trainer)(self.ranks.distributed(model, self.device), settings)
         if is_peak_reset:
             self._note_memory("build")
-        declared = declared_privacy(self.trainer)
-        self.measured = replace(
-            self.measured, parameters=parameters, extra=_positions(whole), declared_privacy=declared
-        )
+        declared, ids = declared_privacy(self.trainer), whole.get("input_ids")
+        positions = {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
+        self.measured = replace(self.measured, parameters=parameters, extra=positions, declared_privacy=declared)
         self.save()
 
     def run_steps(self, phase: str, count: int, rows: int) -> None:
         for step in range(count):
             self._heartbeat.beat(phase, step)
-            seconds = timed_step(self._parts(), self.device)
-            row = {"phase": phase, "step": step, **seconds}
+            row = {"phase": phase, "step": step, **timed_step(self._parts(), self.device)}
             self._heartbeat.written(partial(write_line, rows, row))
 
     def write_slowest_steps(self, own_steps: Path) -> None:
         """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return
-        rows = slowest_rows(self._ranks.gathered(list(read_lines(own_steps))))
-        if self._ranks.rank == 0:
+        rows = slowest_rows(self.ranks.gathered(list(read_lines(own_steps))))
+        if self.ranks.rank == 0:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             self._heartbeat.written(lambda: own_steps.write_text(text))
 
@@ -155,7 +152,7 @@ class _TrialRun:
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self._ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
+            if self.ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
                 raise
             self._note_failure(phase, error)
         self.save()
@@ -179,7 +176,7 @@ class _TrialRun:
                 self._note_missing(
                     "memory", "the memory of each part is unknown, because this system cannot reset the peak"
                 )
-        self.measured = replace(self.measured, memory=job_memory(self._ranks.gathered(self.measured.memory)))
+        self.measured = replace(self.measured, memory=job_memory(self.ranks.gathered(self.measured.memory)))
 
     def _note_memory(self, part: str) -> None:
         peak = peak_bytes(self.device)
@@ -189,12 +186,10 @@ class _TrialRun:
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
-        size = self.spec.micro_batch_size
-        is_alone = self._ranks.size == 1
-        model = _model(self.spec, "meta")
-        cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
-        cost = job_cost(self._ranks.gathered(cost))
-        peak = self._ranks.job_peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
+        size, is_alone = self.spec.micro_batch_size, self.ranks.size == 1
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size, is_alone=is_alone)
+        cost = job_cost(self.ranks.gathered(cost))
+        peak = self.ranks.peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
 
     def account_privacy(self) -> None:
@@ -203,14 +198,14 @@ class _TrialRun:
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
-        if self._ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
+        if self.ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
             run_step(self._parts())
             return
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
 
     def save(self, *, is_done: bool = False) -> None:
-        if self._ranks.rank > 0:
+        if self.ranks.rank > 0:
             return
         if is_done:
             try:
@@ -227,11 +222,6 @@ def _model(spec: TrialSpec, device: str) -> nn.Module:
     if spec.checkpointing:
         enable_checkpointing(model)
     return model
-
-
-def _positions(batch: Mapping[str, Any]) -> dict[str, float]:
-    ids = batch.get("input_ids")
-    return {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
 
 
 def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
