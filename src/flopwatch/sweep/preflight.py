@@ -176,8 +176,8 @@ def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
     for spec in specs:
         if spec.trainer != COMMAND:
             known = found.setdefault(pair_of(spec), spec)
-            sizes = {"batch_size": min(spec.batch_size, known.batch_size), "seq_len": min(spec.seq_len, known.seq_len)}
-            found[pair_of(spec)] = replace(known, **sizes)
+            batch_size, seq_len = min(spec.batch_size, known.batch_size), min(spec.seq_len, known.seq_len)
+            found[pair_of(spec)] = replace(known, batch_size=batch_size, seq_len=seq_len)
     return found
 
 

@@ -28,13 +28,13 @@ from flopwatch.sweep.spec.parsing import (
     parse_share,
     process_points,
 )
-from flopwatch.sweep.spec.yaml_file import load_yaml
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 from flopwatch.text import cut, first_line
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 2
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
+_MOST_VALUES = 1_000_000  # of a file; eight levels of aliases, each used nine times, stand for 43 million
 
 
 def _as_list(value: Any) -> Any:
@@ -227,7 +227,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
             raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
-        content = load_yaml(text.decode("utf-8"))
+        content = _load_yaml(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
     except InputError:
@@ -248,6 +248,55 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise InputError(f"`sweep` in {file} is a {type(inner).__name__}; write it as a mapping of settings")
     return inner
+
+
+def _load_yaml(text: str) -> Any:
+    """The content of a YAML document. A YAMLError that names the line refuses doubled keys and endless aliases."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values the node has once all aliases in it are expanded; `sizes` has those of earlier nodes."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:  # its children are being counted
+            raise _refusal("an alias that contains itself", node)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
+        children = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    size = 1 + sum(_check(child, sizes) for child in children)
+    if size > _MOST_VALUES:
+        raise _refusal(f"aliases that stand for more than {_MOST_VALUES:,} values", node)
+    sizes[id(node)] = size
+    return size
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen: dict[tuple[str, str], yaml.Node] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        first = seen.setdefault((key.tag, key.value), key)
+        if first is not key:
+            raise _refusal(
+                f"the key {key.value!r} is given twice, first in line {first.start_mark.line + 1} and again", key
+            )
+
+
+def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def expand(matrix: Matrix) -> list[TrialSpec]:

@@ -49,7 +49,12 @@ def parity(
     samples = sample_gradients(plain, batch)
     norms = [_norm(sample.values()) for sample in samples]
     limit = max_grad_norm or float(torch.stack(norms).median())
-    expected = _clipped_mean(samples, norms, limit)
+    # Opacus adds the same 1e-6 to avoid a division by zero.
+    factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
+    expected = {
+        name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
+        for name in samples[0]
+    }
     return {
         trainer: _difference(trainer_gradients(trainer, copy.deepcopy(plain), batch, limit), expected)
         for trainer in trainers
@@ -78,15 +83,6 @@ def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], 
     instance.backward(instance.forward(batch))
     finish_gradients(instance.optimizer)
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-
-
-def _clipped_mean(samples: list[Gradients], norms: list[torch.Tensor], limit: float) -> Gradients:
-    # Opacus adds the same 1e-6 to avoid a division by zero.
-    factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
-    return {
-        name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
-        for name in samples[0]
-    }
 
 
 def _difference(found: Gradients, expected: Gradients) -> float:

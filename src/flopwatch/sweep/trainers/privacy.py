@@ -1,4 +1,4 @@
-"""Computes the epsilon of a planned private training from the `privacy` settings of a matrix. Never loads torch.
+"""Reads the `options` and `privacy` settings of a matrix, and computes epsilon from the latter. Never loads torch.
 
 The trial itself trains on random data, so it has no epsilon. Opacus's accountants assume Poisson sampling: each sample
 is in a batch with the same probability, independently of all others.
@@ -6,7 +6,8 @@ is in a batch with the same probability, independently of all others.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from math import ceil, isfinite, log, sqrt
 from typing import Annotated, Any, Literal
@@ -94,13 +95,11 @@ _EPSILON_ERROR = 0.01
 """The PRV accountant's default error of epsilon. With steps and delta, it determines the accountant's grid."""
 
 
-_NOT_DECLARED = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
-
-
 def declared_spent(privacy: Mapping[str, Any], batch_size: int, declared: Privacy | None) -> PrivacySpent:
     """As `privacy_spent`, for what a trainer declares; what it leaves open is named in `note`, and epsilon is None."""
+    not_declared = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
     has_target = "target_epsilon" in privacy
-    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else _NOT_DECLARED
+    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else not_declared
     noise = declared.noise_multiplier if declared is not None else None
     if not why:
         return privacy_spent(privacy, batch_size, noise if noise is not None else 1.0)
@@ -113,11 +112,6 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
 
     If Opacus cannot compute epsilon, it is None and `note` has Opacus's message. The trial's steps do not run again
     with the noise for a target, because the noise level changes neither time nor memory.
-
-    Args:
-        privacy: `dataset_size` or `sample_rate`, `epochs` or `steps`, `delta`, `accountant`, `target_epsilon`.
-        batch_size: Samples per step.
-        noise_multiplier: The trial's noise; not used if there is a target.
     """
     rate, steps = training_plan(privacy, batch_size)
     accountant, target = privacy["accountant"], privacy.get("target_epsilon")
@@ -160,17 +154,15 @@ def _spent(training: PrivacySpent) -> PrivacySpent:
     noise = training.noise_multiplier
     if not noise:
         return _noted(training, "epsilon is infinite, because the noise multiplier is 0")
-    if training.accountant == "prv" and _grid_points(training, noise) > _MOST_POINTS:
-        return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
     epsilon = _epsilon(training, noise)
+    if epsilon is None:
+        too_large = "epsilon is the looser bound of the accountant rdp, because prv would take gigabytes of memory here"
+        return _noted(_spent(replace(training, accountant="rdp")), too_large)
     if not isfinite(epsilon) or epsilon < 0:  # the RDP accountant returns such values for a delta near 1
         return _noted(
             training, f"Opacus's accountant {training.accountant} returned {epsilon:.4g}, which is no valid epsilon"
         )
     return replace(training, epsilon=epsilon)
-
-
-_TOO_LARGE = "epsilon is the looser bound of the accountant rdp, because prv would take gigabytes of memory here"
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
@@ -180,17 +172,17 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
     # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins
     # with the noise that the RDP accountant gives.
     try:
-        high = _noise(_by_rdp(training), target)
+        high = _noise(replace(training, accountant="rdp"), target)
     except ValueError:  # the RDP accountant returns no epsilon below about 0.2, whatever the noise
         high = 1.0
-    while (epsilon := _tried(training, high)) is not None and epsilon > target:
+    while (epsilon := _epsilon(training, high)) is not None and epsilon > target:
         high *= 2
     low = 0.5 * high
     for _ in range(_MOST_TRIES):
         if epsilon is None or target - epsilon <= _TARGET_ERROR:
             break
         middle = (low + high) / 2
-        tried = _tried(training, middle)
+        tried = _epsilon(training, middle)
         if tried is not None and tried <= target:
             high, epsilon = middle, tried
         else:
@@ -198,12 +190,17 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
     return replace(training, noise_multiplier=high)
 
 
-def _tried(training: PrivacySpent, noise: float) -> float | None:
-    """Epsilon with this noise multiplier; None if computing it would take too much memory."""
-    return _epsilon(training, noise) if _grid_points(training, noise) <= _MOST_POINTS else None
+def _epsilon(training: PrivacySpent, noise: float) -> float | None:
+    """Epsilon with this noise multiplier; None if the PRV accountant would take too much memory for it.
 
-
-def _epsilon(training: PrivacySpent, noise: float) -> float:
+    The number of points of its grid is that of Opacus 1.6 (Gopi et al., arXiv 2106.02848).
+    """
+    if training.accountant == "prv":
+        delta_error = training.delta / 1000
+        half_width = prv_half_width(noise, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error)
+        mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
+        if 2 * half_width / mesh > _MOST_POINTS:
+            return None
     return epsilon_spent(training.accountant, noise, training.sample_rate, training.steps, training.delta)
 
 
@@ -220,17 +217,39 @@ def _noise(training: PrivacySpent, target: float) -> float:
     )
 
 
-def _grid_points(training: PrivacySpent, noise: float) -> float:
-    """The number of grid points that Opacus 1.6's PRV accountant would allocate (Gopi et al., arXiv 2106.02848)."""
-    delta_error = training.delta / 1000
-    half_width = prv_half_width(noise, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error)
-    mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
-    return 2 * half_width / mesh
-
-
-def _by_rdp(training: PrivacySpent) -> PrivacySpent:
-    return replace(training, accountant="rdp")
-
-
 def _noted(spent: PrivacySpent, note: str) -> PrivacySpent:
     return replace(spent, note="; ".join(filter(None, [spent.note, note])))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """The `options` of a trial with a built-in trainer.
+
+    Attributes:
+        lr: Learning rate.
+        max_grad_norm: The norm that the gradient of every sample is clipped to; the standard trainer does not clip.
+        noise_multiplier: Standard deviation of the noise divided by `max_grad_norm`; the standard trainer adds none.
+    """
+
+    lr: float = 1e-3
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+
+
+def read_options(options: Mapping[str, Any]) -> TrainerOptions:
+    """Check the options. Each built-in trainer accepts all of them, because a sweep gives every trainer the same ones.
+
+    >>> read_options({"max_grad_norm": 0.1}).max_grad_norm
+    0.1
+    """
+    known = [field.name for field in fields(TrainerOptions)]
+    for name, value in options.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"the built-in trainers have no option {name!r}; they have {', '.join(known)}{hint}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+            raise InputError(f"option {name} must be a number of at least 0, got {value!r}")
+    if options.get("max_grad_norm") == 0:
+        raise InputError("option max_grad_norm must be above 0, because 0 would clip every gradient to zero")
+    return TrainerOptions(**options)

@@ -25,7 +25,7 @@ from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
-from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.builtin import enable_checkpointing
 from flopwatch.sweep.trainers.privacy import declared_spent
 from flopwatch.sweep.trainers.protocol import (
     StepPart,

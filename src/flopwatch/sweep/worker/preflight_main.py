@@ -27,8 +27,7 @@ from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec
 from flopwatch.sweep.preflight import PROGRESS, REQUEST, UNFINISHED, PreflightResult, pair_of
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
-from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_inputs, own_loss
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
