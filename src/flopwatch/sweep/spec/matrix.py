@@ -257,13 +257,13 @@ def _load_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check(node, {})
+        _check_node(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _check(node: yaml.Node, sizes: dict[int, int]) -> int:
+def _check_node(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return how many values the node has once all aliases in it are expanded; `sizes` has those of earlier nodes."""
     if id(node) in sizes:
         if sizes[id(node)] == 0:  # its children are being counted
@@ -272,27 +272,20 @@ def _check(node: yaml.Node, sizes: dict[int, int]) -> int:
     sizes[id(node)] = 0
     children: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
-        _check_keys(node)
+        seen: dict[tuple[str, str], yaml.Node] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            first = seen.setdefault((key.tag, key.value), key)
+            if first is not key:
+                line = first.start_mark.line + 1
+                raise _refusal(f"the key {key.value!r} is given twice, first in line {line} and again", key)
         children = [part for pair in node.value for part in pair]
     elif isinstance(node, yaml.SequenceNode):
         children = node.value
-    size = 1 + sum(_check(child, sizes) for child in children)
+    size = 1 + sum(_check_node(child, sizes) for child in children)
     if size > _MOST_VALUES:
         raise _refusal(f"aliases that stand for more than {_MOST_VALUES:,} values", node)
     sizes[id(node)] = size
     return size
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    seen: dict[tuple[str, str], yaml.Node] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        first = seen.setdefault((key.tag, key.value), key)
-        if first is not key:
-            raise _refusal(
-                f"the key {key.value!r} is given twice, first in line {first.start_mark.line + 1} and again", key
-            )
 
 
 def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
@@ -310,15 +303,23 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
             f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both set the GPUs of a trial on each "
             "node; leave one out"
         )
-    for options in (matrix.options, *(entry.options for entry in matrix.trainers)):
-        _check_options(options)
+    for name, value in itertools.chain(matrix.options.items(), *(entry.options.items() for entry in matrix.trainers)):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):  # such as the dates and sets of YAML
+            kind, text = type(value).__name__, cut(str(value), 100)
+            raise InputError(
+                f"option {name} is a {kind} ({text}), which JSON cannot represent; write it in quotes, or as numbers, "
+                "text, lists and mappings"
+            ) from None
     axes = _axes(matrix)
     count = math.prod(map(len, axes.values()))
     if count > MOST_TRIALS:
         raise InputError(f"the matrix has {count:,} trials, more than the limit of {MOST_TRIALS:,}; give fewer values")
     specs = [_spec(matrix, **dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
     check_conditions(matrix.exclude, specs)
-    kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
+    distinct = {repr(spec): spec for spec in specs}.values()  # a value may be given twice
+    kept = [spec for spec in distinct if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         why = "`exclude` removes all trials; exclude fewer" if count else "a setting is an empty list; give it a value"
         raise InputError(f"no trial is left to run: {why}")
@@ -358,19 +359,6 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     return trainer, check_label(entry.label) if entry.label else label
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise InputError for options that JSON cannot represent, such as the dates and sets of YAML."""
-    for name, value in options.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError):
-            kind, text = type(value).__name__, cut(str(value), 100)
-            raise InputError(
-                f"option {name} is a {kind} ({text}), which JSON cannot represent; write it in quotes, or as numbers, "
-                "text, lists and mappings"
-            ) from None
-
-
 def _spec(
     matrix: Matrix,
     *,
@@ -385,6 +373,9 @@ def _spec(
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
     chosen = {**options, **own.options}
+    # A command reports no progress, so `no_progress_seconds` has no default for commands.
+    is_set = trainer == "command" or "no_progress_seconds" in matrix.limits.model_fields_set
+    silence = matrix.limits.no_progress_seconds if is_set else Limits().no_progress_seconds
     return TrialSpec(
         **settings,
         **{name: getattr(matrix, name) for name in _SAME_IN_ALL},
@@ -393,21 +384,9 @@ def _spec(
         command=own.command,
         gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         options=chosen,
-        limits=_limits(matrix.limits, is_command=trainer == "command"),
+        limits=Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
         nodes=place.nodes,
         processes=place.processes,
         layout=None if trainer == "command" else place.layout,  # a command starts its own processes
         privacy=matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
     )
-
-
-def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """The limits of a trial. A command reports no progress, so `no_progress_seconds` has no default for commands."""
-    is_set = "no_progress_seconds" in settings.model_fields_set
-    silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
-    return Limits(settings.wall_seconds, silence, settings.memory)
-
-
-def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
-    """The trials without duplicates, which arise if a value is given twice."""
-    return list({repr(spec): spec for spec in specs}.values())
