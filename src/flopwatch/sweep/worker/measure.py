@@ -154,28 +154,26 @@ class _TrialRun:
         except (Exception, SystemExit) as error:
             if self.ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
                 raise
-            self._note_failure(phase, error)
+            self._note_missing(phase, error)
         self.save()
 
-    def _note_failure(self, phase: str, error: BaseException) -> None:
-        with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
-            sys.stderr.write(traceback_of(error))
-        self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
-
-    def _note_missing(self, phase: str, why: str) -> None:
+    def _note_missing(self, phase: str, why: str | BaseException) -> None:
+        if isinstance(why, BaseException):
+            with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
+                sys.stderr.write(traceback_of(why))
+            why = f"{type(why).__name__}: {message_of(why)[:300]}"
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
         """Measure the peak memory of forward, backward and optimizer in one more step."""
+        unknown = "the memory of each part is unknown, because this system cannot reset the peak"
         for name, part in self._parts():
             is_peak_reset = reset_peak(self.device)
             part()
             if is_peak_reset:
                 self._note_memory(name)
             else:
-                self._note_missing(
-                    "memory", "the memory of each part is unknown, because this system cannot reset the peak"
-                )
+                self._note_missing("memory", unknown)
         self.measured = replace(self.measured, memory=job_memory(self.ranks.gathered(self.measured.memory)))
 
     def _note_memory(self, part: str) -> None:
@@ -201,7 +199,13 @@ class _TrialRun:
         if self.ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
             run_step(self._parts())
             return
-        path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
+        # With shapes, but without stacks, because with them a few steps took 4 GB.
+        with profile(activities=activities, record_shapes=True) as profiler:
+            run_step(self._parts())
+        path = self.run_dir / "step.pt.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
 
     def save(self, *, is_done: bool = False) -> None:
@@ -211,7 +215,7 @@ class _TrialRun:
             try:
                 write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
             except Exception as error:  # the trainer may have changed steps.jsonl or TensorBoard's writer
-                self._note_failure("tensorboard", error)
+                self._note_missing("tensorboard", error)
         facts = {"done": is_done, "steps_done": self._has_all_steps}
         content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
         self._heartbeat.written(lambda: write_json(self.trial_dir / MEASURED, content))
@@ -222,17 +226,6 @@ def _model(spec: TrialSpec, device: str) -> nn.Module:
     if spec.checkpointing:
         enable_checkpointing(model)
     return model
-
-
-def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
-    """Record a Kineto trace of one step with shapes; without stacks, because with them a few steps took 4 GB."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True) as profiler:
-        run_step()
-    path = run_dir / "step.pt.trace.json.gz"
-    profiler.export_chrome_trace(str(path))
-    return path
 
 
 def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:

@@ -46,8 +46,10 @@ def count_step(
         is_alone: False if the trial has several processes, so that this process alone cannot run another step.
     """
     batches = micro_batches(batch, micro_batch_size)
+    same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
     try:
-        cost = _cost_of(count_plain(model, batch, attention))
+        count = count_plain(model, batch, attention)
+        cost = StepCost(**{name: getattr(count, name) for name in same})
     except FlopwatchError as error:
         cost = StepCost(
             attention=attention, notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",)
@@ -55,8 +57,11 @@ def count_step(
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
+    if not is_alone and (type(trainer) is not StandardTrainer or cost.model_flops is None):
+        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     if not is_alone:
-        return _without_a_step(cost, trainer, model, batches)
+        counts = [count_plain(model, part, attention) for part in batches]
+        return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
     try:
         executed = count_executed(trainer, batches, attention)
     except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
@@ -64,21 +69,12 @@ def count_step(
     return _with_executed(cost, executed)
 
 
-def _without_a_step(
-    cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
-) -> StepCost:
-    """Add the hardware FLOPs of a standard trainer, counted without running a step; for other trainers, add a note."""
-    if type(trainer) is not StandardTrainer or cost.model_flops is None:
-        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
-    counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
-    return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
-
-
 def count_executed(
     trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
 ) -> FlopCount | None:
     """The FLOPs of all ops of one step on the micro-batches, including the update; None if compiled code hides ops."""
-    if any(map(_is_compiled, _attributes(trainer))):
+    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
+    if any(_is_compiled(getattr(trainer, name, None)) for name in names):
         return None
     mode = CountingMode(ModuleStack(), attention)
     devices = {value.device for value in batches[0].values() if isinstance(value, torch.Tensor)}
@@ -98,33 +94,20 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: Attention
     return count_flops(model, forward_inputs(model, tensors), attention=attention, loss_fn=loss_fn)
 
 
-def _cost_of(count: FlopCount) -> StepCost:
-    same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
-    return StepCost(**{name: getattr(count, name) for name in same})
-
-
 def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
     if executed is None:
         return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
     if executed.hardware_flops == 0:
         return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
     cost = replace(cost, hardware_flops=executed.hardware_flops)
-    if not executed.uncounted:
-        return cost
-    ops = ", ".join(sorted({op.op for op in executed.uncounted}))
-    return replace(
-        _noted(cost, f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"),
-        is_lower_bound=True,
-    )
+    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
+        note = f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"
+        cost = replace(_noted(cost, note), is_lower_bound=True)
+    return cost
 
 
 def _noted(cost: StepCost, note: str) -> StepCost:
     return replace(cost, notes=(*cost.notes, note))
-
-
-def _attributes(trainer: Trainer) -> list[Any]:
-    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
-    return [getattr(trainer, name, None) for name in names]
 
 
 def _is_compiled(value: Any) -> bool:
