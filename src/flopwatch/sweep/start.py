@@ -144,7 +144,8 @@ def run_sweep(
         with refused_on_a_full_disk(sweep):
             record_unlisted(sweep, plan)
             write_trial_list(sweep, plan.trials, engine.name)
-            tried = plan.todo_in_matrix_order() if with_preflight else []
+            will_run = {trial.name for trial in plan.todo} if with_preflight else set()
+            tried = [trial for trial in plan.trials if trial.name in will_run]  # in the order of the matrix
             refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
         with screen.watch(sweep, plan) as (observer, stop):
             seen = state_file.passing_to(observer, stop)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
@@ -58,10 +57,6 @@ class Plan:
     troubles: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
     repeated: Mapping[str, TrialResult] = field(default_factory=dict)
-
-    def todo_in_matrix_order(self) -> list[Trial]:
-        will_run = {trial.name for trial in self.todo}
-        return [trial for trial in self.trials if trial.name in will_run]
 
 
 def make_plan(
@@ -182,8 +177,11 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
             "update flopwatch, or choose another folder for the new sweep with --output"
         )
     for trial in trials:
-        before = _listed_settings(known, trial.name)
-        if before is None or trial.name in may_change:
+        try:
+            before = read_record(TrialSpec, known.trials[trial.name]["spec"]).measured_settings()
+        except (KeyError, BrokenRecordError):  # the trial is not listed, or its entry is damaged
+            continue
+        if trial.name in may_change:
             continue
         now = trial.spec.measured_settings()
         changed = [key for key in now if _plain(now[key]) != _plain(before.get(key))]
@@ -195,14 +193,6 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
                 f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
                 f"folder for the new sweep with --output, or use the earlier settings{advice}"
             )
-
-
-def _listed_settings(known: TrialList, name: str) -> dict[str, Any] | None:
-    """Return the settings of a trial in the sweep's list; None if the trial is not listed or its entry is damaged."""
-    try:
-        return read_record(TrialSpec, known.trials[name]["spec"]).measured_settings()
-    except (KeyError, BrokenRecordError):
-        return None
 
 
 def _plain(value: object) -> object:
