@@ -26,13 +26,12 @@ from flopwatch.cli.trials.sweep_screens import (
 from flopwatch.cli.trials.tracking import refuse_unusable, tracked
 from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import is_sweep_folder
-from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import RUNNER_LOG
 from flopwatch.sweep.engines.local import check_gpus
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import FolderGoneError, held_folder
 from flopwatch.sweep.preflight import preflight_trials
-from flopwatch.sweep.runner.observing import Follower, RunnerState, Stop, is_alive, is_here, read_runner
+from flopwatch.sweep.runner.observing import Follower, Stop, is_alive, is_here, read_runner
 from flopwatch.sweep.runner.plan import (
     GREEN,
     OVER_BUDGET,
@@ -158,36 +157,13 @@ def _stop(sweep: Path) -> None:
     click.echo(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
 
 
-class FollowedTable(LiveTable):
-    """The live table of a sweep that another process runs."""
-
-    def __init__(self, follower: Follower, sweep: Path) -> None:
-        self._stopping = Stop()
-        super().__init__(follower.plan, sweep, self._stopping, leave="a second `flopwatch sweep stop` ends them")
-        self._counted = {name: result.outcome for name, result in follower.plan.kept.items()}
-
-    def ended(self, result: TrialResult) -> None:
-        """Count only the newest result of a trial that ran several times."""
-        if (before := self._counted.get(result.name)) is not None:
-            self._counts[before] -= 1
-        self._counted[result.name] = result.outcome
-        super().ended(result)
-
-    def take(self, state: RunnerState) -> None:
-        """Show what the runner says about itself."""
-        stopping, now = state.stopping, self._clock()
-        self._stopping.kill, self._stopping.finish = stopping == "kill", stopping in ("finish", "kill")
-        self._stopping.is_over_budget = stopping == "budget"
-        self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
-
-
 def _attach(sweep: Path) -> None:
     """Show the sweep until it ends. Ctrl-C stops the display, not the sweep."""
     follower, console, folder = Follower(sweep), Console(), shlex.quote(str(sweep))
     try:
         with lasting_output():
             if console.is_terminal:
-                table = FollowedTable(follower, sweep)
+                table = LiveTable(follower.plan, sweep, Stop(), leave="a second `flopwatch sweep stop` ends them")
                 with table.live(console):
                     _follow(follower, table)
             else:
@@ -202,7 +178,7 @@ def _attach(sweep: Path) -> None:
         click.echo(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
 
 
-def _follow(follower: Follower, screen: FollowedTable | PlainLines) -> None:
+def _follow(follower: Follower, screen: LiveTable | PlainLines) -> None:
     """Show the sweep until its runner ends, and then the last results."""
     state = follower.runner()
     while True:
@@ -211,7 +187,7 @@ def _follow(follower: Follower, screen: FollowedTable | PlainLines) -> None:
         if state is None:
             screen.ticked(follower.running(None), 0, "no process runs this sweep")
             return
-        if isinstance(screen, FollowedTable):
+        if isinstance(screen, LiveTable):
             screen.take(state)
         screen.ticked(follower.running(state), state.waiting, state.engine_state)
         time.sleep(_LOOK_EVERY_SECONDS)

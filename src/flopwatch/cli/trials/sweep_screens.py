@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from flopwatch.report.contents import outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
-from flopwatch.sweep.runner.observing import Observer, Stop
+from flopwatch.sweep.runner.observing import Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.start import Screen
 from flopwatch.text import one_line, plural
@@ -142,18 +142,16 @@ class LiveTable:
         self._since: dict[str, float] = {}
         self._running: Mapping[str, Trial] = {}
         self._engine_state = ""
-        self._counts: dict[str, int] = {}
+        self._outcomes: dict[str, str] = {name: result.outcome for name, result in plan.kept.items()}
         self._ran = 0
         self._last: deque[TrialResult] = deque(maxlen=_LAST_ENDED)
-        for result in plan.kept.values():
-            self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
 
     def started(self, trial: Trial) -> None:
         self._since[trial.name] = self._clock()
 
     def ended(self, result: TrialResult) -> None:
         self._since.pop(result.name, None)
-        self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
+        self._outcomes[result.name] = result.outcome
         self._ran += result.seconds is not None
         self._last.append(result)
 
@@ -167,6 +165,13 @@ class LiveTable:
     def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
         self._since.pop(result.name, None)
 
+    def take(self, state: RunnerState) -> None:
+        """Show what the runner of another process says about itself."""
+        self._stop.kill, self._stop.finish = state.stopping == "kill", state.stopping in ("finish", "kill")
+        self._stop.is_over_budget = state.stopping == "budget"
+        now = self._clock()
+        self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
+
     def live(self, console: Console) -> Live:
         return Live(get_renderable=self.drawn, console=console, refresh_per_second=4, transient=False)
 
@@ -178,14 +183,14 @@ class LiveTable:
             return Text(one_line(f"the table cannot be drawn ({type(error).__name__}: {error})", _LONGEST_LINE))
 
     def render(self) -> Group:
-        done = ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values()))
+        done = ProgressBar(total=len(self._plan.trials), completed=len(self._outcomes))
         # ProgressBar ends without a line break. Without padding, the next line would be drawn over it.
         return Group(self._header(), Padding(done, (0, 0, 1, 0)), *self._tables(), self._footer())
 
     def _header(self) -> Text:
-        done, total = sum(self._counts.values()), len(self._plan.trials)
+        done, total = len(self._outcomes), len(self._plan.trials)
         text = Text.assemble(("sweep ", "bold"), one_line(str(self._output), _LONGEST_LINE), f"   {done} of {total}   ")
-        for outcome, amount in self._counts.items():
+        for outcome, amount in Counter(self._outcomes.values()).items():
             text.append_text(outcome_text(outcome)).append(f" {amount}   ")
         return text
 
@@ -214,7 +219,7 @@ class LiveTable:
         parts = [one_line(self._engine_state, _LONGEST_LINE)]
         if self._tried_again:
             parts.append(f"{self._tried_again} retried")
-        left = len(self._plan.trials) - sum(self._counts.values())
+        left = len(self._plan.trials) - len(self._outcomes)
         if self._ran and left:  # estimated by the mean time per trial
             seconds = (self._clock() - self._began) / self._ran * left
             parts.append(f"about {duration(seconds, rough=True)} left")
