@@ -49,6 +49,10 @@ def _none_for_word(value: Any) -> Any:
 
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
+MicroBatch = Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ints = Annotated[list[PositiveInt], Several]
+Words = Annotated[list[str], Several]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """The range of seeds that `torch.manual_seed` accepts."""
 
@@ -94,35 +98,35 @@ class Matrix(BaseModel):
         "standard, dpsgd, ghost, fast, or a class `package.module:Class`. {label: mine, command: 'train.sh "
         "{batch_size}'} runs any program, with the trial's values of {batch_size} and {seq_len} in its arguments.",
     )
-    models: Annotated[list[str], Several] = _setting(
+    models: Words = _setting(
         ["small"],
         "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a Hugging Face config.json; "
         "`package.module:function`.",
     )
-    batch_sizes: Annotated[list[PositiveInt], Several] = _setting(
-        [4, 8], "Samples per step, in all processes of a trial together."
-    )
-    seq_lens: Annotated[list[PositiveInt], Several] = _setting([512, 1024], "Positions per sample.")
-    dtypes: Annotated[list[str], Several] = _setting(["fp32"], "fp32, or bf16 and fp16 by autocast.")
+    batch_sizes: Ints = _setting([4, 8], "Samples per step, in all processes together.")
+    seq_lens: Ints = _setting([512, 1024], "Positions per sample.")
+    dtypes: Words = _setting(["fp32"], "fp32, or bf16 and fp16 by autocast.")
     checkpointing: Annotated[list[bool], Several] = _setting(
         [False], "Gradient checkpointing; [false, true] measures both."
     )
-    micro_batch_sizes: Annotated[list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]], Several] = (
-        _setting([None], "Samples in memory at once; null is the whole batch.")
+    micro_batch_sizes: Annotated[list[MicroBatch], Several] = _setting(
+        [None], "Samples in memory at once; null is the whole batch."
     )
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = _setting(
         None, "`package.module:function` that makes the batch; null makes it from the model's inputs."
     )
     seeds: Annotated[list[Seed], Several] = _setting([0], "Seeds of weights and batch; several repeat each trial.")
-    nodes: Annotated[list[PositiveInt], Several] = _setting([1], "Nodes of a trial.")
-    processes: Annotated[list[PositiveInt], Several] = _setting([], "Processes per node; empty: gpus_per_node, or 1.")
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _setting([], "ddp or fsdp; empty: ddp.")
+    nodes: Ints = _setting([1], "Nodes of a trial.")
+    processes: Ints = _setting([], "Processes per node; empty: gpus_per_node, or 1.")
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _setting(
+        [], "How processes train together: ddp or fsdp."
+    )
     gpus_per_node: PositiveInt | None = _setting(None, "GPUs of a trial on each node.")
     device: str = _setting("auto", "auto, cpu, cuda, or another device of torch.")
     steps: PositiveInt = _setting(10, "Measured steps.")
-    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = _setting(3, "Steps before them that are not measured.")
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = _setting(3, "Steps before the measured ones.")
     threads: PositiveInt | None = _setting(None, "Threads of a trial; null leaves the choice to the engine.")
-    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _setting(None, "GPUs; `gpus: 0.5` shares one.")
+    gpus: NonNegative | None = _setting(None, "GPUs of a trial; `gpus: 0.5` shares one.")
     cpus: PositiveInt | None = _setting(None, "CPU cores of a trial; null leaves the choice to the engine.")
     options: dict[str, Any] = _setting(
         {},
@@ -145,7 +149,7 @@ class Matrix(BaseModel):
         "standard}].",
     )
     retries: Annotated[int, Field(ge=0)] = _setting(2, "Retries of a trial that was lost or preempted.")
-    retry_on: Annotated[list[str], Several] = _setting([], "Other outcomes to retry: error, crash, timeout, hang.")
+    retry_on: Words = _setting([], "Other outcomes to retry: error, crash, timeout, hang.")
     until: Annotated[float | None, BeforeValidator(parse_share)] = _setting(
         None, "Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%."
     )
