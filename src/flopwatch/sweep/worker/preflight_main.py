@@ -85,7 +85,7 @@ def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None
     """The FLOPs of a standard step; cached, because they are the same for all trainers. None if they are unknown."""
     full = load_model(model)
     try:
-        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
+        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function)).model_flops
     except FlopwatchError:
         return None
 
