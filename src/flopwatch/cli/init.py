@@ -72,7 +72,6 @@ _SWEEP_GROUPS = {
 
 
 def _template(is_sweep: bool) -> str:
-    """The text of the configuration file, made from the fields of the class that reads it."""
     if is_sweep:
         from flopwatch.sweep.spec.matrix import Matrix
 

@@ -409,7 +409,6 @@ def fit_batch(
 
 
 def probe_of(result: TrialResult) -> Probe:
-    """The part of a trial's result that the search needs."""
     measured = result.measured
     times, rate = measured.steps, measured.samples_per_s
     return Probe(

@@ -53,7 +53,6 @@ _PATIENCE_SECONDS = 60.0
 
 
 def run_command(words: list[str] | None, output: Path | None, **given: Any) -> None:
-    """Do what the flags of `flopwatch sweep` ask for."""
     if words and words[0] in ("attach", "stop"):
         _attach_or_stop(words)
         return
@@ -179,7 +178,6 @@ def _attach(sweep: Path) -> None:
 
 
 def _follow(follower: Follower, screen: LiveTable | PlainLines) -> None:
-    """Show the sweep until its runner ends, and then the last results."""
     state = follower.runner()
     while True:
         for result in follower.new_results():

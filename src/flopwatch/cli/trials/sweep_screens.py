@@ -300,7 +300,6 @@ def _prediction(plan: Plan) -> str:
 
 
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
-    """Print for each pair of trainer and model whether the trainer supports the model, and how it clips gradients."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
         facts = [f"{count(result.parameters)} parameters"] if result.parameters else []

@@ -306,7 +306,6 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
 
 
 def sentences(found: Found, max_batch: int) -> list[str]:
-    """The result of the search: the largest batch size that fits, and the fastest one."""
     said = [f"The search stopped at {found.stopped}."] if found.stopped else []
     if found.largest is None:
         no_batch = [f"No batch fits: even a batch of 1 runs out of memory{_limit(found)}."]

@@ -107,7 +107,6 @@ class RunnerState:
 
 
 def read_runner(sweep: Path) -> RunnerState | None:
-    """Read `runner.json`; None if the file is missing or damaged."""
     state = read_or_none(RunnerState, read_json(sweep / RUNNER))
     if state is None:
         return None

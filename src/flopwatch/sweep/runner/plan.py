@@ -131,12 +131,14 @@ def _choose(
     repeated = {
         trial.name: kept[trial.name] for trial in asked if trial.name in kept and repeats.repeats(kept[trial.name])
     }
-    chosen = [
-        trial
-        for trial in asked
-        if trial.name not in newer
-        and (trial.name in raised or trial.name in repeated or _is_wanted(kept.get(trial.name), only))
-    ]
+    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
+
+    def is_chosen(name: str) -> bool:
+        if name in newer or name in raised or name in repeated:
+            return name not in newer
+        return kept[name].outcome in wanted if name in kept else only in (None, "missing")
+
+    chosen = [trial for trial in asked if is_chosen(trial.name)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
     again = frozenset(trial.name for trial in chosen if trial.name in kept and trial.name not in repeated)
@@ -157,13 +159,6 @@ def record_unlisted(sweep: Path, plan: Plan) -> None:
     """Append the results `plan.unlisted` to `results.jsonl`. The caller must hold the lock of the sweep's folder."""
     for result in plan.unlisted:
         record(sweep, result)
-
-
-def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
-    if result is None:
-        return only in (None, "missing")
-    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
-    return result.outcome in wanted
 
 
 def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str]) -> None:
@@ -268,7 +263,6 @@ DEFAULT_POLICY = RetryPolicy()
 
 
 def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
-    """Make a policy that retries lost trials, and trials with one of the outcomes `also`."""
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
     if unknown := [word for word in also if word not in allowed]:
         raise InputError(f"--retry-on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
@@ -342,7 +336,6 @@ def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_
 
 
 def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
-    """Return the number of planned trials that have no final result."""
     return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
 
 

@@ -385,7 +385,6 @@ class _Run:
             self.engine.cancel()
 
     def _submit_waiting(self) -> None:
-        """Give the engine as many trials as it has room for."""
         while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
             batch = self._next_batch(room)
             if not batch:

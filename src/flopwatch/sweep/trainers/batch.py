@@ -82,7 +82,6 @@ def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) 
 
 
 def vocabulary(model: nn.Module) -> int:
-    """The size of the model's vocabulary, from its config or else from its first embedding."""
     config = getattr(model, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
         size = getattr(settings, "vocab_size", None)

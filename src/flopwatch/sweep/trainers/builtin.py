@@ -154,7 +154,6 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def autocast(settings: TrainerSettings) -> AbstractContextManager[Any]:
-    """The autocast context of the forward pass."""
     if settings.dtype == "fp32":
         return nullcontext()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.dtype)

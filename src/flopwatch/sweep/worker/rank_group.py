@@ -65,11 +65,9 @@ class RankGroup:
         return own
 
     def share(self, batch_size: int) -> int:
-        """The number of samples for each process."""
         return batch_size // self.size
 
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> Mapping[str, Any]:
-        """The samples that this process takes from the trial's batch."""
         if self.size == 1:
             return batch
         rows = batch_rows(batch)
