@@ -20,7 +20,7 @@ from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
 from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
-from flopwatch.sweep.trainers.privacy import read_options
+from flopwatch.sweep.trainers.options import read_options
 from flopwatch.text import one_line
 
 _WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings

@@ -14,7 +14,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.privacy import Privacy
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
-from flopwatch.sweep.trainers.privacy import TrainerOptions, read_options
+from flopwatch.sweep.trainers.options import TrainerOptions, read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
 

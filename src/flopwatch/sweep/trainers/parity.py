@@ -22,11 +22,13 @@ gradients, because a gradient that would be zero in exact arithmetic (an attenti
 Gradients = dict[str, torch.Tensor]
 
 
-def parity(model: nn.Module, batch: Mapping[str, Any], *, trainers: Sequence[str] = PRIVATE) -> dict[str, float]:
+def parity(
+    model: nn.Module, batch: Mapping[str, Any], *, trainers: Sequence[str] = PRIVATE, max_grad_norm: float | None = None
+) -> dict[str, float]:
     """The difference between each DP trainer's clipped mean gradient and that of a loop over the samples.
 
     It is the largest relative difference of any parameter's gradient: about 1e-6 in fp32. Noise and dropout are off.
-    The model is copied and not changed.
+    The model is copied and not changed. The norm to clip to is by default the median, so that half are clipped.
 
     Example:
         >>> from flopwatch.models.load import load_model
@@ -38,7 +40,7 @@ def parity(model: nn.Module, batch: Mapping[str, Any], *, trainers: Sequence[str
     plain = without_dropout(copy.deepcopy(model)).train()
     samples = sample_gradients(plain, batch)
     norms = [_norm(sample.values()) for sample in samples]
-    limit = float(torch.stack(norms).median())  # so that half of the samples are clipped
+    limit = max_grad_norm or float(torch.stack(norms).median())
     # Opacus adds the same 1e-6 to avoid a division by zero.
     factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
     expected = {
