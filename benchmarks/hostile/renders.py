@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_dry_run, print_line, print_preflight
-from flopwatch.cli.trials.trial_screens import print_result, probe_line
+from flopwatch.cli.trials.trial_run import print_result, probe_line
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.records.trial import TrialResult, TrialSpec

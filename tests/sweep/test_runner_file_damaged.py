@@ -7,7 +7,7 @@ import pytest
 
 from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.runner.observing import Follower, read_runner, runner_file
+from flopwatch.sweep.runner.observing import Follower, RunnerFile, read_runner
 from support.sweeping import run_sweep
 from testbeds.fakes import InProcessEngine
 
@@ -15,7 +15,7 @@ WHOLE = {"pid": os.getpid(), "host": "here", "start_ticks": start_ticks(os.getpi
 
 
 def test_what_a_runner_wrote_is_read_back(tmp_path):
-    with runner_file(tmp_path):
+    with RunnerFile(tmp_path):
         assert read_runner(tmp_path).pid == os.getpid()
 
 

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from flopwatch.cli import flag
-from flopwatch.cli.trials.trial import MODEL_HELP
+from flopwatch.cli.trials import MODEL_HELP
 
 
 def flops(

@@ -12,7 +12,7 @@ from flopwatch.numbers import byte_size
 from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine, visible_gpus
-from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
+from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
@@ -380,15 +380,27 @@ def fit_batch(
     refusals: list[Refusal] = []
 
     def measure(batch_size: int) -> Probe:
-        plan = _plan(folder, replace(spec, batch_size=batch_size))
+        own = replace(spec, batch_size=batch_size)
+        plan = make_plan(folder, [own])
+        if any(result.outcome in FAILED for result in plan.kept.values()):
+            plan = make_plan(folder, [own], only="failed")  # its reason is not memory, and may be gone
         if plan.todo:
-            _refuse_too_little_memory(spec)
+            limit, available = spec.limits.memory_bytes, available_bytes()
+            if _is_on_cpu(spec) and limit is not None and available is not None and limit > available:
+                raise InputError(
+                    f"the limit of {byte_size(limit)} is more than the {byte_size(available)} available on this host; "
+                    "free some memory, or give a smaller --memory and a new --output"
+                )
             record_unlisted(folder, plan)
             write_trial_list(folder, plan.trials, "fit")
             if not refusals:
                 refusals.append(preflight(plan) if preflight else lambda trial: None)
             run_plan(plan, LocalEngine(), observer, stop, refusals[0])
-        probe = probe_of(_result(folder, plan.trials[0]))
+        trial = plan.trials[0]
+        result = read_results(folder).get(trial.name)
+        if result is None or result.key != trial.key:
+            result = TrialResult(trial.name, trial.key, trial.spec, "cancelled", "stopped before it began")
+        probe = probe_of(result)
         on_probe(probe)
         return probe
 
@@ -396,31 +408,7 @@ def fit_batch(
         return search(measure, max_batch)
 
 
-def _plan(folder: Path, spec: TrialSpec) -> Plan:
-    """A plan that repeats a trial that failed for a reason other than memory, because that reason may be gone."""
-    plan = make_plan(folder, [spec])
-    has_failed = any(result.outcome in FAILED for result in plan.kept.values())
-    return make_plan(folder, [spec], only="failed") if has_failed else plan
-
-
-def _result(folder: Path, trial: Trial) -> TrialResult:
-    result = read_results(folder).get(trial.name)
-    if result is None or result.key != trial.key:
-        return TrialResult(trial.name, trial.key, trial.spec, "cancelled", "stopped before it began")
-    return result
-
-
-def _refuse_too_little_memory(spec: TrialSpec) -> None:
-    limit, available = spec.limits.memory_bytes, available_bytes()
-    if _is_on_cpu(spec) and limit is not None and available is not None and limit > available:
-        raise InputError(
-            f"the limit of {byte_size(limit)} is more than the {byte_size(available)} available on this host; "
-            "free some memory, or give a smaller --memory and a new --output"
-        )
-
-
 def probe_of(result: TrialResult) -> Probe:
-    """The part of a trial's result that the search needs."""
     measured = result.measured
     times, rate = measured.steps, measured.samples_per_s
     return Probe(

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopwatch.decode import Stored, read_or_none
 from flopwatch.errors import InputError
@@ -27,6 +27,7 @@ from flopwatch.sweep.spec.parsing import needs_one_process
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"
+UNFINISHED = "unfinished"  # the reason of a result as long as the pair is being tried
 _MOST_MISTAKES = 5
 
 
@@ -90,13 +91,13 @@ def pair_of(spec: TrialSpec) -> Pair:
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
     """A function that returns why a trial cannot run; None if it can, or if the preflight did not try its options."""
-    tried = _requests(specs)
+    tried = _smallest(specs)
 
     def why_not(spec: TrialSpec) -> str | None:
         if reason := needs_one_process(spec):
             return reason
-        result = found.get(pair_of(spec))
-        was_tried = pair_of(spec) in tried and tried[pair_of(spec)]["options"] == dict(spec.options)
+        result, asked = found.get(pair_of(spec)), tried.get(pair_of(spec))
+        was_tried = asked is not None and asked.options == spec.options
         return result.reason if result is not None and not result.supported and was_tried else None
 
     return why_not
@@ -107,24 +108,15 @@ def preflight_trials(
 ) -> Callable[[Trial], str | None]:
     """Run the preflight of these trials; return a function that returns why a trial cannot run, or None if it can.
 
-    Args:
-        sweep: The sweep's folder.
-        trials: The trials that will run.
-        show: Called with the results of the preflight.
+    `show` is called with the results of the preflight.
 
     Raises:
-        InputError: A configuration is unusable, such as one with a misspelt name.
+        InputError: A configuration is unusable, such as one with a misspelt name. A sweep that skips its trials would
+            look complete.
     """
     specs = [trial.spec for trial in trials if trial.spec.trainer != COMMAND]
     found = run_preflight(sweep, specs) if specs else {}
     show({pair: result for pair, result in found.items() if not result.is_mistake})
-    refuse_mistakes(found)
-    why_not = refusals(found, specs)
-    return lambda trial: why_not(trial.spec)
-
-
-def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
-    """Raise InputError if a configuration is unusable, because a sweep that skips its trials would look complete."""
     mistakes = [
         each.reason if repr(each.trainer) in each.reason else f"{each.trainer} on {each.model}: {each.reason}"
         for each in found.values()
@@ -136,6 +128,8 @@ def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
             f"no trial was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. "
             "Correct it, or leave it out with --exclude"
         )
+    why_not = refusals(found, specs)
+    return lambda trial: why_not(trial.spec)
 
 
 def run_preflight(
@@ -143,68 +137,61 @@ def run_preflight(
 ) -> dict[Pair, PreflightResult]:
     """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
-    If a pair crashes or takes too long, its trials are not refused, because it is unknown whether they can run. Trials
-    that are shell commands are not tried. The log is `logs/preflight.log`.
-
-    Args:
-        sweep: The sweep's folder.
-        specs: The configurations of the trials.
-        timeout_seconds: Limit for all pairs together.
+    If a pair crashes, or all pairs together take too long, its trials are not refused, because it is unknown whether
+    they can run. Trials that are shell commands are not tried. The log is `logs/preflight.log`.
     """
-    requests = _requests(specs)
+    smallest = _smallest(specs)
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
     found: dict[Pair, PreflightResult] = {}
-    while left := [content for pair, content in requests.items() if pair not in found]:
-        write_json(sweep / REQUEST, left)
+    while left := [spec for pair, spec in smallest.items() if pair not in found]:
+        write_json(sweep / REQUEST, [spec.to_json() for spec in left])
         ending = _run_worker(sweep, deadline)
-        found = _progress(sweep, ending) | found  # results of an earlier process take precedence
-        if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
-            found = {_pair(content): _not_known(content, ending) for content in requests.values()} | found
-    write_json(sweep / PREFLIGHT, [result.to_json() for result in (_found_before(sweep) | found).values()])
+        reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
+        for result in _read_results(list(read_lines(sweep / PROGRESS))):
+            if is_unfinished := result.reason == UNFINISHED:
+                result = replace(result, reason=reason)
+            if not is_unfinished or result.pair not in found:  # a result of an earlier process takes precedence
+                found[result.pair] = result
+        if time.monotonic() >= deadline or not any(pair_of(spec) in found for spec in left):
+            unknown = {pair: PreflightResult(*pair, supported=True, reason=reason, tried=False) for pair in smallest}
+            found = unknown | found
+    # A resumed sweep tries only the pairs of trials that it still has to run.
+    before = {result.pair: result for result in _read_results(read_json(sweep / PREFLIGHT)) if not result.is_mistake}
+    write_json(sweep / PREFLIGHT, [result.to_json() for result in (before | found).values()])
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
     return found
 
 
-def _found_before(sweep: Path) -> dict[Pair, PreflightResult]:
-    """The results in `preflight.json`. A resumed sweep tries only the pairs of trials that it still has to run."""
-    content = read_json(sweep / PREFLIGHT)
-    found = {}
-    for row in content if isinstance(content, list) else ():
-        result = read_or_none(PreflightResult, row)
-        if result is not None and not result.is_mistake:
-            found[result.pair] = result
-    return found
+def _read_results(content: object) -> list[PreflightResult]:
+    rows = content if isinstance(content, list) else []
+    return [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
 
 
-def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
-    """One request for each `Pair` of settings, with the smallest batch size and length of the trials that have them."""
-    requests: dict[Pair, dict[str, Any]] = {}
+def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
+    """For each `Pair` of settings the first trial that has them, with the smallest batch size and length of all."""
+    found: dict[Pair, TrialSpec] = {}
     for spec in specs:
-        if spec.trainer == COMMAND:
-            continue
-        known = requests.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
-        known["batch"] = spec.batch
-        for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
-            known[name] = min(value, known.get(name, value))
-    return requests
+        if spec.trainer != COMMAND:
+            known = found.setdefault(pair_of(spec), spec)
+            batch_size, seq_len = min(spec.batch_size, known.batch_size), min(spec.seq_len, known.seq_len)
+            found[pair_of(spec)] = replace(known, batch_size=batch_size, seq_len=seq_len)
+    return found
 
 
 def _run_worker(sweep: Path, deadline: float) -> str:
     """Run the worker until it ends or the deadline passes; return how it ended, as text."""
     # Hide GPUs: a tiny copy of the model needs none, and a CUDA context would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())]
     with open(log_file(sweep, "preflight"), "ab") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**os.environ, **hidden, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             preexec_fn=dies_with(os.getpid()),
         )
@@ -213,36 +200,10 @@ def _run_worker(sweep: Path, deadline: float) -> str:
         except subprocess.TimeoutExpired:
             return "because it took too long"
         finally:
-            _kill_tree(process)
+            below = descendants(process.pid)
+            for end, target in [(os.killpg, process.pid), *((os.kill, pid) for pid in below)]:
+                with contextlib.suppress(ProcessLookupError):
+                    end(target, signal.SIGKILL)
+            process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     return f"because its process {how}"
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    below = descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in below:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
-    """The results in the progress file. A pair of trainer and model that was not finished gets the reason `ending`."""
-    found: dict[Pair, PreflightResult] = {}
-    for line in read_lines(sweep / PROGRESS):
-        if "begun" in line:
-            found[_pair(line["begun"])] = _not_known(line["begun"], ending)
-        elif result := read_or_none(PreflightResult, line.get("found")):
-            found[result.pair] = result
-    return found
-
-
-def _pair(request: Mapping[str, Any]) -> Pair:
-    return Pair(request["trainer"], request["model"], request["checkpointing"], request["dtype"])
-
-
-def _not_known(request: Mapping[str, Any], ending: str) -> PreflightResult:
-    reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
-    return PreflightResult(*_pair(request), supported=True, reason=reason, tried=False)

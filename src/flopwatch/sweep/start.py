@@ -5,20 +5,21 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import read_results
-from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.full_disk import refused_on_a_full_disk
 from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
-from flopwatch.sweep.runner.observing import Observer, Stop, runner_file
+from flopwatch.sweep.runner.observing import Observer, RunnerFile, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy
 from flopwatch.sweep.runner.run import run_plan
-from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
 from flopwatch.sweep.spec.names import check_names
 
 
@@ -57,26 +58,28 @@ def run(
     For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
     """
     asked = read_matrix(None, matrix) if isinstance(matrix, Mapping) else read_matrix(Path(matrix), {})
-    specs = expand(asked)
-    check_names(specs, with_modules=preflight)
-    policy, repeats = retry_policy(asked.retries, asked.retry_on), RepeatPolicy(asked.until, asked.max_repeats)
+    specs, rules = checked(asked, with_modules=preflight)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
+    chosen = {"only": only, "limit": limit, "engine": where.name, "repeats": rules["repeats"]}
+    planned = partial(make_plan, sweep, specs, shuffle_seed=order_seed, **chosen)
     with _modules_of_the_script():
-        plan, _, _ = run_sweep(
-            sweep,
-            lambda: make_plan(
-                sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name, repeats=repeats
-            ),
-            where,
-            Screen(observer),
-            with_preflight=preflight,
-            retries=policy,
-            repeats=repeats,
-            budget_seconds=asked.budget,
-        )
+        plan, _, _ = run_sweep(sweep, planned, where, Screen(observer), with_preflight=preflight, **rules)
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
+
+
+def checked(matrix: Matrix, *, with_modules: bool) -> tuple[list[TrialSpec], dict[str, Any]]:
+    """The trials of a matrix, and the arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
+
+    Raises:
+        InputError: The matrix cannot be run.
+    """
+    specs = expand(matrix)
+    check_names(specs, with_modules=with_modules)
+    repeats = RepeatPolicy(matrix.until, matrix.max_repeats)
+    retries = retry_policy(matrix.retries, matrix.retry_on)
+    return specs, {"retries": retries, "repeats": repeats, "budget_seconds": matrix.budget}
 
 
 @contextmanager
@@ -99,11 +102,7 @@ def _modules_of_the_script() -> Iterator[None]:
 
 
 class Screen:
-    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
-
-    Args:
-        observer: Its methods are called when a trial starts and ends; None if there is none.
-    """
+    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this."""
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._observer = observer
@@ -126,7 +125,7 @@ def run_sweep(
     screen: Screen,
     *,
     with_preflight: bool,
-    **limits: Any,
+    **rules: Any,
 ) -> tuple[Plan, dict[str, int], Stop]:
     """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
 
@@ -136,18 +135,19 @@ def run_sweep(
         engine: Runs the trials.
         screen: Shows warnings, the preflight and the trials.
         with_preflight: Whether to try the trainers on tiny copies of the models first.
-        **limits: The arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
+        **rules: What `checked` returns beside the trials.
     """
-    with held_folder(sweep), runner_file(sweep) as state_file:
+    with held_folder(sweep), RunnerFile(sweep) as state_file:
         plan = planned()
         for trouble in plan.troubles:
             screen.warn(sweep, trouble)
         with refused_on_a_full_disk(sweep):
             record_unlisted(sweep, plan)
             write_trial_list(sweep, plan.trials, engine.name)
-            tried = plan.todo_in_matrix_order() if with_preflight else []
+            will_run = {trial.name for trial in plan.todo} if with_preflight else set()
+            tried = [trial for trial in plan.trials if trial.name in will_run]  # in the order of the matrix
             refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
         with screen.watch(sweep, plan) as (observer, stop):
             seen = state_file.passing_to(observer, stop)
-            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
+            counts = run_plan(plan, engine, seen, stop, refuse, **rules) if plan.todo else {}
     return plan, counts, stop

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from flopwatch.cli.trials.trial_screens import probe_line, sentences
+from flopwatch.cli.trials.trial_run import probe_line, sentences
 from flopwatch.sweep.fit import Found, Probe
 from support.sweeping import TESTS
 

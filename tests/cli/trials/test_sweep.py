@@ -266,7 +266,7 @@ def test_square_brackets_in_a_reason_are_shown(capsys):
     """rich would take them for markup."""
     from rich.console import Console
 
-    from flopwatch.cli.trials.trial_screens import print_result
+    from flopwatch.cli.trials.trial_run import print_result
     from flopwatch.records.trial import TrialResult, TrialSpec
 
     reason = 'pip install "flopwatch[dp]"'

@@ -49,6 +49,6 @@ def test_a_display_that_fails_does_not_hide_the_runner_from_others(tmp_path):
     (tmp_path / "s").mkdir()
     noted = RunnerFile(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
     noted.passing_to(Failing("ticked", MarkupError("x")), Stop())
-    noted.ticked({}, 7, "first")
-    noted.ticked({}, 6, "second")
+    noted.tell("ticked", {}, 7, "first")
+    noted.tell("ticked", {}, 6, "second")
     assert read_runner(tmp_path / "s").waiting == 6

@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -19,16 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.cli.streams import PatientLines
-from flopwatch.cli.trials.trial_screens import outcome_cell, outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.present.terminal import print_document
+from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.trial import TrialResult
+from flopwatch.report.cells import outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
-from flopwatch.sweep.runner.observing import Observer, Stop
+from flopwatch.sweep.runner.observing import Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.start import Screen
 from flopwatch.text import one_line, plural
@@ -36,6 +36,14 @@ from flopwatch.text import one_line, plural
 _LAST_ENDED = 6
 _MOST_RUNNING = 12
 _LONGEST_LINE = 1000
+
+
+def outcome_text(outcome: str) -> Text:
+    return Text(one_line(outcome, 40), style=STYLES[outcome_class(outcome)])
+
+
+def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
+    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
 
 
 class CommandScreen(Screen):
@@ -99,22 +107,17 @@ class PlainLines:
 
     def ended(self, result: TrialResult) -> None:
         self._done += 1
-        name = one_line(result.name, _LONGEST_LINE)
-        self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {name} {_one_line(result)}")
+        self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {_ending(result)}")
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
-        self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
+        self._say(f"{_ending(lost)}; retrying ({retry} of {most})")
 
     def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
-        name = one_line(result.name, _LONGEST_LINE)
-        self._say(
-            f"{name} {_one_line(result)}; its interval is too wide, so it is repeated ({repeat} of at most {most})"
-        )
+        self._say(f"{_ending(result)}; its interval is too wide, so it is repeated ({repeat} of at most {most})")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         """Print why nothing proceeds, because a sweep that waits for devices or space would otherwise seem to hang."""
-        is_full = engine_state.startswith("waiting: ")  # for space on a disk
-        is_stuck = is_full or "held back" in engine_state or "not answered" in engine_state
+        is_stuck = any(words in engine_state for words in ("waiting: ", "held back", "not answered"))
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)
         if waiting_for and without_numbers != self._waiting_for:
@@ -139,18 +142,16 @@ class LiveTable:
         self._since: dict[str, float] = {}
         self._running: Mapping[str, Trial] = {}
         self._engine_state = ""
-        self._counts: dict[str, int] = {}
+        self._outcomes: dict[str, str] = {name: result.outcome for name, result in plan.kept.items()}
         self._ran = 0
         self._last: deque[TrialResult] = deque(maxlen=_LAST_ENDED)
-        for result in plan.kept.values():
-            self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
 
     def started(self, trial: Trial) -> None:
         self._since[trial.name] = self._clock()
 
     def ended(self, result: TrialResult) -> None:
         self._since.pop(result.name, None)
-        self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
+        self._outcomes[result.name] = result.outcome
         self._ran += result.seconds is not None
         self._last.append(result)
 
@@ -164,6 +165,13 @@ class LiveTable:
     def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
         self._since.pop(result.name, None)
 
+    def take(self, state: RunnerState) -> None:
+        """Show what the runner of another process says about itself."""
+        self._stop.kill, self._stop.finish = state.stopping == "kill", state.stopping in ("finish", "kill")
+        self._stop.is_over_budget = state.stopping == "budget"
+        now = self._clock()
+        self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
+
     def live(self, console: Console) -> Live:
         return Live(get_renderable=self.drawn, console=console, refresh_per_second=4, transient=False)
 
@@ -175,35 +183,30 @@ class LiveTable:
             return Text(one_line(f"the table cannot be drawn ({type(error).__name__}: {error})", _LONGEST_LINE))
 
     def render(self) -> Group:
-        return Group(self._header(), self._bar(), *self._tables(), self._footer())
+        done = ProgressBar(total=len(self._plan.trials), completed=len(self._outcomes))
+        # ProgressBar ends without a line break. Without padding, the next line would be drawn over it.
+        return Group(self._header(), Padding(done, (0, 0, 1, 0)), *self._tables(), self._footer())
 
     def _header(self) -> Text:
-        done, total = sum(self._counts.values()), len(self._plan.trials)
+        done, total = len(self._outcomes), len(self._plan.trials)
         text = Text.assemble(("sweep ", "bold"), one_line(str(self._output), _LONGEST_LINE), f"   {done} of {total}   ")
-        for outcome, amount in self._counts.items():
+        for outcome, amount in Counter(self._outcomes.values()).items():
             text.append_text(outcome_text(outcome)).append(f" {amount}   ")
         return text
 
-    def _bar(self) -> Padding:
-        # ProgressBar ends without a line break. Without padding, the next line would be drawn over it.
-        return Padding(ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values())), (0, 0, 1, 0))
-
     def _tables(self) -> list[Table]:
-        running = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("running", "phase", "step", "for"):
-            running.add_column(column, justify="right" if column in ("step", "for") else "left", no_wrap=True)
+        running = _table("running", "phase", to_the_right=("step", "for"))
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
             phase, step = _progress(trial)
             seconds = self._clock() - self._since.get(name, self._began)
-            running.add_row(_cell(name), _cell(phase), step, duration(seconds, rough=True))
+            words = (Text(one_line(word, _LONGEST_LINE)) for word in (name, phase))
+            running.add_row(*words, step, duration(seconds, rough=True))
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
             running.add_row(Text(f"and {hidden} more", style="dim"))
-        ended = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("ended", "outcome", "step time", "memory", "MFU"):
-            ended.add_column(column, justify="left" if column in ("ended", "outcome") else "right", no_wrap=True)
+        ended = _table("ended", "outcome", to_the_right=("step time", "memory", "MFU"))
         for result in self._last:
-            ended.add_row(_cell(result.name), outcome_text(result.outcome), *_figures(result))
+            ended.add_row(Text(one_line(result.name, _LONGEST_LINE)), outcome_text(result.outcome), *_figures(result))
         return [table for table in (running, ended) if table.row_count]
 
     def _footer(self) -> Text:
@@ -213,22 +216,21 @@ class LiveTable:
             return Text(f"finishing running trials; {self._leave}", style="bold")
         if self._stop.is_over_budget:
             return Text("the time budget is used up; finishing running trials", style="bold")
-        left = self._seconds_left()
-        parts = [
-            one_line(self._engine_state, _LONGEST_LINE),
-            f"{self._tried_again} retried" if self._tried_again else "",
-            f"about {duration(left, rough=True)} left" if left is not None else "",
-        ]
-        return Text("   ".join(part for part in parts if part), style="dim")
-
-    def _seconds_left(self) -> float | None:
-        """Estimate the seconds until the sweep ends by the mean time per trial; None before any trial has ended."""
-        left = len(self._plan.trials) - sum(self._counts.values())
-        return (self._clock() - self._began) / self._ran * left if self._ran and left else None
+        parts = [one_line(self._engine_state, _LONGEST_LINE)]
+        if self._tried_again:
+            parts.append(f"{self._tried_again} retried")
+        left = len(self._plan.trials) - len(self._outcomes)
+        if self._ran and left:  # estimated by the mean time per trial
+            seconds = (self._clock() - self._began) / self._ran * left
+            parts.append(f"about {duration(seconds, rough=True)} left")
+        return Text("   ".join(filter(None, parts)), style="dim")
 
 
-def _cell(text: str) -> Text:
-    return Text(one_line(text, _LONGEST_LINE))
+def _table(*columns: str, to_the_right: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in (*columns, *to_the_right):
+        table.add_column(column, justify="right" if column in to_the_right else "left", no_wrap=True)
+    return table
 
 
 def _progress(trial: Trial) -> tuple[str, str]:
@@ -250,13 +252,15 @@ def _figures(result: TrialResult) -> tuple[str, str, str]:
     )
 
 
-def _one_line(result: TrialResult) -> str:
+def _ending(result: TrialResult) -> str:
+    """The trial's name, and in one line how it ended."""
+    name = one_line(result.name, _LONGEST_LINE)
     if result.outcome != "ok":
-        return one_line(f"{result.outcome}: {result.reason}", _LONGEST_LINE)
+        return f"{name} {one_line(f'{result.outcome}: {result.reason}', _LONGEST_LINE)}"
     seconds, memory, mfu = _figures(result)
     parts = [f"{seconds} a step" if seconds else "", memory, f"MFU {mfu}" if mfu else ""]
     parts.append(f"not measured: {', '.join(result.measured.not_measured)}" if result.measured.not_measured else "")
-    return f"ok  {', '.join(part for part in parts if part)}"
+    return f"{name} ok  {', '.join(filter(None, parts))}"
 
 
 def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> None:
@@ -296,17 +300,11 @@ def _prediction(plan: Plan) -> str:
 
 
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
-    """Print for each pair of trainer and model whether the trainer supports the model, and how it clips gradients."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
-        click.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")
-
-
-def _detail(result: PreflightResult) -> str:
-    if result.reason:
-        return f": {result.reason}"
-    parts = [f"{count(result.parameters)} parameters"] if result.parameters else []
-    if result.model_flops is not None:
-        parts.append(f"{flops(result.model_flops)} a step of {result.batch_size} x {result.seq_len}")
-    parts += [f"{percent(share)} {way}" for way, share in result.shares.items()]
-    return f" ({', '.join(parts)})" if parts else ""
+        facts = [f"{count(result.parameters)} parameters"] if result.parameters else []
+        if result.model_flops is not None:
+            facts.append(f"{flops(result.model_flops)} a step of {result.batch_size} x {result.seq_len}")
+        facts += [f"{percent(share)} {way}" for way, share in result.shares.items()]
+        detail = f": {result.reason}" if result.reason else f" ({', '.join(facts)})" if facts else ""
+        click.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{detail}', _LONGEST_LINE)}")

@@ -15,9 +15,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Queue
 from typing import IO
 
 import click
@@ -27,7 +27,7 @@ from flopwatch.records.sweep_results import read_trial_list
 from flopwatch.records.trial_files import RESULTS, SWEEP
 from flopwatch.report.capture import Capture, follow_results
 from flopwatch.report.table import trial_run, trial_runs
-from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
+from flopwatch.sinks.protocol import Logged, TrialLog, log_trials
 from flopwatch.text import one_line, plural
 
 FOLLOWER = "flopwatch.cli.trials.tracking"
@@ -62,7 +62,12 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
             yield
         finally:
             with contextlib.suppress(Exception):  # printing fails if the pipe is closed
-                _print_end(*_finish(follower, said), folder, wandb, mlflow)
+                status, message = _finish(follower, said)
+                click.echo(message, err=status != 0)
+                if status != 0:
+                    words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
+                    again = shlex.join(["flopwatch", "report", str(folder), *words])
+                    click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes]) -> "subprocess.Popen[bytes] | None":
@@ -104,14 +109,6 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
     return status, one_line(lines[-1]) if lines else "the process that logs trials printed nothing"
-
-
-def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
-    click.echo(message, err=status != 0)
-    if status != 0:
-        words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
-        again = shlex.join(["flopwatch", "report", str(folder), *words])
-        click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> list[TrialLog]:
@@ -172,32 +169,16 @@ def main() -> int:
     except Exception as error:
         _print_line(f"nothing was logged: {error}")
         return 1
-    created = read_trial_list(folder).created
-    results = follow_results(folder, offset, over.is_set)
-    found = _log_to_all(logs, (trial_run(result, folder.resolve().name, created) for result in results))
+    name, created = folder.resolve().name, read_trial_list(folder).created
+
+    def log_all(log: TrialLog) -> Logged:
+        results = follow_results(folder, offset, over.is_set)
+        return log_trials((trial_run(result, name, created) for result in results), log)
+
+    with ThreadPoolExecutor() as pool:  # a thread for each service, so that a slow one does not delay the others
+        found = list(pool.map(log_all, logs))
     _print_line("; ".join(logged_text(log.name, logged) for log, logged in zip(logs, found, strict=True)))
     return 1 if any(logged.failures for logged in found) else 0
-
-
-def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
-    """Log to each service in its own thread, so that a slow service does not delay the others."""
-    queues: list[Queue[TrialRun | None]] = [Queue() for _ in logs]
-    found: list[Logged] = [Logged(0, (), gave_up=True)] * len(logs)
-
-    def log(place: int) -> None:
-        found[place] = log_trials(iter(queues[place].get, None), logs[place])
-
-    threads = [threading.Thread(target=log, args=(place,)) for place in range(len(logs))]
-    for thread in threads:
-        thread.start()
-    for run in runs:
-        for queue in queues:
-            queue.put(run)
-    for queue in queues:
-        queue.put(None)
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def _print_line(line: str) -> None:

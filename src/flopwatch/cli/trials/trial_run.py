@@ -1,25 +1,28 @@
 """What `flopwatch trial` and `flopwatch fit` do: run trials in processes of their own, and print what was measured."""
 
+import math
 import os
 import shlex
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from flopwatch.cli import print_json
 from flopwatch.cli.streams import lasting_output
-from flopwatch.cli.trials.sweep_screens import print_preflight
-from flopwatch.cli.trials.trial_screens import (
-    phases_shown,
-    print_found,
-    print_result,
-    probe_line,
-)
+from flopwatch.cli.trials.sweep_screens import outcome_cell, print_preflight
 from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
 from flopwatch.files import UnreadableError, load_json
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.present import document as doc
+from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import (
     NewerFormatError,
     is_sweep_folder,
@@ -28,17 +31,30 @@ from flopwatch.records.sweep_results import (
     read_trial_list,
 )
 from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_key
+from flopwatch.report.cells import epsilon_text
 from flopwatch.sweep.attempts import is_worse, put_aside, put_back
-from flopwatch.sweep.fit import Found, fit_batch, with_host_limit
-from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, result_file, write_trial_list
+from flopwatch.sweep.claims import read_progress
+from flopwatch.sweep.fit import Found, Probe, fit_batch, with_host_limit
+from flopwatch.sweep.folder import (
+    Trial,
+    folder_of,
+    has_begun,
+    held_folder,
+    prepare,
+    record,
+    result_file,
+    write_trial_list,
+)
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.runner.run import Refusal
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
 from flopwatch.sweep.spec.parsing import check_processes, parse_overrides
 from flopwatch.sweep.supervisor.supervise import supervise
+from flopwatch.text import one_line
 
 
 def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, as_json: bool, **given: Any) -> None:
@@ -68,10 +84,23 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
     spec = _only_spec("`flopwatch fit` tries", beneath, parse_overrides(words or []), _flags(given | {"batch_size": 1}))
     check_names([spec], with_modules=not given["no_preflight"])
     spec, reason = with_host_limit(output, spec)
+
+    def preflight(plan: Plan) -> Refusal:
+        return preflight_trials(output, plan.todo, (lambda found: None) if as_json else print_preflight)
+
     with lasting_output():
         if reason and not as_json:
             click.echo(reason)
-        found = _searched(output, spec, max_batch, with_preflight=not given["no_preflight"], quiet=as_json)
+        with PhaseStatus(lambda trial: f"batch {trial.spec.batch_size}", quiet=as_json) as status:
+            found = fit_batch(
+                output,
+                spec,
+                status,
+                stop=status.stop,
+                max_batch=max_batch,
+                preflight=None if given["no_preflight"] else preflight,
+                on_probe=lambda probe: None if as_json else click.echo(probe_line(probe)),
+            )
         if as_json:
             print_json({**asdict(found), "folder": str(output)})
         else:
@@ -144,7 +173,7 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)
         write_trial_list(folder, [placed], "trial")
-        with phases_shown(lambda trial: trial.name, quiet=quiet) as status:
+        with PhaseStatus(lambda trial: trial.name, quiet=quiet) as status:
             status.started(placed)
             result = supervise(folder, name, cancel=lambda: status.why_stopped(placed))
         if earlier is not None and is_worse(result, earlier):
@@ -154,17 +183,169 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
     return result, ""
 
 
-def _searched(output: Path, spec: TrialSpec, max_batch: int, *, with_preflight: bool, quiet: bool) -> Found:
-    def preflight(plan: Plan) -> Refusal:
-        return preflight_trials(output, plan.todo, (lambda found: None) if quiet else print_preflight)
+class PhaseStatus:
+    """Shows the phases of trials below a name if stderr is a terminal, and catches SIGINT, SIGTERM and SIGHUP.
 
-    with phases_shown(lambda trial: f"batch {trial.spec.batch_size}", quiet=quiet) as status:
-        return fit_batch(
-            output,
-            spec,
-            status,
-            stop=status.stop,
-            max_batch=max_batch,
-            preflight=preflight if with_preflight else None,
-            on_probe=lambda probe: None if quiet else click.echo(probe_line(probe)),
-        )
+    It observes trials; after a signal, its `stop` ends the running ones.
+    """
+
+    def __init__(self, named: Callable[[Trial], str], *, quiet: bool) -> None:
+        self._named, self._asked, self.stop = named, "", Stop()
+        console = Console(stderr=True)
+        self._status: Status | None = None if quiet or not console.is_terminal else console.status("")
+
+    def __enter__(self) -> "PhaseStatus":
+        words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+        def note(number: int, frame: object) -> None:
+            self._asked = self._asked or f"stopped by {words[signal.Signals(number)]}"
+
+        self._before = {number: signal.signal(number, note) for number in words}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended()
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def started(self, trial: Trial) -> None:
+        if self._status is not None:
+            self._status.update(Text(f"{one_line(self._named(trial))}: start"))
+            self._status.start()
+
+    def ended(self, result: TrialResult | None = None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        self.stop.kill = bool(self._asked)
+        if self._status is not None:
+            words = [f"{self._named(trial)}: {read_progress(folder_of(trial)).text}" for trial in running.values()]
+            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
+
+    def why_stopped(self, trial: Trial) -> str | None:
+        """Show the phase of the trial; return the reason to end it, or None before a signal."""
+        self.ticked({trial.name: trial}, 0, "")
+        return self._asked or None
+
+
+def print_result(result: TrialResult, console: Console | None = None) -> None:
+    """Print the measurements of a trial; if it failed, also the reason, its threads' stacks and the end of its log."""
+    has_failed = result.outcome != "ok"
+    blocks = [doc.Block(text, most_lines=1000) for text in (result.stacks, result.log_tail) if text and has_failed]
+    again = [doc.Text(f"run again: {result.command}", "command")] if has_failed else []
+    reason = f"({one_line(result.reason, 1000)})" if has_failed else ""
+    lead = [doc.Cell(result.name), outcome_cell(result.outcome)]
+    section = doc.Section(reason, [doc.Facts(_rows(result)), *blocks, *again], lead=lead)
+    print_document(doc.Document("", [section]), console)
+
+
+def _rows(result: TrialResult) -> list[tuple[str, str]]:
+    measured, cost = result.measured, result.measured.cost
+    rows = [("model", f"{result.spec.model}, {count(measured.parameters)} parameters" if measured.parameters else "")]
+    if times := measured.steps:
+        unstable = ", unstable" if times.unstable else ""
+        interval = f"{step_time(times.low, digits=4)} to {step_time(times.high, digits=4)}"
+        median = step_time(times.median, digits=4)
+        rows.append(("step time", f"{median} (median of {times.count}; {interval}{unstable})"))
+    by_phase = [f"{phase} {byte_size(size)}" for phase, size in measured.memory.by_phase.items()]
+    rows += [
+        ("tokens/s", number(measured.tokens_per_s, digits=4) if measured.tokens_per_s else ""),
+        ("memory", byte_size(measured.memory.peak_bytes) if measured.memory.peak_bytes else ""),
+        ("by phase", ", ".join(by_phase)),
+    ]
+    if cost is not None and cost.model_flops is not None:
+        rows.append(("model FLOPs", f"{cost.model_flops:,}"))
+        rows.append(("hardware FLOPs", f"{cost.hardware_flops:,}" if cost.hardware_flops is not None else ""))
+    if cost is not None and cost.mfu is not None:
+        hfu = f", HFU {percent(cost.hfu)}" if cost.hfu is not None else ""
+        peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
+        rows.append(("MFU", f"{percent(cost.mfu)}{hfu}{peak}"))
+    if (spent := measured.privacy) is not None:
+        noise = UNKNOWN if spent.noise_multiplier is None else f"{spent.noise_multiplier:.4g}"
+        training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {noise}"
+        known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
+        rows.append(("epsilon", "; ".join(filter(None, [known, spent.note]))))
+    rows += [("not measured", f"{phase}: {why}") for phase, why in measured.not_measured.items()]
+    if result.seconds is not None:
+        rows.append(("took", duration(result.seconds)))
+    return [row for row in rows if row[1]]
+
+
+_EDGE = 0.03
+"""The memory of a trial differs by up to this share between runs (measured by benchmarks/sweeps/memory.py)."""
+
+
+def probe_line(probe: Probe) -> str:
+    """The result of the trial with one batch size, in one line.
+
+    >>> probe_line(Probe(8, True, "ok", "", 512 << 20, samples_per_s=102.34))
+    'batch 8: ok, 512 MiB, 102 samples/s'
+    """
+    if probe.fits is None:
+        return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
+    parts = [f"batch {probe.batch_size}: {probe.outcome}{', barely fits' if probe.is_bare else ''}"]
+    if probe.fits and probe.peak_bytes is not None:
+        parts.append(byte_size(probe.peak_bytes))
+    if probe.samples_per_s is not None and probe.fits:
+        parts.append(f"{number(probe.samples_per_s)} samples/s")
+    return ", ".join(parts)
+
+
+def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
+    columns: tuple[doc.Column | str, ...] = (*doc.numbers("batch", "memory", "step time", "samples/s"), "outcome")
+    rows = []
+    for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
+        memory = byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else ""
+        took = step_time(probe.step_seconds) if probe.step_seconds is not None and probe.fits else ""
+        rate = number(probe.samples_per_s) if probe.samples_per_s is not None and probe.fits else ""
+        outcome = outcome_cell(probe.outcome, "(barely fits)" if probe.is_bare else "")
+        rows.append((str(probe.batch_size), memory, took, rate, outcome))
+    said = [doc.Text(one_line(sentence, 1000)) for sentence in sentences(found, max_batch)]
+    print_document(doc.Document("", [doc.Table(columns, rows), *said]), console)
+
+
+def sentences(found: Found, max_batch: int) -> list[str]:
+    said = [f"The search stopped at {found.stopped}."] if found.stopped else []
+    if found.largest is None:
+        no_batch = [f"No batch fits: even a batch of 1 runs out of memory{_limit(found)}."]
+        return [*said, *(no_batch if found.too_large == 1 else [])]
+    said += [_largest(found, max_batch), *_edge(found)]
+    rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
+    if rate is not None:
+        same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
+        said.append(f"Fastest: {found.fastest}, {number(rate)} samples/s{same}.")
+    return said
+
+
+def _largest(found: Found, max_batch: int) -> str:
+    barely = next((", barely" for probe in found.probes if probe.batch_size == found.largest and probe.is_bare), "")
+    if not found.is_largest_known:
+        beyond = f"; {found.too_large} does not" if found.too_large is not None else ""
+        return f"Largest batch seen to fit{barely}: {found.largest}{beyond}. The search is not finished."
+    if found.too_large is None:
+        return f"No limit found up to {max_batch}: a batch of {found.largest} fits{barely}."
+    return f"Largest batch that fits{barely}: {found.largest} ({found.too_large} does not{_limit(found, '; ')})."
+
+
+def _edge(found: Found) -> list[str]:
+    """A warning if the largest batch may not always fit, because memory varies a little between runs; else empty."""
+    lucky = [
+        probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
+    ]
+    if lucky:
+        return [f"The limit varies between trials: a batch of {max(lucky)} fitted, although {found.too_large} did not."]
+    largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
+    is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
+    if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
+        return []
+    used = percent(largest.peak_bytes / largest.capacity_bytes)
+    said = f"That batch uses {used} of the limit and may fail next time: memory varies by up to 3 % between runs."
+    return [said] if largest.peak_bytes / largest.capacity_bytes >= 1 - _EDGE else []
+
+
+def _limit(found: Found, before: str = ": ") -> str:
+    """The memory limit as text; empty if unknown, for example if no trial fitted on an accelerator."""
+    known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
+    on_device = any(probe.outcome == "oom_device" for probe in found.probes)
+    return f"{before}{byte_size(known[0])} {'of the device' if on_device else 'limit'}" if known else ""

@@ -7,7 +7,7 @@ exception is printed once and the observer is not called again.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -62,34 +62,16 @@ class Stop:
 
 
 class SafeObserver:
-    """Passes calls on to an observer until that observer raises an exception. Without an observer it does nothing."""
+    """Passes events on to an observer until that observer raises an exception. Without an observer it does nothing."""
 
     def __init__(self, observer: object | None = None) -> None:
         self._observer = observer
 
-    def started(self, trial: Trial) -> None:
-        self._call("started", trial)
-
-    def ended(self, result: TrialResult) -> None:
-        self._call("ended", result)
-
-    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        self._call("ticked", running, waiting, engine_state)
-
-    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
-        if hasattr(self._observer, "tries_again"):
-            self._call("tries_again", lost, retry, most)
-
-    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
-        if hasattr(self._observer, "repeats"):
-            self._call("repeats", result, repeat, most)
-
-    def _call(self, method: str, *facts: object) -> None:
-        if self._observer is None:
-            return
+    def tell(self, event: str, *facts: Any) -> None:
+        """Call the observer's method of this name, if it has one."""
         try:
-            call: Callable[..., None] = getattr(self._observer, method)
-            call(*facts)
+            if (call := getattr(self._observer, event, None)) is not None:
+                call(*facts)
         except (Exception, SystemExit) as error:  # rich raises SystemExit if its output pipe is closed
             self._observer = None
             with contextlib.suppress(Exception):
@@ -125,7 +107,6 @@ class RunnerState:
 
 
 def read_runner(sweep: Path) -> RunnerState | None:
-    """Read `runner.json`; None if the file is missing or damaged."""
     state = read_or_none(RunnerState, read_json(sweep / RUNNER))
     if state is None:
         return None
@@ -162,85 +143,64 @@ class FullDisk:
         return self._text
 
 
-class RunnerFile:
-    """An observer that writes `runner.json` about once a second and passes every call on to another observer."""
+class RunnerFile(SafeObserver):
+    """Writes `runner.json` about once a second, and passes every event on to an observer.
+
+    As a context it writes the file when it begins; when it ends, it writes it with `stopping` set to `over`.
+    """
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
+        super().__init__()
         self._file, self._clock = sweep / RUNNER, clock
-        self._next = SafeObserver()
         self._stop = Stop()
         self._since: dict[str, float] = {}
         self._next_write = 0.0
         self._full_disk = FullDisk(clock)
-        self._about: dict[str, Any] = {
-            "pid": os.getpid(),
-            "host": os.uname().nodename,
-            "start_ticks": start_ticks(os.getpid()),
-        }
+        self._state = RunnerState(os.getpid(), os.uname().nodename, start_ticks(os.getpid()), running={})
 
-    def passing_to(self, observer: Observer | None, stop: Stop) -> "RunnerFile":
-        self._next, self._stop = SafeObserver(observer), stop
+    def __enter__(self) -> "RunnerFile":
+        self._write(engine_state="getting ready")
         return self
 
-    def started(self, trial: Trial) -> None:
-        self._since[trial.name] = self._clock()
-        self._next.started(trial)
+    def __exit__(self, *error: object) -> None:
+        self._write(stopping="over")
 
-    def ended(self, result: TrialResult) -> None:
-        self._since.pop(result.name, None)
-        self._next.ended(result)
+    def passing_to(self, observer: Observer | None, stop: Stop) -> "RunnerFile":
+        self._observer, self._stop = observer, stop
+        return self
 
-    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
-        self._since.pop(lost.name, None)
-        self._next.tries_again(lost, retry, most)
+    def tell(self, event: str, *facts: Any) -> None:
+        if event == "ticked":
+            facts = self._ticked(*facts)
+        elif event == "started":
+            self._since[facts[0].name] = self._clock()
+        else:
+            self._since.pop(facts[0].name, None)
+        super().tell(event, *facts)
 
-    def repeats(self, result: TrialResult, repeat: int, most: int) -> None:
-        self._since.pop(result.name, None)
-        self._next.repeats(result, repeat, most)
-
-    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+    def _ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> tuple[Any, ...]:
         now = self._clock()
         engine_state = self._full_disk(running) or engine_state
         if now >= self._next_write:
-            names = [name for name, _ in zip(running, range(_MOST_NAMES), strict=False)]
+            names = islice(running, _MOST_NAMES)
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
-            self.write(engine_state, since, len(running), waiting)
-        self._next.ticked(running, waiting, engine_state)
+            stop = self._stop
+            stopping = "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
+            self._write(
+                engine_state=engine_state,
+                running=since,
+                running_count=len(running),
+                waiting=waiting,
+                stopping=stopping,
+            )
+        return running, waiting, engine_state
 
-    def write(
-        self,
-        engine_state: str,
-        running: Mapping[str, float] | None = None,
-        running_count: int = 0,
-        waiting: int = 0,
-        stopping: str | None = None,
-    ) -> None:
+    def _write(self, **state: Any) -> None:
         """Write `runner.json`. If the disk is full or the folder was deleted, write nothing and raise nothing."""
         self._next_write = self._clock() + _WRITE_SECONDS
-        stop = self._stop
-        reason = "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
-        state = RunnerState(
-            **self._about,
-            engine_state=engine_state,
-            running=dict(running or {}),
-            running_count=running_count,
-            waiting=waiting,
-            stopping=reason if stopping is None else stopping,
-        )
         with contextlib.suppress(OSError, FolderGoneError):
             check_held(self._file.parent)
-            write_json(self._file, asdict(state))
-
-
-@contextlib.contextmanager
-def runner_file(sweep: Path) -> Iterator[RunnerFile]:
-    """Write `runner.json` when the context begins. When it ends, write it with `stopping` set to `over`."""
-    file = RunnerFile(sweep)
-    file.write("getting ready")
-    try:
-        yield file
-    finally:
-        file.write("", stopping="over")
+            write_json(self._file, asdict(replace(self._state, **state)))
 
 
 _SILENCE_SECONDS = 90.0
@@ -255,7 +215,11 @@ class Follower:
         self._sweep, self._clock = sweep, clock
         file = sweep / RESULTS
         self._results = files.Follower(file, file.stat().st_size if file.is_file() else 0)
-        self._trials = _listed_trials(sweep)
+        self._trials: dict[str, Trial] = {}
+        for name, entry in read_trial_list(sweep).trials.items():
+            with contextlib.suppress(BrokenRecordError, KeyError):
+                spec = read_record(TrialSpec, entry["spec"])
+                self._trials[name] = Trial(sweep, name, str(entry.get("key")), spec)
         results = {name: result for name, result in read_results(sweep).items() if name in self._trials}
         kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
         todo = tuple(trial for name, trial in self._trials.items() if name not in kept)
@@ -278,17 +242,8 @@ class Follower:
             self._last, self._heard = state, self._clock()
         if state is None or is_alive(state) is False:
             return None
-        is_silent = is_alive(state) is None and self._clock() - self._heard > _SILENCE_SECONDS
-        if is_silent:
+        if is_alive(state) is None and self._clock() - self._heard > _SILENCE_SECONDS:
             return None
         # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
         waits = self._full_disk(self.running(state))
         return replace(state, engine_state=waits) if waits else state
-
-
-def _listed_trials(sweep: Path) -> dict[str, Trial]:
-    found = {}
-    for name, entry in read_trial_list(sweep).trials.items():
-        with contextlib.suppress(BrokenRecordError, KeyError):
-            found[name] = Trial(sweep, name, str(entry.get("key")), read_record(TrialSpec, entry["spec"]))
-    return found

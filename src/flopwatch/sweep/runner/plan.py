@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
@@ -58,10 +57,6 @@ class Plan:
     troubles: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
     repeated: Mapping[str, TrialResult] = field(default_factory=dict)
-
-    def todo_in_matrix_order(self) -> list[Trial]:
-        will_run = {trial.name for trial in self.todo}
-        return [trial for trial in self.trials if trial.name in will_run]
 
 
 def make_plan(
@@ -136,12 +131,14 @@ def _choose(
     repeated = {
         trial.name: kept[trial.name] for trial in asked if trial.name in kept and repeats.repeats(kept[trial.name])
     }
-    chosen = [
-        trial
-        for trial in asked
-        if trial.name not in newer
-        and (trial.name in raised or trial.name in repeated or _is_wanted(kept.get(trial.name), only))
-    ]
+    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
+
+    def is_chosen(name: str) -> bool:
+        if name in newer or name in raised or name in repeated:
+            return name not in newer
+        return kept[name].outcome in wanted if name in kept else only in (None, "missing")
+
+    chosen = [trial for trial in asked if is_chosen(trial.name)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
     again = frozenset(trial.name for trial in chosen if trial.name in kept and trial.name not in repeated)
@@ -164,13 +161,6 @@ def record_unlisted(sweep: Path, plan: Plan) -> None:
         record(sweep, result)
 
 
-def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
-    if result is None:
-        return only in (None, "missing")
-    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
-    return result.outcome in wanted
-
-
 def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str]) -> None:
     """Raise InputError if the folder has a trial with the name of a planned trial but another configuration.
 
@@ -182,8 +172,11 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
             "update flopwatch, or choose another folder for the new sweep with --output"
         )
     for trial in trials:
-        before = _listed_settings(known, trial.name)
-        if before is None or trial.name in may_change:
+        try:
+            before = read_record(TrialSpec, known.trials[trial.name]["spec"]).measured_settings()
+        except (KeyError, BrokenRecordError):  # the trial is not listed, or its entry is damaged
+            continue
+        if trial.name in may_change:
             continue
         now = trial.spec.measured_settings()
         changed = [key for key in now if _plain(now[key]) != _plain(before.get(key))]
@@ -195,14 +188,6 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
                 f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
                 f"folder for the new sweep with --output, or use the earlier settings{advice}"
             )
-
-
-def _listed_settings(known: TrialList, name: str) -> dict[str, Any] | None:
-    """Return the settings of a trial in the sweep's list; None if the trial is not listed or its entry is damaged."""
-    try:
-        return read_record(TrialSpec, known.trials[name]["spec"]).measured_settings()
-    except (KeyError, BrokenRecordError):
-        return None
 
 
 def _plain(value: object) -> object:
@@ -278,7 +263,6 @@ DEFAULT_POLICY = RetryPolicy()
 
 
 def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
-    """Make a policy that retries lost trials, and trials with one of the outcomes `also`."""
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
     if unknown := [word for word in also if word not in allowed]:
         raise InputError(f"--retry-on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
@@ -352,7 +336,6 @@ def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_
 
 
 def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
-    """Return the number of planned trials that have no final result."""
     return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.files import read_json, read_object, tail
 from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
-from flopwatch.records.trial import UNSETTLED, TrialResult
-from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
+from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
+from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
 from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, kill_strays, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
@@ -79,9 +79,9 @@ class LateResults:
             if is_supervised(trial.sweep, trial.name):
                 return False
             try:
-                may_run = _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name))
+                may_run = _may_have_begun_elsewhere(folder_of(trial))
             except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
-                if not is_transient(error):
+                if error.errno not in _TRANSIENT:
                     raise
                 return False
             if self._clock() <= deadline and may_run:
@@ -101,7 +101,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
 
 def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
     """Add the reason from the file of the guard (`guard.py`), if the guard killed a supervisor that hung."""
-    note = read_object(trial_folder(trial.sweep, trial.name) / GUARD)
+    note = read_object(folder_of(trial) / GUARD)
     if note.get("attempt") == attempt_of(trial.sweep, trial.name):
         return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
     return ended
@@ -133,7 +133,7 @@ class SilentSupervisors:
     def _reason(self, trial: Trial) -> str | None:
         if trial.name in self._reasons:
             return None
-        claimed = read_object(trial_folder(trial.sweep, trial.name) / STARTED)
+        claimed = read_object(folder_of(trial) / STARTED)
         if not claimed or is_withdrawn(claimed):
             return None
         silent = silent_seconds(trial.sweep, trial.name)
@@ -148,22 +148,16 @@ class SilentSupervisors:
         return ended if reason is None else replace(ended, evidence={"stuck": reason, **ended.evidence})
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-_NETWORK = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO)
+_TRANSIENT = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE),  # something is full
+    *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO),  # a network file system
+)
+"""Errors that may disappear without a change to the sweep."""
 _PAUSE_SECONDS = 5.0  # time between two tries to write to a full disk
 
 
-def is_transient(error: OSError) -> bool:
-    """Whether the error may disappear without a change to the sweep, such as the error of a full disk."""
-    return error.errno in _FULL + _NETWORK
-
-
 class Pause:
-    """A pause after a failed write, before the write is tried again.
-
-    Attributes:
-        why: The reason for the pause, as the user sees it. Empty if there is no pause.
-    """
+    """A pause after a failed write, before the write is tried again. `why` is empty if there is none."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -175,9 +169,6 @@ class Pause:
 
     def is_over(self) -> bool:
         return not self.why or time.monotonic() >= self._until
-
-    def end(self) -> None:
-        self.why = ""
 
 
 class ResultWriter:
@@ -197,12 +188,12 @@ class ResultWriter:
             try:
                 self._write(self._waiting[0])
             except OSError as error:
-                if not is_transient(error):
+                if error.errno not in _TRANSIENT:
                     raise
                 self.pause.begin(error)
                 return
             self._waiting.popleft()
-            self.pause.end()
+            self.pause.why = ""
 
     def close(self, patience_seconds: float = 60.0) -> int:
         """Write the queued results for at most `patience_seconds`, and return how many could not be written."""
@@ -223,7 +214,7 @@ Refusal = Callable[[Trial], str | None]
 def run_plan(
     plan: Plan,
     engine: Engine,
-    observer: Observer,
+    observer: Observer | SafeObserver,
     stop: Stop,
     refuse: Refusal = lambda trial: None,
     *,
@@ -248,7 +239,8 @@ def run_plan(
     Returns:
         The number of trials that ended, by outcome.
     """
-    run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries, repeats)
+    safe = observer if isinstance(observer, SafeObserver) else SafeObserver(observer)
+    run = _Run(plan, engine, safe, stop, refuse, retries, repeats)
     began = clock()
     run.adopt_earlier_trials()
     try:
@@ -306,12 +298,11 @@ class _Run:
         """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
         self.repeating = dict(self.plan.repeated)
         todo = [self._prepared_repeat(trial) for trial in self.plan.todo]
-        begun = [self._with_attempts(trial) for trial in todo if folder_of(trial).exists()]
-        adopted = set(self.engine.open(self.sweep, begun))
-        self.running = {trial.name: trial for trial in begun if trial.name in adopted}
-        self.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
-        begun_names = adopted | set(self.elsewhere)
-        self.waiting = deque(trial for trial in todo if trial.name not in begun_names)
+        begun = {trial.name: self._with_attempts(trial) for trial in todo if folder_of(trial).exists()}
+        adopted = set(self.engine.open(self.sweep, list(begun.values())))
+        self.running = {name: trial for name, trial in begun.items() if name in adopted}
+        self.elsewhere = {name: trial for name, trial in begun.items() if name not in adopted}
+        self.waiting = deque(trial for trial in todo if trial.name not in begun)
         self._reclaim_ended()
 
     def _prepared_repeat(self, trial: Trial) -> Trial:
@@ -345,7 +336,7 @@ class _Run:
             self._finish(self.silent.explain(end))
         self.writer.catch_up()
         problem = self.pause.why or self.writer.pause.why
-        self.observer.ticked(self.running, len(self.waiting), problem or self.engine.state())
+        self.observer.tell("ticked", self.running, len(self.waiting), problem or self.engine.state())
 
     def close(self) -> None:
         if self.running:
@@ -366,7 +357,7 @@ class _Run:
     def _settle(self, result: TrialResult) -> None:
         self.writer.add(result)
         self.counts[result.outcome] = self.counts.get(result.outcome, 0) + 1
-        self.observer.ended(result)
+        self.observer.tell("ended", result)
 
     def _reclaim_ended(self) -> None:
         """Remove ended trials from `elsewhere`: record the result of each, or queue the trial again if it has none."""
@@ -393,7 +384,6 @@ class _Run:
             self.engine.cancel()
 
     def _submit_waiting(self) -> None:
-        """Give the engine as many trials as it has room for."""
         while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
             batch = self._next_batch(room)
             if not batch:
@@ -401,13 +391,15 @@ class _Run:
             self.engine.submit(batch)
             for trial in batch:
                 self.running[trial.name] = trial
-                self.observer.started(trial)
+                self.observer.tell("started", trial)
 
     def _next_batch(self, room: int) -> list[Trial]:
         batch: list[Trial] = []
         while self.waiting and len(batch) < room:
             trial = self.waiting.popleft()
-            settled = _refused(trial, self.refuse) or inferred_result(trial, self.out_of_memory)
+            settled = inferred_result(trial, self.out_of_memory)
+            if (reason := self.refuse(trial)) is not None:
+                settled = _not_run(trial, "unsupported", reason, "preflight")
             if settled is not None:
                 self._settle(settled)
                 continue
@@ -418,13 +410,16 @@ class _Run:
                 self.elsewhere[trial.name] = trial
                 continue
             except OSError as error:
-                if is_transient(error):  # such as a full disk; the trial stays the first of the queue
+                if error.errno in _TRANSIENT:  # such as a full disk; the trial stays the first of the queue
                     self.waiting.appendleft(trial)
                     self.pause.begin(error)
                     break
-                self._settle(_result_without_folder(trial, error))
+                where = error.filename or folder_of(trial)
+                advice = "make this path readable and writable, or remove it"
+                reason = f"not started ({error.strerror}: {where}); {advice}"
+                self._settle(_not_run(trial, "lost", reason, "the sweep's folder"))
                 continue
-            self.pause.end()
+            self.pause.why = ""
             batch.append(trial)
         return batch
 
@@ -437,7 +432,7 @@ class _Run:
         earlier = lost_attempts(result.earlier_attempts)
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.waiting.append(_next_attempt(trial, result))
-            self.observer.tries_again(result, earlier + 1, self.retries.most)
+            self.observer.tell("tries_again", result, earlier + 1, self.retries.most)
             return
         if result.outcome != "ok" and trial.name in self.repeating:
             result = _result_before(self.repeating[trial.name], trial, result)
@@ -454,20 +449,11 @@ class _Run:
         self.repeating[trial.name] = result
         # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
         self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
-        self.observer.repeats(result, repeats_of(result) + 1, self.repeats.most)
+        self.observer.tell("repeats", result, repeats_of(result) + 1, self.repeats.most)
 
 
-def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:
-    where = error.filename or folder_of(trial)
-    reason = f"not started ({error.strerror}: {where}); make this path readable and writable, or remove it"
-    return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
-
-
-def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
-    reason = refuse(trial)
-    if reason is None:
-        return None
-    return TrialResult(trial.name, trial.key, trial.spec, "unsupported", reason, {"from": "preflight"})
+def _not_run(trial: Trial, outcome: Outcome, reason: str, source: str) -> TrialResult:
+    return TrialResult(trial.name, trial.key, trial.spec, outcome, reason, {"from": source})
 
 
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:

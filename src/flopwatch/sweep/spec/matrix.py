@@ -28,13 +28,13 @@ from flopwatch.sweep.spec.parsing import (
     parse_share,
     process_points,
 )
-from flopwatch.sweep.spec.yaml_file import load_yaml
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 from flopwatch.text import cut, first_line
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 2
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
+_MOST_VALUES = 1_000_000  # of a file; eight levels of aliases, each used nine times, stand for 43 million
 
 
 def _as_list(value: Any) -> Any:
@@ -49,6 +49,10 @@ def _none_for_word(value: Any) -> Any:
 
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
+MicroBatch = Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ints = Annotated[list[PositiveInt], Several]
+Words = Annotated[list[str], Several]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """The range of seeds that `torch.manual_seed` accepts."""
 
@@ -79,40 +83,80 @@ class LimitSettings(BaseModel):
     memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
 
 
+def _setting(default: Any, description: str) -> Any:
+    """A setting with its default as YAML says it, and what `flopwatch init --sweep` says about it."""
+    return Field(default, validate_default=True, description=description)
+
+
 class Matrix(BaseModel):
     """The settings of a sweep. A setting or option with several values is an axis of the matrix."""
 
     model_config = ConfigDict(extra="forbid")
 
-    trainers: Annotated[list[TrainerEntry], Several] = [TrainerEntry(trainer="standard")]
-    models: Annotated[list[str], Several] = ["small"]
-    batch_sizes: Annotated[list[PositiveInt], Several] = [4, 8]
-    seq_lens: Annotated[list[PositiveInt], Several] = [512, 1024]
-    dtypes: Annotated[list[str], Several] = ["fp32"]
-    checkpointing: Annotated[list[bool], Several] = [False]
-    micro_batch_sizes: Annotated[list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]], Several] = [None]
-    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[Seed], Several] = [0]
-    nodes: Annotated[list[PositiveInt], Several] = [1]
-    processes: Annotated[list[PositiveInt], Several] = []
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = []
-    gpus_per_node: PositiveInt | None = None
-    device: str = "auto"
-    steps: PositiveInt = 10
-    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
-    threads: PositiveInt | None = None
-    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    cpus: PositiveInt | None = None
-    options: dict[str, Any] = {}
-    privacy: PrivacySettings | None = None
-    trace: bool = True
-    limits: LimitSettings = LimitSettings()
-    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = []
-    retries: Annotated[int, Field(ge=0)] = 2
-    retry_on: Annotated[list[str], Several] = []
-    until: Annotated[float | None, BeforeValidator(parse_share)] = None
-    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 5
-    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
+    trainers: Annotated[list[TrainerEntry], Several] = _setting(
+        ["standard"],
+        "standard, dpsgd, ghost, fast, or a class `package.module:Class`. {label: mine, command: 'train.sh "
+        "{batch_size}'} runs any program, with the trial's values of {batch_size} and {seq_len} in its arguments.",
+    )
+    models: Words = _setting(
+        ["small"],
+        "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a Hugging Face config.json; "
+        "`package.module:function`.",
+    )
+    batch_sizes: Ints = _setting([4, 8], "Samples per step, in all processes together.")
+    seq_lens: Ints = _setting([512, 1024], "Positions per sample.")
+    dtypes: Words = _setting(["fp32"], "fp32, or bf16 and fp16 by autocast.")
+    checkpointing: Annotated[list[bool], Several] = _setting(
+        [False], "Gradient checkpointing; [false, true] measures both."
+    )
+    micro_batch_sizes: Annotated[list[MicroBatch], Several] = _setting(
+        [None], "Samples in memory at once; null is the whole batch."
+    )
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = _setting(
+        None, "`package.module:function` that makes the batch; null makes it from the model's inputs."
+    )
+    seeds: Annotated[list[Seed], Several] = _setting([0], "Seeds of weights and batch; several repeat each trial.")
+    nodes: Ints = _setting([1], "Nodes of a trial.")
+    processes: Ints = _setting([], "Processes per node; empty: gpus_per_node, or 1.")
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _setting(
+        [], "How processes train together: ddp or fsdp."
+    )
+    gpus_per_node: PositiveInt | None = _setting(None, "GPUs of a trial on each node.")
+    device: str = _setting("auto", "auto, cpu, cuda, or another device of torch.")
+    steps: PositiveInt = _setting(10, "Measured steps.")
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = _setting(3, "Steps before the measured ones.")
+    threads: PositiveInt | None = _setting(None, "Threads of a trial; null leaves the choice to the engine.")
+    gpus: NonNegative | None = _setting(None, "GPUs of a trial; `gpus: 0.5` shares one.")
+    cpus: PositiveInt | None = _setting(None, "CPU cores of a trial; null leaves the choice to the engine.")
+    options: dict[str, Any] = _setting(
+        {},
+        "Options of the trainer, such as {lr: 0.001, max_grad_norm: 1.0, noise_multiplier: 1.0}. A list of values is "
+        "an axis.",
+    )
+    privacy: PrivacySettings | None = _setting(
+        None,
+        "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, target_epsilon: 8}.",
+    )
+    trace: bool = _setting(True, "Record one Kineto trace per trial.")
+    limits: LimitSettings = _setting(
+        {"wall_seconds": 3600},
+        "The limits of a trial. Other keys: `no_progress_seconds` (600 unless the trainer is a command), and `memory` "
+        "of the host, such as 16GiB.",
+    )
+    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _setting(
+        [],
+        'Conditions that leave a trial out, such as ["trainer=ghost seq_len>=1024", {checkpointing: true, trainer: '
+        "standard}].",
+    )
+    retries: Annotated[int, Field(ge=0)] = _setting(2, "Retries of a trial that was lost or preempted.")
+    retry_on: Words = _setting([], "Other outcomes to retry: error, crash, timeout, hang.")
+    until: Annotated[float | None, BeforeValidator(parse_share)] = _setting(
+        None, "Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%."
+    )
+    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = _setting(5, "The most repeats of a trial.")
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = _setting(
+        None, "Start no new trial after this time, such as 8h or 90m."
+    )
 
 
 _SAME_IN_ALL = ("device", "steps", "warmup_steps", "threads", "cpus", "trace", "batch")
@@ -187,7 +231,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
             raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
-        content = load_yaml(text.decode("utf-8"))
+        content = _load_yaml(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
     except InputError:
@@ -210,6 +254,48 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     return inner
 
 
+def _load_yaml(text: str) -> Any:
+    """The content of a YAML document. A YAMLError that names the line refuses doubled keys and endless aliases."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_node(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values the node has once all aliases in it are expanded; `sizes` has those of earlier nodes."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:  # its children are being counted
+            raise _refusal("an alias that contains itself", node)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[tuple[str, str], yaml.Node] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            first = seen.setdefault((key.tag, key.value), key)
+            if first is not key:
+                line = first.start_mark.line + 1
+                raise _refusal(f"the key {key.value!r} is given twice, first in line {line} and again", key)
+        children = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    size = 1 + sum(_check_node(child, sizes) for child in children)
+    if size > _MOST_VALUES:
+        raise _refusal(f"aliases that stand for more than {_MOST_VALUES:,} values", node)
+    sizes[id(node)] = size
+    return size
+
+
+def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 def expand(matrix: Matrix) -> list[TrialSpec]:
     """The trials of every combination that `exclude` does not remove, in the order of the axes.
 
@@ -221,15 +307,23 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
             f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both set the GPUs of a trial on each "
             "node; leave one out"
         )
-    for options in (matrix.options, *(entry.options for entry in matrix.trainers)):
-        _check_options(options)
+    for name, value in itertools.chain(matrix.options.items(), *(entry.options.items() for entry in matrix.trainers)):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):  # such as the dates and sets of YAML
+            kind, text = type(value).__name__, cut(str(value), 100)
+            raise InputError(
+                f"option {name} is a {kind} ({text}), which JSON cannot represent; write it in quotes, or as numbers, "
+                "text, lists and mappings"
+            ) from None
     axes = _axes(matrix)
     count = math.prod(map(len, axes.values()))
     if count > MOST_TRIALS:
         raise InputError(f"the matrix has {count:,} trials, more than the limit of {MOST_TRIALS:,}; give fewer values")
     specs = [_spec(matrix, **dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
     check_conditions(matrix.exclude, specs)
-    kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
+    distinct = {repr(spec): spec for spec in specs}.values()  # a value may be given twice
+    kept = [spec for spec in distinct if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         why = "`exclude` removes all trials; exclude fewer" if count else "a setting is an empty list; give it a value"
         raise InputError(f"no trial is left to run: {why}")
@@ -269,19 +363,6 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     return trainer, check_label(entry.label) if entry.label else label
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise InputError for options that JSON cannot represent, such as the dates and sets of YAML."""
-    for name, value in options.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError):
-            kind, text = type(value).__name__, cut(str(value), 100)
-            raise InputError(
-                f"option {name} is a {kind} ({text}), which JSON cannot represent; write it in quotes, or as numbers, "
-                "text, lists and mappings"
-            ) from None
-
-
 def _spec(
     matrix: Matrix,
     *,
@@ -296,6 +377,9 @@ def _spec(
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
     chosen = {**options, **own.options}
+    # A command reports no progress, so `no_progress_seconds` has no default for commands.
+    is_set = trainer == "command" or "no_progress_seconds" in matrix.limits.model_fields_set
+    silence = matrix.limits.no_progress_seconds if is_set else Limits().no_progress_seconds
     return TrialSpec(
         **settings,
         **{name: getattr(matrix, name) for name in _SAME_IN_ALL},
@@ -304,21 +388,9 @@ def _spec(
         command=own.command,
         gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         options=chosen,
-        limits=_limits(matrix.limits, is_command=trainer == "command"),
+        limits=Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
         nodes=place.nodes,
         processes=place.processes,
         layout=None if trainer == "command" else place.layout,  # a command starts its own processes
         privacy=matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
     )
-
-
-def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """The limits of a trial. A command reports no progress, so `no_progress_seconds` has no default for commands."""
-    is_set = "no_progress_seconds" in settings.model_fields_set
-    silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
-    return Limits(settings.wall_seconds, silence, settings.memory)
-
-
-def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
-    """The trials without duplicates, which arise if a value is given twice."""
-    return list({repr(spec): spec for spec in specs}.values())

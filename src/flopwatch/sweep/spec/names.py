@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ _MAY_VARY = (
     "micro_batch_size",
 )
 """Settings that names of trials contain if they vary, in this order."""
-_SHORT = {"checkpointing": "ckpt", "micro_batch_size": "micro"}
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -64,35 +63,31 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _other_settings(spec: TrialSpec) -> dict[str, Any]:
-    fixed = {_SHORT.get(name, name): getattr(spec, name) for name in _MAY_VARY}
-    return fixed | {f"options.{name}": value for name, value in spec.options.items()}
+    return {name: getattr(spec, name) for name in _MAY_VARY} | {
+        f"options.{name}": value for name, value in spec.options.items()
+    }
 
 
 def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
     settings = _other_settings(spec)
-    parts = [_part(key, settings) for key in varying if key in settings]
+    parts = [_part(key, settings[key]) for key in varying if key in settings]
     return "_".join(
         [slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}", *filter(None, parts)]
     )
 
 
-def _part(key: str, settings: Mapping[str, Any]) -> str:
-    value = settings[key]
-    if key == "ckpt":
+def _part(key: str, value: Any) -> str:
+    if key == "checkpointing":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # one process (layout), or no micro-batches (micro)
+    if key in ("layout", "micro_batch_size") and value is None:  # one process, or no micro-batches
         return ""
+    if key == "model" and (path := Path(value)).suffix == ".json":
+        # The folder of a `config.json` identifies the model, else the file's name.
+        return slug(path.parent.name if path.stem == "config" and path.parent.name else path.stem)
     if key == "model":
-        return slug(_model_word(str(value)))
-    return slug(str(value)) if key in ("dtype", "device", "layout") else slug(f"{key.removeprefix('options.')}{value}")
-
-
-def _model_word(model: str) -> str:
-    """The part of a path that identifies the model: the folder of a `config.json`, else the file's name."""
-    path = Path(model)
-    if path.suffix == ".json":
-        return path.parent.name if path.stem == "config" and path.parent.name else path.stem
-    return path.name if "/" in model else model
+        return slug(path.name if "/" in value else value)
+    word = {"micro_batch_size": "micro", "dtype": "", "device": "", "layout": ""}.get(key, key)
+    return slug(f"{word.removeprefix('options.')}{value}")
 
 
 def slug(text: str) -> str:
@@ -108,12 +103,7 @@ _LARGEST_SOURCE = 1_000_000  # bytes; parsing a larger, generated file takes sec
 
 
 def check_attribute(what: str, name: str) -> None:
-    """Raise InputError when `package.module:name` certainly does not exist.
-
-    Args:
-        what: `trainer` or `model`, for the message.
-        name: `package.module:name`; searched in the working directory first, as the trial does.
-    """
+    """Raise InputError when `package.module:name` certainly does not exist; the working directory is searched first."""
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -150,14 +140,16 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
 
 def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
     try:
-        text = file.read_text(encoding="utf-8") if file.stat().st_size <= _LARGEST_SOURCE else ""
+        if file.stat().st_size > _LARGEST_SOURCE:
+            return
+        text = file.read_text(encoding="utf-8")
         tree = ast.parse(text)
     except SyntaxError as error:
         raise InputError(f"{what} {name!r} cannot be loaded: {file}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError, RecursionError):
         return
     names = set(_defined(tree.body))
-    if text and attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
+    if attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
         hint = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
         raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{hint}")
 
@@ -193,29 +185,25 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
             the nodes of a cluster.
     """
     ours = [spec for spec in specs if spec.trainer != COMMAND]
-    for dtype in _distinct(spec.dtype for spec in ours):
+    for dtype in dict.fromkeys(spec.dtype for spec in ours):
         if dtype not in DTYPES:
             raise InputError(f"there is no dtype {one_line(dtype, 100)!r}{did_you_mean(dtype, DTYPES)}")
-    for device in _distinct(spec.device for spec in ours):
+    for device in dict.fromkeys(spec.device for spec in ours):
         if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
             raise InputError(f"there is no device {one_line(device, 100)!r}{did_you_mean(device, DEVICES)}")
     for spec in {repr(spec.options): spec for spec in ours if spec.trainer in LABELS}.values():
         read_options(spec.options)
     if with_modules:
-        _check_modules(ours)
+        for trainer in dict.fromkeys(spec.trainer for spec in ours if spec.trainer not in LABELS):
+            check_attribute("trainer", trainer)
+        for model in dict.fromkeys(spec.model for spec in ours):
+            check_model_name(model)
+            if model not in PRESETS and image_preset(model) is None and not is_config(model):
+                check_attribute("model", model)
+        for batch in dict.fromkeys(spec.batch for spec in ours if spec.batch is not None):
+            check_attribute("batch", batch)
     for spec in {str(spec.command): spec for spec in specs if spec.trainer == COMMAND}.values():
         _check_placeholders(spec)
-
-
-def _check_modules(specs: Sequence[TrialSpec]) -> None:
-    for trainer in _distinct(spec.trainer for spec in specs if spec.trainer not in LABELS):
-        check_attribute("trainer", trainer)
-    for model in _distinct(spec.model for spec in specs):
-        check_model_name(model)
-        if model not in PRESETS and image_preset(model) is None and not is_config(model):
-            check_attribute("model", model)
-    for batch in _distinct(spec.batch for spec in specs if spec.batch is not None):
-        check_attribute("batch", batch)
 
 
 def _check_placeholders(spec: TrialSpec) -> None:
@@ -227,7 +215,3 @@ def _check_placeholders(spec: TrialSpec) -> None:
             raise InputError(
                 f"the command has {{{word}}}, which flopwatch does not replace; did you mean {{{near[0]}}}?"
             )
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

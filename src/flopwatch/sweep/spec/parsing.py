@@ -66,9 +66,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 _MOST_BYTES = 2**60
 """One exbibyte, because flopwatch sets 1.5 times a memory limit as a resource limit, which must fit into 64 bits."""
 
-
-_LEAST_WITHOUT_UNIT = 1000
-"""A smaller number without a unit is meant as GiB or MiB."""
+_LEAST_WITHOUT_UNIT = 1000  # a smaller number without a unit is meant as GiB or MiB
 
 
 def parse_bytes(text: Any) -> int | None:
@@ -105,13 +103,13 @@ def parse_seconds(text: Any) -> float | None:
     written = str(text).strip().lower()
     parts = re.findall(_DURATION, written)
     is_whole = re.fullmatch(f"(?:{_DURATION})+", written) and (len(parts) == 1 or all(unit for _, unit in parts))
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0.0
-    if is_whole and seconds == 0 and not isinstance(text, bool):
+    if not is_whole:
+        raise InputError(f"{text!r} is not a duration; write it as 8h, 90m, 1h30m or a number of seconds")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if seconds == 0:
         raise InputError(
             f"a duration of {text!r} leaves no time to run anything; write 8h, 90m, 1h30m, or leave it out"
         )
-    if isinstance(text, bool) or seconds <= 0:
-        raise InputError(f"{text!r} is not a duration; write it as 8h, 90m, 1h30m or a number of seconds")
     return seconds
 
 
@@ -198,18 +196,19 @@ def parse_condition(text: Any) -> Any:
 
 
 def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
+    compare = _COMPARE[comparison]
     actual = spec.options.get(name.removeprefix("options.")) if name.startswith("options.") else getattr(spec, name)
     if isinstance(actual, bool) or actual is None:
-        return _COMPARE[comparison](str(actual).lower(), value.lower()) if comparison in ("=", "!=") else False
+        return compare(str(actual).lower(), value.lower()) if comparison in ("=", "!=") else False
     if isinstance(actual, int | float):
         try:
-            return _COMPARE[comparison](actual, float(value))
+            return compare(actual, float(value))
         except ValueError:
             raise InputError(f"`exclude` compares {name}, a number, with {value!r}; give a number instead") from None
     if name == "trainer":
         is_named = value in (spec.trainer, spec.label) or _canonical(value) == spec.trainer
-        return _COMPARE[comparison](is_named, True)
-    return _COMPARE[comparison](str(actual), value)
+        return compare(is_named, True)
+    return compare(str(actual), value)
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
@@ -219,12 +218,14 @@ def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]
             known = {f"options.{option}" for spec in specs for option in spec.options}
             if name not in known:
                 raise InputError(f"`exclude` names {name!r}, which no trial has{did_you_mean(name, sorted(known))}")
-        elif name in _NAMES:
-            known = {str(getattr(spec, field)) for spec in specs for field in _NAMES[name]}
-            near = difflib.get_close_matches(value, known | set(_KNOWN[name]), n=1)
-            is_known = value in known or value in _KNOWN[name] or (name == "trainer" and _canonical(value))
-            if not is_known and (near or name == "trainer"):
-                hint = did_you_mean(value, sorted(known | set(_KNOWN[name])))
+        elif name in _KNOWN:
+            known = {str(getattr(spec, name)) for spec in specs} | set(_KNOWN[name])
+            is_trainer = name == "trainer"
+            if is_trainer:
+                known |= {spec.label for spec in specs}
+            is_known = value in known or (is_trainer and _canonical(value))
+            if not is_known and (is_trainer or difflib.get_close_matches(value, known, n=1)):
+                hint = did_you_mean(value, sorted(known))
                 raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{hint}")
 
 
@@ -235,7 +236,6 @@ def _canonical(trainer: str) -> str | None:
         return None
 
 
-_NAMES = {"trainer": ("trainer", "label"), "model": ("model",), "dtype": ("dtype",), "device": ("device",)}
 _KNOWN = {
     "trainer": tuple(LABELS),
     "model": (*PRESETS, *IMAGE_PRESETS),

@@ -34,20 +34,21 @@ def trial_batch(
         device: The device to move the batch to.
         function: A user's `package.module:function` that makes the batch; None if there is none.
     """
+    batch: dict[str, Any]
     if function is not None:
-        return _moved(own_batch(function, model, batch_size, seq_len, seed), device)
-    if hasattr(model, "trial_batch"):
-        made: dict[str, Any] = model.trial_batch(batch_size, seq_len)  # type: ignore[operator]
-        return _moved(made, device)
-    batch = dummy_batch(model, batch_size, seq_len)
-    generator = torch.Generator().manual_seed(seed)
-    if "input_ids" in batch:
-        batch = _text(model, batch["input_ids"].shape, generator)
+        batch = _own_batch(function, model, batch_size, seq_len, seed)
+    elif hasattr(model, "trial_batch"):
+        batch = model.trial_batch(batch_size, seq_len)  # type: ignore[operator]
     else:
-        batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
-        if "labels" in batch:
-            batch["labels"] = torch.randint(_classes(model), (batch_size,), generator=generator)
-    return _moved(batch, device)
+        batch = dummy_batch(model, batch_size, seq_len)
+        generator = torch.Generator().manual_seed(seed)
+        if "input_ids" in batch:
+            batch = _text(model, batch["input_ids"].shape, generator)
+        else:
+            batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
+            if "labels" in batch:
+                batch["labels"] = torch.randint(_classes(model), (batch_size,), generator=generator)
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> dict[str, Any]:
@@ -81,7 +82,6 @@ def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) 
 
 
 def vocabulary(model: nn.Module) -> int:
-    """The size of the model's vocabulary, from its config or else from its first embedding."""
     config = getattr(model, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
         size = getattr(settings, "vocab_size", None)
@@ -108,24 +108,15 @@ def _has_embedding(model: nn.Module, *words: str) -> bool:
     )
 
 
-def _moved(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
+def _own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
     """The batch that `function(model, batch_size, seq_len)` returns, as keyword arguments of the model.
 
-    The random number generators of torch and Python are seeded for the call and restored after it.
-
-    Args:
-        function: `package.module:function`. It returns a mapping of keyword arguments, a tensor (the model's first
-            argument), or a pair of that tensor and the labels.
-        model: May be on the meta device.
-        batch_size: Number of samples.
-        seq_len: The trial's length; a function that makes images may ignore it.
-        seed: The trial's seed.
+    The function may return a mapping of keyword arguments, a tensor (the model's first argument), or a pair of that
+    tensor and the labels. The random number generators of torch and Python are seeded for the call and restored.
     """
-    make = _load(function)
+    make = load_object("batch", function)
+    if not callable(make):
+        raise InputError(f"`batch` names {function!r}, which is a {type(make).__name__}; name a function instead")
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -135,45 +126,7 @@ def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, se
     finally:
         random.setstate(state)
     batch = _as_arguments(function, model, made)
-    _check_rows(function, batch, batch_size)
-    return batch
-
-
-def _load(function: str) -> Any:
-    module_name, colon, name = function.partition(":")
-    if not colon or not module_name or not name:
-        raise InputError(f"`batch` must be 'package.module:function', got {function!r}")
-    found = load_object("batch", function)
-    if not callable(found):
-        raise InputError(f"`batch` names {function!r}, which is a {type(found).__name__}; name a function instead")
-    return found
-
-
-def _as_arguments(function: str, model: nn.Module, made: Any) -> dict[str, Any]:
-    if isinstance(made, Mapping):
-        return dict(made)
-    if isinstance(made, torch.Tensor):
-        return {_first_argument(function, model): made}
-    if isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, torch.Tensor) for part in made):
-        return {_first_argument(function, model): made[0], "labels": made[1]}
-    raise InputError(
-        f"{function!r} returned a {type(made).__name__}; let it return a mapping of the model's keyword arguments, a "
-        "tensor, or a pair (inputs, labels) of tensors"
-    )
-
-
-def _first_argument(function: str, model: nn.Module) -> str:
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    if first is None or first.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        raise InputError(
-            f"the forward of {type(model).__name__} does not name its first argument; let {function!r} return a "
-            "mapping of keyword arguments"
-        )
-    return first.name
-
-
-def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> None:
-    """Raise InputError for a wrong batch size, because samples per second are computed from the requested size."""
+    # Samples per second are computed from the requested size.
     rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     wrong = {name: length for name, length in rows.items() if length not in (1, batch_size)}
     if wrong or batch_size not in rows.values():
@@ -182,6 +135,26 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
             f"{function!r} should return {batch_size} samples, but returned {shown}; the first dimension of each "
             "tensor must be the number of samples"
         )
+    return batch
+
+
+def _as_arguments(function: str, model: nn.Module, made: Any) -> dict[str, Any]:
+    if isinstance(made, Mapping):
+        return dict(made)
+    is_pair = isinstance(made, tuple | list) and len(made) == 2
+    parts = made if is_pair else [made]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise InputError(
+            f"{function!r} returned a {type(made).__name__}; let it return a mapping of the model's keyword arguments, "
+            "a tensor, or a pair (inputs, labels) of tensors"
+        )
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    if first is None or first.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        raise InputError(
+            f"the forward of {type(model).__name__} does not name its first argument; let {function!r} return a "
+            "mapping of keyword arguments"
+        )
+    return dict(zip((first.name, "labels"), parts, strict=False))
 
 
 # Micro-batches: parts of a batch that go through the model one after the other

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's usual alias
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwatch.errors import UnsupportedError
+from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.privacy import Privacy
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
-from flopwatch.sweep.trainers.options import TrainerOptions, autocast, make_optimizer, read_options
+from flopwatch.sweep.trainers.options import TrainerOptions, read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
 
@@ -57,7 +58,11 @@ def takes_labels(model: nn.Module) -> bool:
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch, without labels if the model's forward does not take them."""
-    return dict(batch) if takes_labels(model) else {name: batch[name] for name in batch if name != "labels"}
+    return dict(batch) if takes_labels(model) else _without_labels(batch)
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +70,8 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
     Labels stay for an encoder-decoder, because it makes its decoder's input from them.
     """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return dict(batch)
-    return {name: value for name, value in batch.items() if name != "labels"}
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return dict(batch) if is_encoder_decoder else _without_labels(batch)
 
 
 def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
@@ -81,9 +85,10 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
         if loss is None and _is_classified(output, row):
             return label_losses
         if logits is None or loss is None or labels is None:
+            returned = ", ".join(output) if isinstance(output, Mapping) else _described(output)
             raise UnsupportedError(
                 f"flopwatch needs logits, loss and labels to find the loss of each sample, but {type(model).__name__} "
-                f"returned {_listed(output)} for a batch of {', '.join(batch)}; {_ADVICE}"
+                f"returned {returned} for a batch of {', '.join(batch)}; {_ADVICE}"
             )
         fitting = [losses for losses in (next_token_losses, label_losses) if _fits(losses, logits, labels)]
         distances = {losses: abs(float(losses(output, row).mean() / loss) - 1) for losses in fitting}
@@ -140,8 +145,34 @@ def _part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _listed(output: Any) -> str:
-    return ", ".join(output) if isinstance(output, Mapping) else _described(output)
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW, because transformers are trained with it; every trainer uses it, so that their costs are comparable."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise UnsupportedError(f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one")
+    return torch.optim.AdamW(trainable, lr=lr)
+
+
+def autocast(settings: TrainerSettings) -> AbstractContextManager[Any]:
+    if settings.dtype == "fp32":
+        return nullcontext()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.dtype)
+    if dtype is None:
+        raise InputError(f"dtype must be fp32, bf16 or fp16, got {settings.dtype!r}")
+    return torch.autocast(settings.device.type, dtype=dtype)
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Let the model recompute its blocks in the backward pass instead of storing their activations."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(); add it, or leave `checkpointing` out"
+        )
+    try:
+        enable()
+    except ValueError as error:  # transformers raises it for architectures without checkpointing
+        raise UnsupportedError(f"{type(model).__name__} cannot do gradient checkpointing: {error}") from error
 
 
 class StandardTrainer:
@@ -154,7 +185,7 @@ class StandardTrainer:
         self._takes_labels = takes_labels(model)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        inputs = batch if self._takes_labels else {name: batch[name] for name in batch if name != "labels"}
+        inputs = batch if self._takes_labels else _without_labels(batch)
         with autocast(self.settings):
             loss = own_loss(self.model, self.model(**inputs), batch)
         if self.settings.micro_batch_size is None:
@@ -184,8 +215,8 @@ class _PrivateTrainer:
         self.settings = settings
         self.privacy = Privacy(options.noise_multiplier, options.max_grad_norm)
         self.plain_model = model.train()
-        self.model = self._wrapped(model, options)
-        self.optimizer = self._optimizer_class()(
+        self.model, optimizer = self._wrapped(model, options)
+        self.optimizer = optimizer(
             make_optimizer(model, options.lr),
             noise_multiplier=options.noise_multiplier,
             max_grad_norm=options.max_grad_norm,
@@ -193,10 +224,8 @@ class _PrivateTrainer:
         )
         self._losses: PerSampleLosses | None = None
 
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> Any:
-        raise NotImplementedError
-
-    def _optimizer_class(self) -> Any:
+    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
+        """The model with what Opacus adds to it, and the class of its optimizer."""
         raise NotImplementedError
 
     def _sample_losses(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -224,11 +253,8 @@ class DPSGDTrainer(_PrivateTrainer):
 
     name = "dpsgd"
 
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> Any:
-        return self._opacus.hooks_module(model, loss_reduction="mean")
-
-    def _optimizer_class(self) -> Any:
-        return self._opacus.hooks_optimizer
+    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
+        return self._opacus.hooks_module(model, loss_reduction="mean"), self._opacus.hooks_optimizer
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
         return self._sample_losses(batch).mean()
@@ -239,16 +265,12 @@ class _TwoPassTrainer(_PrivateTrainer):
     clipped gradients. No per-sample gradients are kept, so memory hardly grows with the batch.
     """
 
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> Any:
-        return self._opacus.two_pass_module(
-            model,
-            loss_reduction="mean",
-            max_grad_norm=options.max_grad_norm,
-            use_ghost_clipping=self.name == "ghost",
+    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
+        norm, is_ghost = options.max_grad_norm, self.name == "ghost"
+        wrapped = self._opacus.two_pass_module(
+            model, loss_reduction="mean", max_grad_norm=norm, use_ghost_clipping=is_ghost
         )
-
-    def _optimizer_class(self) -> Any:
-        return self._opacus.two_pass_optimizer
+        return wrapped, self._opacus.two_pass_optimizer
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
         losses = self._sample_losses(batch)

@@ -36,14 +36,13 @@ class OpacusParts:
 def load_opacus() -> OpacusParts:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    # The loss of two-pass clipping is exported nowhere else; its backward() runs both passes.
-    two_pass_loss = _name("opacus.utils.fast_gradient_clipping_utils", "DPTensorFastGradientClipping")
     parts = OpacusParts(
         _name("opacus.grad_sample", "GradSampleModule"),
         _name("opacus.optimizers", "DPOptimizer"),
         _name("opacus.grad_sample", "GradSampleModuleFastGradientClipping"),
         _name("opacus.optimizers", "DPOptimizerFastGradientClipping"),
-        two_pass_loss,
+        # The loss of two-pass clipping is exported nowhere else; its backward() runs both passes.
+        _name("opacus.utils.fast_gradient_clipping_utils", "DPTensorFastGradientClipping"),
     )
     # Importing Opacus has called logging.basicConfig, so restore the log format of the whole program.
     root.handlers[:] = handlers

@@ -27,16 +27,8 @@ def parity(
 ) -> dict[str, float]:
     """The difference between each DP trainer's clipped mean gradient and that of a loop over the samples.
 
-    Noise and dropout are off. The model is copied and not changed.
-
-    Args:
-        model: A model that the trainers can train, on any device but meta.
-        batch: The model's keyword arguments, with labels; every tensor has a row for each sample.
-        trainers: Any of `dpsgd`, `ghost`, `fast`.
-        max_grad_norm: The norm to clip to; None is the median norm, so that half of the samples are clipped.
-
-    Returns:
-        For each trainer the largest relative difference of any parameter's gradient: about 1e-6 in fp32.
+    It is the largest relative difference of any parameter's gradient: about 1e-6 in fp32. Noise and dropout are off.
+    The model is copied and not changed. The norm to clip to is by default the median, so that half are clipped.
 
     Example:
         >>> from flopwatch.models.load import load_model
@@ -49,7 +41,12 @@ def parity(
     samples = sample_gradients(plain, batch)
     norms = [_norm(sample.values()) for sample in samples]
     limit = max_grad_norm or float(torch.stack(norms).median())
-    expected = _clipped_mean(samples, norms, limit)
+    # Opacus adds the same 1e-6 to avoid a division by zero.
+    factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
+    expected = {
+        name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
+        for name in samples[0]
+    }
     return {
         trainer: _difference(trainer_gradients(trainer, copy.deepcopy(plain), batch, limit), expected)
         for trainer in trainers
@@ -78,15 +75,6 @@ def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], 
     instance.backward(instance.forward(batch))
     finish_gradients(instance.optimizer)
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-
-
-def _clipped_mean(samples: list[Gradients], norms: list[torch.Tensor], limit: float) -> Gradients:
-    # Opacus adds the same 1e-6 to avoid a division by zero.
-    factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
-    return {
-        name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
-        for name in samples[0]
-    }
 
 
 def _difference(found: Gradients, expected: Gradients) -> float:

@@ -94,13 +94,11 @@ _EPSILON_ERROR = 0.01
 """The PRV accountant's default error of epsilon. With steps and delta, it determines the accountant's grid."""
 
 
-_NOT_DECLARED = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
-
-
 def declared_spent(privacy: Mapping[str, Any], batch_size: int, declared: Privacy | None) -> PrivacySpent:
     """As `privacy_spent`, for what a trainer declares; what it leaves open is named in `note`, and epsilon is None."""
+    not_declared = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
     has_target = "target_epsilon" in privacy
-    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else _NOT_DECLARED
+    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else not_declared
     noise = declared.noise_multiplier if declared is not None else None
     if not why:
         return privacy_spent(privacy, batch_size, noise if noise is not None else 1.0)
@@ -113,11 +111,6 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
 
     If Opacus cannot compute epsilon, it is None and `note` has Opacus's message. The trial's steps do not run again
     with the noise for a target, because the noise level changes neither time nor memory.
-
-    Args:
-        privacy: `dataset_size` or `sample_rate`, `epochs` or `steps`, `delta`, `accountant`, `target_epsilon`.
-        batch_size: Samples per step.
-        noise_multiplier: The trial's noise; not used if there is a target.
     """
     rate, steps = training_plan(privacy, batch_size)
     accountant, target = privacy["accountant"], privacy.get("target_epsilon")
@@ -160,17 +153,15 @@ def _spent(training: PrivacySpent) -> PrivacySpent:
     noise = training.noise_multiplier
     if not noise:
         return _noted(training, "epsilon is infinite, because the noise multiplier is 0")
-    if training.accountant == "prv" and _grid_points(training, noise) > _MOST_POINTS:
-        return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
     epsilon = _epsilon(training, noise)
+    if epsilon is None:
+        too_large = "epsilon is the looser bound of the accountant rdp, because prv would take gigabytes of memory here"
+        return _noted(_spent(replace(training, accountant="rdp")), too_large)
     if not isfinite(epsilon) or epsilon < 0:  # the RDP accountant returns such values for a delta near 1
         return _noted(
             training, f"Opacus's accountant {training.accountant} returned {epsilon:.4g}, which is no valid epsilon"
         )
     return replace(training, epsilon=epsilon)
-
-
-_TOO_LARGE = "epsilon is the looser bound of the accountant rdp, because prv would take gigabytes of memory here"
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
@@ -180,17 +171,17 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
     # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins
     # with the noise that the RDP accountant gives.
     try:
-        high = _noise(_by_rdp(training), target)
+        high = _noise(replace(training, accountant="rdp"), target)
     except ValueError:  # the RDP accountant returns no epsilon below about 0.2, whatever the noise
         high = 1.0
-    while (epsilon := _tried(training, high)) is not None and epsilon > target:
+    while (epsilon := _epsilon(training, high)) is not None and epsilon > target:
         high *= 2
     low = 0.5 * high
     for _ in range(_MOST_TRIES):
         if epsilon is None or target - epsilon <= _TARGET_ERROR:
             break
         middle = (low + high) / 2
-        tried = _tried(training, middle)
+        tried = _epsilon(training, middle)
         if tried is not None and tried <= target:
             high, epsilon = middle, tried
         else:
@@ -198,12 +189,17 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
     return replace(training, noise_multiplier=high)
 
 
-def _tried(training: PrivacySpent, noise: float) -> float | None:
-    """Epsilon with this noise multiplier; None if computing it would take too much memory."""
-    return _epsilon(training, noise) if _grid_points(training, noise) <= _MOST_POINTS else None
+def _epsilon(training: PrivacySpent, noise: float) -> float | None:
+    """Epsilon with this noise multiplier; None if the PRV accountant would take too much memory for it.
 
-
-def _epsilon(training: PrivacySpent, noise: float) -> float:
+    The number of points of its grid is that of Opacus 1.6 (Gopi et al., arXiv 2106.02848).
+    """
+    if training.accountant == "prv":
+        delta_error = training.delta / 1000
+        half_width = prv_half_width(noise, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error)
+        mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
+        if 2 * half_width / mesh > _MOST_POINTS:
+            return None
     return epsilon_spent(training.accountant, noise, training.sample_rate, training.steps, training.delta)
 
 
@@ -218,18 +214,6 @@ def _noise(training: PrivacySpent, target: float) -> float:
             accountant=training.accountant,
         )
     )
-
-
-def _grid_points(training: PrivacySpent, noise: float) -> float:
-    """The number of grid points that Opacus 1.6's PRV accountant would allocate (Gopi et al., arXiv 2106.02848)."""
-    delta_error = training.delta / 1000
-    half_width = prv_half_width(noise, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error)
-    mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
-    return 2 * half_width / mesh
-
-
-def _by_rdp(training: PrivacySpent) -> PrivacySpent:
-    return replace(training, accountant="rdp")
 
 
 def _noted(spent: PrivacySpent, note: str) -> PrivacySpent:

@@ -18,14 +18,10 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import COMMAND, LABELS, canonical_trainer
 
-_BUILT_IN = "flopwatch.sweep.trainers.builtin"
-_METHODS = ("forward", "backward", "update")
-
 StepPart: TypeAlias = tuple[str, Callable[[], Any]]
 """A part of a step: `forward`, `backward` or `optimizer`, and the function that runs it."""
 
 _Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
-_no_context: _Context = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +91,17 @@ def load_trainer(name: str) -> type[Trainer]:
     if trainer == COMMAND:
         raise InputError("`command` is not the name of a trainer; give a shell command with --command")
     if trainer in LABELS:
-        return getattr(importlib.import_module(_BUILT_IN), label)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module("flopwatch.sweep.trainers.builtin"), label)  # type: ignore[no-any-return]
     found = load_object("trainer", trainer)
-    _check(name, found)
-    return found  # type: ignore[no-any-return]
+    if not isinstance(found, type):
+        raise InputError(f"trainer {name!r} is a {type(found).__name__}; name a class instead")
+    missing = [method for method in ("forward", "backward", "update") if not callable(getattr(found, method, None))]
+    if missing:
+        raise InputError(
+            f"trainer {name!r} has no method {', '.join(missing)}; a trainer needs __init__(model, settings), "
+            "forward(batch), which returns the loss, backward(loss) and update()"
+        )
+    return found
 
 
 def load_object(kind: str, path: str) -> Any:
@@ -111,17 +114,6 @@ def load_object(kind: str, path: str) -> Any:
         raise InputError(f"cannot load the {kind} {path!r}: {error}") from error
     finally:
         sys.path.remove("")
-
-
-def _check(name: str, found: object) -> None:
-    if not isinstance(found, type):
-        raise InputError(f"trainer {name!r} is a {type(found).__name__}; name a class instead")
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
-    if missing:
-        raise InputError(
-            f"trainer {name!r} has no method {', '.join(missing)}; a trainer needs __init__(model, settings), "
-            "forward(batch), which returns the loss, backward(loss) and update()"
-        )
 
 
 def declared_privacy(trainer: Trainer) -> Privacy | None:
@@ -151,12 +143,13 @@ def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[S
             "`micro_batch_size` out, or add that method, which is called after the backward pass of every micro-batch "
             "but the last"
         )
+    # DDP replicas exchange gradients once per step, in the last micro-batch.
+    model = getattr(trainer, "model", None)
+    no_exchange: _Context = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
     parts: list[StepPart] = []
-    for place, batch in enumerate(batches):
-        is_last = place == len(batches) - 1
-        parts += _passes(trainer, batch, _no_context if is_last else _without_gradient_exchange(trainer))
-        parts.append(("optimizer", trainer.update if is_last or accumulate is None else accumulate))
-    return parts
+    for batch in batches[:-1]:
+        parts += [*_passes(trainer, batch, no_exchange), ("optimizer", accumulate or trainer.update)]
+    return [*parts, *_passes(trainer, batches[-1], nullcontext), ("optimizer", trainer.update)]
 
 
 def _passes(trainer: Trainer, batch: Mapping[str, Any], context: _Context) -> list[StepPart]:
@@ -171,12 +164,6 @@ def _passes(trainer: Trainer, batch: Mapping[str, Any], context: _Context) -> li
             trainer.backward(loss.pop())
 
     return [("forward", forward), ("backward", backward)]
-
-
-def _without_gradient_exchange(trainer: Trainer) -> _Context:
-    """The context for every micro-batch but the last, so that DDP replicas exchange gradients once per step."""
-    model = getattr(trainer, "model", None)
-    return model.no_sync if isinstance(model, DistributedDataParallel) else _no_context
 
 
 def run_step(parts: Sequence[StepPart]) -> None:

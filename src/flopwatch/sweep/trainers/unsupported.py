@@ -10,7 +10,6 @@ from torch import nn
 
 from flopwatch.errors import UnsupportedError
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
-from flopwatch.sweep.trainers.options import is_checkpointing
 from flopwatch.text import first_line, listed
 from flopwatch.torch_internals.modules import ANY_BATCH_NORM
 
@@ -19,53 +18,40 @@ _MOST_NAMED = 3
 
 def check_supported(trainer: str, model: nn.Module) -> None:
     """Raise UnsupportedError if this DP trainer cannot train this model, which may be on the meta device."""
-    reason = obstacle(trainer, model)
-    if reason:
-        raise UnsupportedError(reason)
-
-
-def obstacle(trainer: str, model: nn.Module) -> str | None:
-    """Why the trainer cannot train the model, as far as that can be seen without running it; None if it may work."""
-    if is_checkpointing(model):
-        return (
+    # Set by transformers and flopwatch's presets; other ways of checkpointing are not recognised.
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise UnsupportedError(
             "gradient checkpointing runs every layer a second time in the backward pass, and Opacus then counts the "
             "layer twice; turn checkpointing off for DP trainers"
         )
-    buffered = _with_buffers(model)
-    if buffered:
-        return buffered
-    inside = _tied_inside(model)
-    if inside:
-        return (
+    _check_buffers(model)
+    if inside := _tied_inside(model):
+        raise UnsupportedError(
             f"Opacus cannot differentiate a layer with tied weights ({' and '.join(inside)}); untie them "
             "(tie_word_embeddings: false in the config)"
         )
-    tied = tied_parameters(model) if trainer == "ghost" else []
-    if tied:
-        return (
+    if tied := tied_parameters(model) if trainer == "ghost" else []:
+        raise UnsupportedError(
             f"the weights {' and '.join(tied)} are tied, but ghost clipping computes the norm of each layer by "
             "itself; untie them (tie_word_embeddings: false in the config) or use the trainer `fast`"
         )
-    return None
 
 
-def _with_buffers(model: nn.Module) -> str | None:
+def _check_buffers(model: nn.Module) -> None:
     trainable = (m for m in model.named_modules() if any(p.requires_grad for p in m[1].parameters(recurse=False)))
     found = [(name, module) for name, module in trainable if next(module.buffers(), None) is not None]
-    if not found:
-        return None
-    batch_norms = [name for name, module in found if isinstance(module, ANY_BATCH_NORM)]
-    if batch_norms:
-        return (
+    if batch_norms := [name for name, module in found if isinstance(module, ANY_BATCH_NORM)]:
+        raise UnsupportedError(
             f"BatchNorm ({listed(batch_norms, _MOST_NAMED)}) mixes the samples of a batch, so that gradients per "
             "sample do not exist; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces BatchNorm)"
         )
-    name, module = found[0]
-    buffers = [buffer for buffer, _ in module.named_buffers()]
-    return (
-        f"Opacus does not support a layer with both parameters and buffers, such as {name} ({type(module).__name__} "
-        f"with {listed(buffers, _MOST_NAMED)}); make its buffers plain attributes, or freeze the layer"
-    )
+    for name, module in found[:1]:
+        buffers = [buffer for buffer, _ in module.named_buffers()]
+        raise UnsupportedError(
+            f"Opacus does not support a layer with both parameters and buffers, such as {name} "
+            f"({type(module).__name__} with {listed(buffers, _MOST_NAMED)}); make its buffers plain attributes, or "
+            "freeze the layer"
+        )
 
 
 def _tied_inside(model: nn.Module) -> list[str]:
@@ -105,10 +91,7 @@ def tied_parameters(model: nn.Module) -> list[str]:
 def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     """Explain why a step failed, if Opacus's message is misleading; otherwise return the message.
 
-    Args:
-        trainer: The DP trainer whose step failed.
-        idle: Trainable parameters that get no gradient in a standard step.
-        error: The exception that the step raised.
+    `idle` are the trainable parameters that get no gradient in a standard step.
     """
     message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):

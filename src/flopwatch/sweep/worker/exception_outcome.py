@@ -25,17 +25,14 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
         "traceback": traceback_of(error),
     }
     if isinstance(error, SystemExit):
+        try:
+            code = repr(error.code)
+        except Exception:  # the code's own __repr__ may raise anything
+            code = f"<{type(error.code).__name__}>"
+        content["message"] = cut(f"the trial called sys.exit({code})")
         is_number = error.code is None or isinstance(error.code, int)
-        content["message"] = cut(f"the trial called sys.exit({_repr(error.code)})")
         content["exit_code"] = error.code if is_number else content["message"]
     return content
-
-
-def _repr(value: object) -> str:
-    try:
-        return repr(value)
-    except Exception:  # the value's own __repr__ may raise anything
-        return f"<{type(value).__name__}>"
 
 
 def message_of(error: BaseException) -> str:
@@ -56,10 +53,10 @@ def traceback_of(error: BaseException) -> str:
 
 def outcome_of(error: BaseException) -> Outcome:
     """The outcome of a trial that raised this exception; it or one of its causes may report memory or a full disk."""
-    memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
-    if memory is not None:
-        return memory
-    if any(is_full_disk(link) for link in _chain(error)):
+    for link in _chain(error):
+        if (outcome := _memory_outcome(link)) is not None:
+            return outcome
+    if any(map(is_full_disk, _chain(error))):
         return "lost"  # it says nothing about the configuration, so the trial is retried
     if isinstance(error, UnsupportedError):
         return "unsupported"

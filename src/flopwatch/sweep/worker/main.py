@@ -30,12 +30,7 @@ _LOST_PEER = ("gloo", "NCCL", "ncclUnhandled", "ncclRemote", "Connection closed 
 
 
 def main(trial_dir: Path, rank: int | None = None) -> int:
-    """Measure the trial and return the exit status.
-
-    Args:
-        trial_dir: The trial's folder with its `spec.json`.
-        rank: The rank of this process; None if it is the trial's only process.
-    """
+    """Measure the trial and return the exit status; `rank` is None for the trial's only process."""
     if rank is not None:  # this process must end with torchrun, because a supervisor on another host could not end it
         die_with_parent(signal.SIGKILL)
     stacks = when_there_is_space(lambda: (trial_dir / of_rank(STACKS, rank or 0)).open("w"))
@@ -47,7 +42,10 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
     job: dict[str, Any] = read_json(trial_dir / SPEC)
     sys.path.insert(0, os.getcwd())  # as `python -m` does, because a user's trainer may be there
     try:
-        _measure(trial_dir, read_record(TrialSpec, job["spec"]), heartbeat, rank)
+        # Imported here, so that a failing import of torch is recorded as the trial's exception.
+        from flopwatch.sweep.worker.measure import measure_trial
+
+        measure_trial(trial_dir, read_record(TrialSpec, job["spec"]), heartbeat)
     except BaseException as error:
         content = describe_exception(error)
         file = trial_dir / (EXCEPTION if rank is None else exception_file(rank))
@@ -57,14 +55,6 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
-
-
-def _measure(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, rank: int | None) -> None:
-    # Imported inside the `try` of `main`, so that a failing import of torch is recorded as the trial's exception.
-    from flopwatch.sweep.worker.measure import measure_trial
-    from flopwatch.sweep.worker.rank_group import ALONE, rank_group
-
-    measure_trial(trial_dir, spec, heartbeat, ALONE if rank is None else rank_group(spec))
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Measures a trial in phases: build, steps, memory, FLOPs, privacy, trace."""
+"""Measures a trial in phases (build, steps, memory, FLOPs, privacy, trace), and what of it depends on the device."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,24 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from flopwatch.errors import MissingDependencyError
+from flopwatch.clock import monotonic_seconds
+from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.files import open_for_lines, read_lines, write_json, write_line
+from flopwatch.git_state import git_state
+from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
+from flopwatch.hardware.device import find_device
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
+from flopwatch.records.flops import Peak
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
+from flopwatch.sweep.host.environment import machine
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
+from flopwatch.sweep.host.processes import GPUS
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
-from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.builtin import enable_checkpointing
 from flopwatch.sweep.trainers.privacy import declared_spent
 from flopwatch.sweep.trainers.protocol import (
     StepPart,
@@ -36,32 +44,29 @@ from flopwatch.sweep.trainers.protocol import (
     run_step,
     step_parts,
 )
-from flopwatch.sweep.worker.device import (
-    choose_device,
-    describe_worker,
-    device_peak,
-    peak_bytes,
-    reset_peak,
-    timed_step,
-    with_peaks,
-)
 from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
-from flopwatch.sweep.worker.rank_group import ALONE, RankGroup, job_cost, job_memory, slowest_rows
+from flopwatch.sweep.worker.rank_group import RankGroup, job_cost, job_memory, slowest_rows
 from flopwatch.sweep.worker.step_cost import count_step
+
+PARTS = ("forward", "backward", "optimizer")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+_LEAST_RESET_BYTES = 64 << 20
+"""A peak at most this far above the present size counts as reset, because the kernel's memory counters may lag."""
 
 
 class HostLimitError(MemoryError):
     """The trial exceeded its limit of host memory."""
 
 
-def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
+def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
     """Run all phases of a trial, and write `measured.json` after each of them.
 
     In a trial with several processes each process runs all phases, and rank 0 writes the results of all of them.
     """
-    trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
+    trial = _TrialRun(trial_dir, spec, heartbeat)
     trial.build()
-    own_steps = trial_dir / of_rank(STEPS, ranks.rank)
+    own_steps = trial_dir / of_rank(STEPS, trial.ranks.rank)
     own_steps.unlink(missing_ok=True)
     rows = when_there_is_space(lambda: open_for_lines(own_steps))
     trial.run_steps("warmup", spec.warmup_steps, rows)
@@ -79,10 +84,10 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
 
 
 class _TrialRun:
-    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
-        self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
+    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
+        self.trial_dir, self.spec, self._heartbeat, self.ranks = trial_dir, spec, heartbeat, RankGroup(spec)
         self.run_dir = run_folder(trial_dir.parent.parent, trial_dir.name)
-        self.device = ranks.device(choose_device(spec.device))
+        self.device = self.ranks.device(choose_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         before = resident("self")
@@ -98,35 +103,32 @@ class _TrialRun:
         is_peak_reset = reset_peak(self.device)
         random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
-        model = _model(self.spec, str(self.device))
+        spec, model = self.spec, _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        spec = self.spec
         whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
-        self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
+        self.batch, size = self.ranks.own_part(whole, spec.batch_size), self.ranks.share(spec.batch_size)
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
-        self.trainer = load_trainer(self.spec.trainer)(self._ranks.distributed(model, self.device), settings)
+        self.trainer = load_trainer(self.spec.trainer)(self.ranks.distributed(model, self.device), settings)
         if is_peak_reset:
             self._note_memory("build")
-        declared = declared_privacy(self.trainer)
-        self.measured = replace(
-            self.measured, parameters=parameters, extra=_positions(whole), declared_privacy=declared
-        )
+        declared, ids = declared_privacy(self.trainer), whole.get("input_ids")
+        positions = {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
+        self.measured = replace(self.measured, parameters=parameters, extra=positions, declared_privacy=declared)
         self.save()
 
     def run_steps(self, phase: str, count: int, rows: int) -> None:
         for step in range(count):
             self._heartbeat.beat(phase, step)
-            seconds = timed_step(self._parts(), self.device)
-            row = {"phase": phase, "step": step, **seconds}
+            row = {"phase": phase, "step": step, **timed_step(self._parts(), self.device)}
             self._heartbeat.written(partial(write_line, rows, row))
 
     def write_slowest_steps(self, own_steps: Path) -> None:
         """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return
-        rows = slowest_rows(self._ranks.gathered(list(read_lines(own_steps))))
-        if self._ranks.rank == 0:
+        rows = slowest_rows(self.ranks.gathered(list(read_lines(own_steps))))
+        if self.ranks.rank == 0:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             self._heartbeat.written(lambda: own_steps.write_text(text))
 
@@ -155,31 +157,29 @@ class _TrialRun:
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self._ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
+            if self.ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
                 raise
-            self._note_failure(phase, error)
+            self._note_missing(phase, error)
         self.save()
 
-    def _note_failure(self, phase: str, error: BaseException) -> None:
-        with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
-            sys.stderr.write(traceback_of(error))
-        self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
-
-    def _note_missing(self, phase: str, why: str) -> None:
+    def _note_missing(self, phase: str, why: str | BaseException) -> None:
+        if isinstance(why, BaseException):
+            with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
+                sys.stderr.write(traceback_of(why))
+            why = f"{type(why).__name__}: {message_of(why)[:300]}"
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
         """Measure the peak memory of forward, backward and optimizer in one more step."""
+        unknown = "the memory of each part is unknown, because this system cannot reset the peak"
         for name, part in self._parts():
             is_peak_reset = reset_peak(self.device)
             part()
             if is_peak_reset:
                 self._note_memory(name)
             else:
-                self._note_missing(
-                    "memory", "the memory of each part is unknown, because this system cannot reset the peak"
-                )
-        self.measured = replace(self.measured, memory=job_memory(self._ranks.gathered(self.measured.memory)))
+                self._note_missing("memory", unknown)
+        self.measured = replace(self.measured, memory=job_memory(self.ranks.gathered(self.measured.memory)))
 
     def _note_memory(self, part: str) -> None:
         peak = peak_bytes(self.device)
@@ -189,12 +189,10 @@ class _TrialRun:
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
-        size = self.spec.micro_batch_size
-        is_alone = self._ranks.size == 1
-        model = _model(self.spec, "meta")
-        cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
-        cost = job_cost(self._ranks.gathered(cost))
-        peak = self._ranks.job_peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
+        size, is_alone = self.spec.micro_batch_size, self.ranks.size == 1
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size, is_alone=is_alone)
+        cost = job_cost(self.ranks.gathered(cost))
+        peak = self.ranks.peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
 
     def account_privacy(self) -> None:
@@ -203,20 +201,26 @@ class _TrialRun:
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
-        if self._ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
+        if self.ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
             run_step(self._parts())
             return
-        path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
+        # With shapes, but without stacks, because with them a few steps took 4 GB.
+        with profile(activities=activities, record_shapes=True) as profiler:
+            run_step(self._parts())
+        path = self.run_dir / "step.pt.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
 
     def save(self, *, is_done: bool = False) -> None:
-        if self._ranks.rank > 0:
+        if self.ranks.rank > 0:
             return
         if is_done:
             try:
                 write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
             except Exception as error:  # the trainer may have changed steps.jsonl or TensorBoard's writer
-                self._note_failure("tensorboard", error)
+                self._note_missing("tensorboard", error)
         facts = {"done": is_done, "steps_done": self._has_all_steps}
         content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
         self._heartbeat.written(lambda: write_json(self.trial_dir / MEASURED, content))
@@ -227,22 +231,6 @@ def _model(spec: TrialSpec, device: str) -> nn.Module:
     if spec.checkpointing:
         enable_checkpointing(model)
     return model
-
-
-def _positions(batch: Mapping[str, Any]) -> dict[str, float]:
-    ids = batch.get("input_ids")
-    return {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
-
-
-def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
-    """Record a Kineto trace of one step with shapes; without stacks, because with them a few steps took 4 GB."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True) as profiler:
-        run_step()
-    path = run_dir / "step.pt.trace.json.gz"
-    profiler.export_chrome_trace(str(path))
-    return path
 
 
 def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:
@@ -259,3 +247,118 @@ def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Mea
             writer.add_scalar(f"memory_mib/{part}", peak / 2**20, 0)
         if measured.cost is not None and measured.cost.model_flops is not None:
             writer.add_scalar("flops/model", measured.cost.model_flops, 0)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the accelerator if there is one.
+
+    Raises:
+        InputError: The trial was given a GPU that torch does not find. Measuring the CPU instead would be misleading.
+    """
+    if name != "auto":
+        return torch.device(name)
+    found = find_device()
+    if found.type == "cpu" and (gpus := os.environ.get(GPUS)):
+        raise InputError(f"the trial has GPU {gpus}, but torch finds no GPU; use device=cpu to measure the CPU")
+    return found
+
+
+def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
+    """Run the parts in order; return the seconds of the whole step, and of forward, backward and optimizer.
+
+    On an accelerator, the parts are timed with events, because synchronising between them would slow the step down.
+    """
+    if device.type == "cpu":
+        marks = [monotonic_seconds()]
+        for _, part in parts:
+            part()
+            marks.append(monotonic_seconds())
+        return _by_name(parts, marks[-1] - marks[0], [after - before for before, after in pairwise(marks)])
+    torch.accelerator.synchronize()
+    events = [torch.Event(device.type, enable_timing=True) for _ in range(len(parts) + 1)]
+    began = monotonic_seconds()
+    events[0].record()
+    for (_, part), event in zip(parts, events[1:], strict=True):
+        part()
+        event.record()
+    torch.accelerator.synchronize()
+    whole = monotonic_seconds() - began
+    return _by_name(parts, whole, [first.elapsed_time(second) / 1000 for first, second in pairwise(events)])
+
+
+def _by_name(parts: list[StepPart], whole: float, seconds: list[float]) -> dict[str, float]:
+    """The sum of the seconds by name, because a step with micro-batches has several forward and backward passes."""
+    found = {"seconds": whole, **dict.fromkeys(PARTS, 0.0)}
+    for (name, _), value in zip(parts, seconds, strict=True):
+        found[name] += value
+    return found
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Reset the peak of this process's memory; return False if that is impossible, for example with a read-only /proc.
+
+    On a CPU, writing 5 to /proc/self/clear_refs makes the kernel reset its high-water mark (proc(5)).
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    before = resident("self")
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    after = resident("self")
+    # Some kernels accept the write to clear_refs, but do not reset the peak.
+    is_ignored = before and after and after.peak - after.now > _LEAST_RESET_BYTES and after.peak >= before.peak
+    return not is_ignored
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak memory since `reset_peak`: that of tensors on CUDA, else this process's resident memory; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _host_peak_bytes()
+
+
+def _host_peak_bytes() -> int | None:
+    memory = resident("self")
+    return memory.peak if memory else None
+
+
+def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
+    """A copy of `memory` with the peaks of device and host memory so far."""
+    if device.type == "cuda":
+        counts = torch.cuda.memory_stats(device)
+        memory = replace(
+            memory,
+            allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            alloc_retries=counts.get("num_alloc_retries", 0),
+            device_bytes=torch.cuda.get_device_properties(device).total_memory,
+        )
+    return replace(memory, host_bytes=_host_peak_bytes(), host_method="high_water")
+
+
+def device_peak(device: torch.device, dtype: str) -> Peak | None:
+    """The peak FLOP/s by the datasheet; for a CPU without one, the FLOP/s of the fastest matmul measured on it."""
+    compute = matmul_dtype(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
+    known = peak_flops(device, compute)
+    return known or (measure_peak(device, compute) if device.type == "cpu" else None)
+
+
+def describe_worker(device: torch.device) -> dict[str, Any]:
+    """The conditions of the measurement: machine, device, clock rate, threads, git commit (with `+` if changed)."""
+    state = git_state(os.getcwd())
+    found = {
+        **machine(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "git": None if state is None else f"{state['commit'][:12]}{'+' if state['dirty'] else ''}",
+    }
+    if device.type == "cuda":
+        found["device_name"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+        with contextlib.suppress(Exception):  # `clock_rate` fails without nvidia-ml-py or a working driver
+            found["clock_mhz"] = torch.cuda.clock_rate(device)
+    return {name: value for name, value in found.items() if value is not None}

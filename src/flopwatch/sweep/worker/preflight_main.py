@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwatch.decode import read_record
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.files import append_line, read_json
 from flopwatch.models.load import Decoder, ResNet, load_model
-from flopwatch.models.presets import PRESETS, ImagePreset, Preset, config_file, image_preset, is_config
+from flopwatch.models.presets import PRESETS, Preset, config_file, image_preset, is_config
 from flopwatch.records.privacy import Privacy
-from flopwatch.records.trial import LABELS, PRIVATE
-from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
+from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec
+from flopwatch.sweep.preflight import PROGRESS, REQUEST, UNFINISHED, PreflightResult, pair_of
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
-from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_inputs, own_loss
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
@@ -43,26 +43,24 @@ _SAME_GRADIENTS = 1e-2
 a gradient norm that is computed without one of the samples causes differences above 1e-2.
 """
 
-Request = Mapping[str, Any]
-
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     sweep = Path(folder)
-    for request in read_json(sweep / REQUEST) or ():
-        append_line(sweep / PROGRESS, {"begun": request})
-        append_line(sweep / PROGRESS, {"found": preflight(request).to_json()})
+    for content in read_json(sweep / REQUEST) or ():
+        spec = read_record(TrialSpec, content)
+        result = PreflightResult(*pair_of(spec), supported=True, batch_size=spec.batch_size, seq_len=spec.seq_len)
+        append_line(sweep / PROGRESS, replace(result, tried=False, reason=UNFINISHED).to_json())
+        append_line(sweep / PROGRESS, preflight(result, spec).to_json())
         gc.collect()
 
 
-def preflight(request: Request) -> PreflightResult:
+def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Inspect the full model on the meta device, then run a step of a tiny copy."""
     begin = time.perf_counter()
-    pair = {name: request[name] for name in ("trainer", "model", "checkpointing", "dtype")}
-    result = PreflightResult(**pair, supported=True, batch_size=request["batch_size"], seq_len=request["seq_len"])
     try:
-        result = _with_facts(result, request.get("batch"))
-        result = _try_trainer(result, request)
+        result = _with_facts(result, spec)
+        result = _try_trainer(result, spec)
     except (InputError, MissingDependencyError) as error:  # the trial would fail with the same error
         is_mistake = not isinstance(error, UnsupportedError)
         result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(message_of(error), 1000))
@@ -71,16 +69,15 @@ def preflight(request: Request) -> PreflightResult:
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-def _with_facts(result: PreflightResult, function: str | None) -> PreflightResult:
+def _with_facts(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Add the facts about the full model that need no weights: parameters, FLOPs, how Opacus handles the layers."""
-    full = load_model(result.model)
-    result = replace(result, parameters=sum(parameter.numel() for parameter in full.parameters()))
-    if result.batch_size and result.seq_len:
-        flops = _model_flops(result.model, result.batch_size, result.seq_len, function)
-        result = replace(result, model_flops=flops)
-    if result.trainer in PRIVATE:
-        result = replace(result, layers=layer_paths(result.trainer, full))
-    return result
+    full = load_model(spec.model)
+    return replace(
+        result,
+        parameters=_parameters(full),
+        model_flops=_model_flops(spec.model, spec.batch_size, spec.seq_len, spec.batch),
+        layers=layer_paths(spec.trainer, full) if spec.trainer in PRIVATE else {},
+    )
 
 
 @functools.cache
@@ -88,62 +85,66 @@ def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None
     """The FLOPs of a standard step; cached, because they are the same for all trainers. None if they are unknown."""
     full = load_model(model)
     try:
-        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
+        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function)).model_flops
     except FlopwatchError:
         return None
 
 
-def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
-    if result.trainer in PRIVATE:
-        full = load_model(result.model)
-        if result.checkpointing:
-            enable_checkpointing(full)
-        check_supported(result.trainer, full)
-    is_ours = result.trainer in LABELS
+def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
+    if spec.trainer in PRIVATE:
+        check_supported(spec.trainer, _checkpointed(load_model(spec.model), spec))
     problem = "no copy of the model is small enough for the preflight"
-    for tiny in tiny_copies(result.model):
-        if result.checkpointing:
-            enable_checkpointing(tiny)
+    for copied in tiny_copies(spec.model):
+        tiny = _checkpointed(copied, spec)
         try:
-            _run_step("standard", copy.deepcopy(tiny), request if is_ours else {**request, "options": {}})
+            _run_step("standard", tiny, spec if spec.trainer in LABELS else replace(spec, options={}))
         except UnsupportedError:
             raise
         except Exception as error:  # the reduced sizes of this copy may be invalid; try the next copy
             problem = f"a standard training step of a tiny copy failed: {_said(error)}"
             continue
-        return _try_on(tiny, result, request)
+        return _try_on(tiny, result, spec)
     return replace(result, tried=False, reason=f"not tried: {problem}")
 
 
-def _try_on(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
+def _checkpointed(model: nn.Module, spec: TrialSpec) -> nn.Module:
+    if spec.checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def _try_on(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Run the trainer on `tiny`, a small copy of the model for which a standard training step succeeded."""
-    if result.trainer == "standard":
+    if spec.trainer == "standard":
         return result
     try:
-        instance = _run_step(result.trainer, copy.deepcopy(tiny), request)
+        instance = _run_step(spec.trainer, tiny, spec)
     except FlopwatchError:
         raise
     except Exception as error:
-        if result.trainer in PRIVATE:
-            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny, request), error)) from error
+        if spec.trainer in PRIVATE:
+            raise UnsupportedError(explain_failure(spec.trainer, _idle_parameters(tiny, spec), error)) from error
         raise
-    return _compared(tiny, result, request) if result.trainer in PRIVATE else _with_undeclared(result, instance)
-
-
-def _with_undeclared(result: PreflightResult, instance: Trainer) -> PreflightResult:
-    """Say that an attribute `privacy` of another type is no declaration, because it may have been meant as one."""
+    if spec.trainer in PRIVATE:
+        return _compared(tiny, result, spec)
     found = getattr(instance, "privacy", None)
     if found is None or isinstance(found, Privacy):
         return result
+    # An attribute of another type is no declaration, but may have been meant as one.
     is_what = f"a {type(found).__name__}, not a flopwatch.sweep.Privacy"
     reason = f"the trainer runs, but is not taken as private: its attribute `privacy` is {is_what}"
     return replace(result, reason=reason)
 
 
-def _run_step(trainer: str, model: nn.Module, request: Request) -> Trainer:
-    device = torch.device("cpu")
-    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
-    settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
+def _tiny_batch(model: nn.Module, spec: TrialSpec) -> dict[str, Any]:
+    return trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", spec.batch)
+
+
+def _run_step(trainer: str, tiny: nn.Module, spec: TrialSpec) -> Trainer:
+    """A step of the trainer on a copy of the model."""
+    model = copy.deepcopy(tiny)
+    batch = _tiny_batch(model, spec)
+    settings = TrainerSettings(_BATCH_SIZE, torch.device("cpu"), spec.dtype, spec.options)
     instance = load_trainer(trainer)(model, settings)
     declared_privacy(instance)  # raises if a declared value cannot be used
     instance.backward(instance.forward(batch))
@@ -153,8 +154,8 @@ def _run_step(trainer: str, model: nn.Module, request: Request) -> Trainer:
     return instance
 
 
-def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
+def _idle_parameters(tiny: nn.Module, spec: TrialSpec) -> list[str]:
+    batch = _tiny_batch(tiny, spec)
     names, parameters = zip(*((n, p) for n, p in tiny.named_parameters() if p.requires_grad), strict=True)
     loss = own_loss(tiny, tiny(**forward_inputs(tiny, batch)), batch)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -166,28 +167,24 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
         raise UnsupportedError(f"the {what} of a tiny copy of the model are not finite after one step")
 
 
-def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
+def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Compare the clipped gradients with those of a loop over the samples, because a step can run yet clip wrongly."""
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
+    batch = _tiny_batch(tiny, spec)
     try:
         difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
     except Exception as error:
         return replace(result, reason=f"the trainer runs, but its gradients were not checked: {_said(error)}")
     if difference <= _SAME_GRADIENTS:
         return replace(result, difference=difference)
-    if _is_random(tiny, batch):
+    plain = without_dropout(copy.deepcopy(tiny))
+    first, second = sample_gradients(plain, batch)[0], sample_gradients(plain, batch)[0]
+    if any(not torch.allclose(first[name], second[name]) for name in first):
         return replace(result, reason="the trainer runs; its gradients were not checked, because the model is random")
     raise UnsupportedError(
         f"the trainer runs, but its clipped gradients differ by {difference:.1%} from those of a loop over the "
         "samples: Opacus does not separate the samples of this model correctly, so the training would not be private; "
         "use another trainer or model"
     )
-
-
-def _is_random(tiny: nn.Module, batch: Mapping[str, Any]) -> bool:
-    plain = without_dropout(copy.deepcopy(tiny))
-    first, second = sample_gradients(plain, batch)[0], sample_gradients(plain, batch)[0]
-    return any(not torch.allclose(first[name], second[name]) for name in first)
 
 
 def _said(error: Exception) -> str:
@@ -205,13 +202,8 @@ _CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _INNER = (
-    "intermediate_size",
-    "moe_intermediate_size",
-    "n_inner",
-    "d_ff",
-    "ffn_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
+    *("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
 )
 _ATTENTION_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _NUMBER_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -228,13 +220,15 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
     Args:
         model: As for `load_model`. A model of a `package.module:function` is not made smaller.
     """
-    if model in PRESETS:
-        yield Decoder(_small_preset(PRESETS[model])).train()
-        return
-    if (sizes := image_preset(model)) is not None:
-        yield ResNet(_small_image_preset(sizes)).train()
-        return
-    if is_config(model):
+    if (preset := PRESETS.get(model)) is not None:
+        heads = min(preset.heads, _HEADS)
+        sizes = Preset(min(preset.vocab_size, _VOCABULARY), heads * _HEAD_WIDTH, min(preset.layers, 2), heads)
+        yield Decoder(sizes).train()
+    elif (images := image_preset(model)) is not None:
+        # Fewer blocks and channels, but all stages and classes, so that a user's labels stay valid.
+        widths = tuple(_CHANNELS * 2**stage for stage in range(len(images.widths)))
+        yield ResNet(replace(images, image_size=_SIDE, widths=widths, blocks_per_stage=1)).train()
+    elif is_config(model):
         settings = json.loads(config_file(model).read_text(encoding="utf-8"))
         for smaller in (with_small_width(settings), with_few_layers(settings), settings):
             copy = _built(smaller)
@@ -242,17 +236,6 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
                 yield copy
     elif _parameters(load_model(model)) <= MOST_PARAMETERS:
         yield load_model(model, device="cpu").train()
-
-
-def _small_preset(sizes: Preset) -> Preset:
-    heads = min(sizes.heads, _HEADS)
-    return Preset(min(sizes.vocab_size, _VOCABULARY), heads * _HEAD_WIDTH, min(sizes.layers, 2), heads)
-
-
-def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
-    """The preset with fewer blocks and channels, but all stages and classes, so that a user's labels stay valid."""
-    widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
-    return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
 
 
 def with_few_layers(settings: Settings) -> Settings:

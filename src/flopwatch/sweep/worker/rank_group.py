@@ -1,7 +1,4 @@
-"""The processes of a trial: the part of batch and model that each one takes, and the results of all together.
-
-A trial with one process uses `ALONE`, so that `measure` needs no special case for it.
-"""
+"""The processes of a trial: the part of batch and model that each one takes, and the results of all together."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.errors import UnsupportedError
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.stats import median
@@ -26,56 +23,38 @@ _LEAST_TIMEOUT_SECONDS = 1800.0
 """The shortest timeout of collectives (torch's default for gloo). A supervisor ends a hang before it times out."""
 
 
+class ReplicatedModel(DistributedDataParallel):
+    """DDP with the attributes of the wrapped model, because trainers read its `per_sample_losses` and `config`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
 class RankGroup:
-    """The process group of a trial. This class is for a single process, `ManyRanks` is for several.
+    """The processes of a trial. Several are started by torchrun with RANK, WORLD_SIZE and LOCAL_RANK.
 
     Attributes:
         rank: The rank of this process; rank 0 writes the results of all ranks.
         size: The number of processes.
     """
 
-    rank = 0
-    size = 1
-
-    def device(self, device: torch.device) -> torch.device:
-        """The device of this process."""
-        return device
-
-    def share(self, batch_size: int) -> int:
-        """The number of samples for each process."""
-        return batch_size // self.size
-
-    def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-        """The samples that this process takes from the trial's batch."""
-        return dict(batch)
-
-    def distributed(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model as this process trains it: wrapped by DDP or sharded by FSDP2 if there are several processes."""
-        return model
-
-    def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
-        """The sum of the peak FLOP/s of all devices; `peak_of` returns that of this process's device."""
-        return peak_of()
-
-    def gathered(self, own: Any) -> list[Any]:
-        """The `own` values of all processes, in the order of their ranks."""
-        return [own]
-
-
-class ManyRanks(RankGroup):
-    """The process group of a trial with several processes, which torchrun starts with RANK, WORLD_SIZE, LOCAL_RANK."""
-
     def __init__(self, spec: TrialSpec) -> None:
         check_processes(spec)
         if reason := needs_one_process(spec):
             raise UnsupportedError(reason)
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.size = spec.world_size
+        self.rank = int(os.environ["RANK"]) if self.size > 1 else 0
         self._layout = spec.layout
         silence = spec.limits.no_progress_seconds or 0.0
         self._timeout = timedelta(seconds=max(_LEAST_TIMEOUT_SECONDS, 2 * silence))
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of this process. The call also initialises torch.distributed with the backend of the device."""
+        """The device of this process. For several, torch.distributed is initialised with the backend of the device."""
+        if self.size == 1:
+            return device
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=self._timeout)
             return device
@@ -85,7 +64,12 @@ class ManyRanks(RankGroup):
         dist.init_process_group(f"cpu:gloo,{own.type}:{own_backend}", timeout=self._timeout, device_id=own)
         return own
 
-    def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    def share(self, batch_size: int) -> int:
+        return batch_size // self.size
+
+    def own_part(self, batch: Mapping[str, Any], batch_size: int) -> Mapping[str, Any]:
+        if self.size == 1:
+            return batch
         rows = batch_rows(batch)
         if rows != batch_size:
             raise UnsupportedError(
@@ -97,9 +81,30 @@ class ManyRanks(RankGroup):
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
 
     def distributed(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return distributed(model, self._layout, device)
+        """The model as this process trains it: wrapped by DDP or sharded by FSDP2 if there are several processes.
 
-    def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
+        Every process has built the same model from the same seed. With FSDP2 each block is sharded as a unit, as in
+        torch's tutorial, so that a process holds all parameters of only one block at a time.
+        """
+        if self.size == 1:
+            return model
+        if self._layout != "fsdp":
+            return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
+        # Imported here, because torch.distributed.fsdp takes a second to import and most trials do not use it.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # The default mesh would use a GPU even for a trial on the CPU.
+        mesh = init_device_mesh(device.type, (self.size,))
+        for block in dict.fromkeys(blocks(model)):  # a model may contain one block several times
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
+        """The sum of the peak FLOP/s of all devices; `peak_of` returns that of this process's device."""
+        if self.size == 1:
+            return peak_of()
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.layout import device_identity
 
@@ -116,51 +121,11 @@ class ManyRanks(RankGroup):
         return job_peak(self.gathered((first, peak)))
 
     def gathered(self, own: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own)
+        """The `own` values of all processes, in the order of their ranks."""
+        found: list[Any] = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, own)
         return found
-
-
-ALONE = RankGroup()
-
-
-def rank_group(spec: TrialSpec) -> RankGroup:
-    return ManyRanks(spec) if spec.world_size > 1 else ALONE
-
-
-# How the processes of a trial share a model: each has a copy of it (DDP) or a part of it (FSDP2).
-
-
-class ReplicatedModel(DistributedDataParallel):
-    """DDP with the attributes of the wrapped model, because trainers read its `per_sample_losses` and `config`."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-def distributed(model: nn.Module, layout: str | None, device: torch.device) -> nn.Module:
-    """The model wrapped by DDP or sharded by FSDP2; torch.distributed must be initialised.
-
-    Every process has built the same model from the same seed. With FSDP2 each block is sharded as a unit, as in torch's
-    tutorial, so that a process holds all parameters of only one block at a time.
-    """
-    if layout == "ddp":
-        return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
-    if layout != "fsdp":
-        raise InputError(f"`layout` must be ddp or fsdp, got {layout!r}")
-    # Imported here, because torch.distributed.fsdp takes a second to import and a trial of one process does not use it.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    # The default mesh would use a GPU even for a trial on the CPU.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in dict.fromkeys(blocks(model)):  # a model may contain one block several times
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

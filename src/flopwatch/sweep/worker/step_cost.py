@@ -11,7 +11,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
-from flopwatch.records.flops import AttentionConvention, FlopCount
+from flopwatch.records.flops import FlopCount
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
@@ -27,7 +27,6 @@ def count_step(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
-    attention: AttentionConvention = "full",
     micro_batch_size: int | None = None,
     is_alone: bool = True,
 ) -> StepCost:
@@ -40,54 +39,45 @@ def count_step(
         trainer: The trainer, ready to run a step on this batch.
         model: A model of the same architecture, possibly on the meta device; it is not changed.
         batch: The batch of the trial.
-        attention: `full` or `causal`.
         micro_batch_size: Samples of each micro-batch; None is the whole batch. Model FLOPs do not depend on it;
             hardware FLOPs are the sum over the micro-batches.
         is_alone: False if the trial has several processes, so that this process alone cannot run another step.
     """
     batches = micro_batches(batch, micro_batch_size)
+    same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
     try:
-        cost = _cost_of(count_plain(model, batch, attention))
+        count = count_plain(model, batch)
+        cost = StepCost(**{name: getattr(count, name) for name in same})
     except FlopwatchError as error:
-        cost = StepCost(
-            attention=attention, notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",)
-        )
+        cost = StepCost(notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",))
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
+    if not is_alone and (type(trainer) is not StandardTrainer or cost.model_flops is None):
+        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     if not is_alone:
-        return _without_a_step(cost, trainer, model, batches)
+        counts = [count_plain(model, part) for part in batches]
+        return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
     try:
-        executed = count_executed(trainer, batches, attention)
+        executed = count_executed(trainer, batches)
     except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
         return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(error, 300)}")
     return _with_executed(cost, executed)
 
 
-def _without_a_step(
-    cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
-) -> StepCost:
-    """Add the hardware FLOPs of a standard trainer, counted without running a step; for other trainers, add a note."""
-    if type(trainer) is not StandardTrainer or cost.model_flops is None:
-        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
-    counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
-    return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
-
-
-def count_executed(
-    trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
-) -> FlopCount | None:
+def count_executed(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> FlopCount | None:
     """The FLOPs of all ops of one step on the micro-batches, including the update; None if compiled code hides ops."""
-    if any(map(_is_compiled, _attributes(trainer))):
+    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
+    if any(_is_compiled(getattr(trainer, name, None)) for name in names):
         return None
-    mode = CountingMode(ModuleStack(), attention)
+    mode = CountingMode(ModuleStack(), "full")
     devices = {value.device for value in batches[0].values() if isinstance(value, torch.Tensor)}
     with undisturbed(devices), mode:
         run_step(step_parts(trainer, batches))
-    return mode.tally.as_count("step", attention)
+    return mode.tally.as_count("step", "full")
 
 
-def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
+def count_plain(model: nn.Module, batch: Mapping[str, Any]) -> FlopCount:
     """The FLOPs of one standard training step of the model, whichever trainer the trial uses."""
     on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
     tensors = {
@@ -95,12 +85,7 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: Attention
     }
     is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
     loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
-    return count_flops(model, forward_inputs(model, tensors), attention=attention, loss_fn=loss_fn)
-
-
-def _cost_of(count: FlopCount) -> StepCost:
-    same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
-    return StepCost(**{name: getattr(count, name) for name in same})
+    return count_flops(model, forward_inputs(model, tensors), loss_fn=loss_fn)
 
 
 def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
@@ -109,22 +94,14 @@ def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
     if executed.hardware_flops == 0:
         return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
     cost = replace(cost, hardware_flops=executed.hardware_flops)
-    if not executed.uncounted:
-        return cost
-    ops = ", ".join(sorted({op.op for op in executed.uncounted}))
-    return replace(
-        _noted(cost, f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"),
-        is_lower_bound=True,
-    )
+    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
+        note = f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"
+        cost = replace(_noted(cost, note), is_lower_bound=True)
+    return cost
 
 
 def _noted(cost: StepCost, note: str) -> StepCost:
     return replace(cost, notes=(*cost.notes, note))
-
-
-def _attributes(trainer: Trainer) -> list[Any]:
-    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
-    return [getattr(trainer, name, None) for name in names]
 
 
 def _is_compiled(value: Any) -> bool:
