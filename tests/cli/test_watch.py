@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.cli.run_logs.watch_panels import draw_curve
-from flopwatch.cli.run_logs.watch_screen import draw_frame
+from flopwatch.cli.run_logs.watch_screen import draw_curve, draw_frame
 from flopwatch.records.run import Notice, Row, RunStart
 from flopwatch.runs import read_log
 from flopwatch.runs.state import WatchedCurve, WatchedRun, WatchFeed
@@ -145,14 +144,6 @@ def test_a_loss_that_is_not_a_number_is_shown_and_does_not_break_the_curve():
     text = text_of(watched([*records[:-1], broken]))
     assert "nan" in text.splitlines()[6]
     assert "loss by step" in text
-
-
-def test_large_digits_are_used_where_there_is_room():
-    run = watched(session(Story(), 1, 200, Accounts()))
-    assert "█▀█" in text_of(run, width=120, height=40)
-    assert "…" not in text_of(run, width=120, height=40), "nothing is cut off"
-    assert "█▀█" not in text_of(run, width=80, height=24)
-    assert "…" not in text_of(run, width=80, height=24)
 
 
 def test_the_last_notices_are_shown_newest_first():

@@ -2,16 +2,18 @@
 
 import json
 import re
+from io import BytesIO, TextIOWrapper
 from itertools import pairwise
 
 import pytest
 import torch
+from rich.console import Console
 
 from flopwatch import TrainingMonitor
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
-from flopwatch.present.terminal import rendered
+from flopwatch.present.terminal import print_document
 from flopwatch.records.run import Notice, Summary
 from flopwatch.records.trace_split import TraceSplit
 from flopwatch.report.run_page.why import waterfall_bars
@@ -157,7 +159,10 @@ def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_
 
 def test_a_terminal_without_unicode_gets_ascii():
     document = Document("", [waterfall_bars(waterfall_of(log_of(SECONDS)))])
-    text = "\n".join(str(row) for row in rendered(document, 80, ascii_only=True))
+    stream = TextIOWrapper(BytesIO(), encoding="ascii")
+    print_document(document, Console(file=stream, width=80, color_system=None))
+    stream.seek(0)
+    text = stream.read()
     assert text.isascii()
     assert next(iter(bars_in(text))) == "peak"
 
