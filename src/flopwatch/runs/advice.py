@@ -6,9 +6,9 @@ from math import isfinite
 
 from flopwatch.numbers import duration, percent
 from flopwatch.records.time_uses import USES
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
     Waterfall,

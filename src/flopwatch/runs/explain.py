@@ -107,8 +107,7 @@ def explain_step(log: RunLog, step: int) -> Explanation:
 
 def explain_window(log: RunLog, row: Row) -> Explanation:
     """Explain the MFU of a logging window, which the log has as `perf/mfu`."""
-    numbers = row.steps.get("step", ())
-    cells = [step_cells(log, number).cells for number in numbers]
+    cells = [step_cells(log, number).cells for number in row.steps.get("step", ())]
     needs_flops = any("model_flops" in cell for cell in cells)
     left_out = {cell["step"]: reason for cell in cells if (reason := _why_left_out(cell, needs_flops=needs_flops))}
     counted = [cell for cell in cells if cell["step"] not in left_out]
@@ -243,12 +242,15 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
     [('script', 't.py'), ('arguments', "--lr '1 2'"), ('git commit', '0123456789ab (main), with changes')]
     """
     facts = {} if start is None else start.what_ran
-    git = facts.get("git")
+    git, commit = facts.get("git"), ""
+    if isinstance(git, Mapping):
+        branch = f" ({git['branch']})" if git.get("branch") else ""
+        commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
     found = {
         "script": facts.get("script"),
         "arguments": _arguments(facts.get("arguments")),
         "working folder": facts.get("folder"),
-        "git commit": _commit(git) if isinstance(git, Mapping) else None,
+        "git commit": commit,
         "user": facts.get("user"),
         "job": _pairs(facts.get("job")),
         "packages": _pairs(facts.get("packages")),
@@ -260,11 +262,6 @@ def _arguments(arguments: Any) -> str:
     if not isinstance(arguments, Sequence) or isinstance(arguments, str):
         return ""
     return " ".join(shlex.quote(str(argument)) for argument in arguments)
-
-
-def _commit(git: Mapping[str, Any]) -> str:
-    branch = f" ({git['branch']})" if git.get("branch") else ""
-    return f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
 
 
 def _pairs(values: Any) -> str:

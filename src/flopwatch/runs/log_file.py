@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,16 +53,14 @@ def parse_object(line: bytes) -> dict[str, Any]:
     # Looking at every number of a line takes longer than parsing it, and nearly no line has such a string.
     for group in ("values", "steps") if b'nan"' in line or b'inf"' in line else ():
         if isinstance(content.get(group), dict):
-            content[group] = {key: _numbers(value) for key, value in content[group].items()}
+            content[group] = {key: _number(value) for key, value in content[group].items()}
     return content
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
+def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_NON_FINITE.get(item, item) if isinstance(item, str) else item for item in value]
-    return value
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def to_record(content: Mapping[str, Any]) -> Record | None:
@@ -149,8 +148,8 @@ def find_log(run_dir: str | Path) -> Path:
 def _checked(path: Path) -> Path:
     """Raise InputError if none of the first lines is a record. An empty file passes: its run may have just begun."""
     with path.open("rb") as file:
-        lines = [line for _, line in zip(range(_LINES_LOOKED_AT), _whole_lines(file), strict=False)]
-    if lines and not any(_is_record(line) for line in lines):
+        lines = list(islice(_whole_lines(file), _LINES_LOOKED_AT))
+    if lines and not any(map(_is_record, lines)):
         raise InputError(
             f"{str(path)!r} is not a log of a run: "
             f"pass the output_dir of a TrainingMonitor, or the {DEFAULT_NAME} in it"

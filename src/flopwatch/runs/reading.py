@@ -75,21 +75,11 @@ class _RowLine(NamedTuple):
         return {"type": "row", "step": steps["step"][-1], "unix_time": row["unix_time"], "values": {}, "steps": steps}
 
     @property
-    def is_readable(self) -> bool:
-        try:
-            to_record({**parse_object(self.line), "type": "row"})
-        except TornLineError:
-            return False
-        return True
-
-    @property
     def is_whole(self) -> bool:
         return self.step <= self.cut_after
 
 
 _INEXACT = re.compile(rb'"exact": ?false')
-
-
 _Found: TypeAlias = Record | _RowLine | TornLineError
 
 
@@ -194,10 +184,13 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
         if not isinstance(item, _RowLine):
             yield item
             continue
-        if newest is None and not item.is_readable:
-            yield TornLineError()
-            continue
-        newest = newest or item
+        if newest is None:
+            try:
+                to_record({**parse_object(item.line), "type": "row"})
+            except TornLineError as error:
+                yield error
+                continue
+            newest = item
         if inexact is None and _INEXACT.search(item.line):
             inexact = item
         if step is not None and min(item.step, item.cut_after) >= step:
@@ -218,22 +211,17 @@ def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row
         except TornLineError:
             torn += 1
             continue
-        record = reduce_row(record) if reduce_row is not None and isinstance(record, Row) else record
-        records += [] if record is None else [record]
+        if reduce_row is not None and isinstance(record, Row):
+            record = reduce_row(record)
+        if record is not None:
+            records.append(record)
     if not records:
         raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or it is still empty")
-    ends = (record for record in records if isinstance(record, Summary | RunStart))
-    newest = next(ends, None)
+    newest = next((record for record in records if isinstance(record, Summary | RunStart)), None)
     records.reverse()
-    return RunLog(
-        path,
-        tuple(record for record in records if isinstance(record, RunStart)),
-        tuple(record for record in records if isinstance(record, Provenance)),
-        tuple(record for record in records if isinstance(record, Row)),
-        tuple(record for record in records if isinstance(record, Notice)),
-        newest if isinstance(newest, Summary) else None,
-        torn,
-    )
+    kinds = (RunStart, Provenance, Row, Notice)
+    by_kind: Any = (tuple(record for record in records if isinstance(record, kind)) for kind in kinds)
+    return RunLog(path, *by_kind, newest if isinstance(newest, Summary) else None, torn)
 
 
 def _record_of(item: _Found) -> Record | None:
@@ -277,8 +265,7 @@ def step_cells(log: RunLog, step: int) -> StepCells:
 
 def provenance_at(log: RunLog, step: int) -> Provenance | None:
     """Return the record that says how the FLOPs and the peak of a step were determined; None if there is none."""
-    holding = [provenance for provenance in log.provenances if provenance.step <= step]
-    return holding[-1] if holding else None
+    return next((provenance for provenance in reversed(log.provenances) if provenance.step <= step), None)
 
 
 def _which_are(log: RunLog, step: int) -> str:
@@ -331,16 +318,6 @@ class LogFollower:
         return self._records(self._file.poll())  # not a generator, so that `times_replaced` is right at once
 
     def _records(self, lines: Iterator[bytes]) -> Iterator[Record]:
-        for line in self._thinned(lines):
-            try:
-                record = to_record(parse_object(line))
-            except TornLineError:
-                self.torn_lines += 1
-                continue
-            if record is not None:
-                yield record
-
-    def _thinned(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         thinned_until = self._file.size_bytes - WHOLE_BYTES
         spacing_bytes = (thinned_until - self._file.offset) // MOST_ROWS
         next_row_from = self._file.offset
@@ -349,4 +326,10 @@ class LogFollower:
             if start < min(thinned_until, next_row_from) and row_step(line) is not None:
                 continue
             next_row_from = start + spacing_bytes
-            yield line
+            try:
+                record = to_record(parse_object(line))
+            except TornLineError:
+                self.torn_lines += 1
+                continue
+            if record is not None:
+                yield record

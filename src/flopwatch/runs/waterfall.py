@@ -15,9 +15,8 @@ from typing import Any
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, OF_TRACES, Use
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
-from flopwatch.runs.traces.splits import traces_of_log
+from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.text import one_line, plural
 
 
@@ -69,13 +68,6 @@ class Waterfall:
     def points(self, key: str) -> float:
         """Percent of the peak that the loss with this key costs; 0 if the run does not have it."""
         return sum(loss.points for loss in self.losses if loss.key == key)
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Each loss between the peak and the MFU of the run, with its share of the peak as a text."""
-        lost = [
-            (loss.name, f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100)}") for loss in self.losses
-        ]
-        return [("peak of the devices", "100 %"), *lost, ("MFU of the whole run", percent(self.mfu_percent / 100))]
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)

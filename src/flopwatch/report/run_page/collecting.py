@@ -8,13 +8,13 @@ from pathlib import Path
 
 from flopwatch.records.metrics import METRICS, find_metric, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, Summary
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.report.run_page.contents import MAIN_KEYS, MOST_POINTS, Curve, Exactness, Kind, Moment, Point, RunReport
 from flopwatch.runs.advice import conclusion_of, times_of
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing, timed_seconds
+from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import logged_seconds, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
 

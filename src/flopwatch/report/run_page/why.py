@@ -12,10 +12,10 @@ from flopwatch.numbers import count, duration, flop_rate, number, percent, step_
 from flopwatch.present.document import Bar, Bars, Cell, Column, Document, Items, Part, Section, Table, Text, numbers
 from flopwatch.present.notebook import html_table
 from flopwatch.records.time_uses import USES
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.advice import LEAST_DRAWN_POINTS, TimeUse, conclusion_of, steps_of, times_of, what_is_missing
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import standing
+from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
@@ -45,10 +45,10 @@ def waterfall_bars(waterfall: Waterfall) -> Bars:
         bars.append(Bar(loss.name, min(above, level), max(above, level), _signed(-loss.points), tone, tip))
     bars.append(Bar(_WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
     whole = max(bar.high for bar in bars)
-    rows = [
-        (loss.name, lost.replace("%", "points"), duration(loss.seconds), loss.evidence, loss.advice)
-        for loss, (_, lost) in zip(waterfall.losses, waterfall.pairs()[1:-1], strict=True)
-    ]
+    rows = []
+    for loss in waterfall.losses:
+        lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
+        rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
     rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
     columns: list[Column | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
     return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Table(columns, rows))
@@ -203,12 +203,14 @@ def log_table(log: RunLog) -> str:
     cause = f" by {one_line(log.summary.ended_by, _LONGEST_NAME)}" if log.summary and log.summary.ended_by else ""
     shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
     waterfall = waterfall_of(log)
+    table = None if waterfall is None else waterfall_bars(waterfall).behind
+    losses = [(str(name), str(points).replace("points", "%")) for name, points, *_ in (table.rows if table else ())]
     lines = [
         ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
         *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
         ("tokens/s", count(values.get("perf/tokens_per_second"))),
         ("step time", step_time(values.get("perf/step_time"))),
         ("loss", number(values.get("training/loss"), 4)),
-        *([] if waterfall is None else waterfall.pairs()),
+        *([("peak of the devices", "100 %"), *losses] if losses else []),
     ]
     return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)
