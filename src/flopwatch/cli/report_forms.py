@@ -22,8 +22,7 @@ from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.contents import METRICS
 from flopwatch.report.exports import report_json, table_csv, table_parquet
 from flopwatch.report.records import SweepSummary
-from flopwatch.report.run_page.collecting import read_report
-from flopwatch.report.run_page.contents import RunReport
+from flopwatch.report.run_page.contents import RunReport, read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
 from flopwatch.report.sweep.document import sweep_document

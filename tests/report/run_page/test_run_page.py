@@ -10,7 +10,7 @@ from flopwatch.cli import main
 from flopwatch.present.document import Document
 from flopwatch.present.page import to_page
 from flopwatch.present.svg import bars_svg, linear_ticks
-from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.contents import read_report
 from flopwatch.report.run_page.document import run_document
 from flopwatch.report.run_page.why import waterfall_bars
 from flopwatch.runs.waterfall import Loss, Waterfall
