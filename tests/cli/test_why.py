@@ -15,7 +15,7 @@ from flopwatch.errors import InputError
 from flopwatch.present.document import Document
 from flopwatch.present.terminal import print_document
 from flopwatch.records.run import Notice, Summary
-from flopwatch.report.run_page.why import waterfall_bars
+from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.traces import splits
 from flopwatch.runs.traces.splits import TraceSplit

@@ -97,9 +97,9 @@ def steady_steps(log: RunLog) -> list[SteadyStep]:
         found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))
         peak = float(found.peak["flops_per_s"]) * found.device_count if found and found.peak else None
         columns = [row.steps.get(name, nothing) for name in ("warm_up", *SteadyStep._fields[:-1])]
-        for is_warm_up, *cells in zip(*columns, strict=True):
+        for is_warm_up, *cells in zip(*columns, [peak] * len(nothing), strict=True):
             if cells[0] and not is_warm_up:
-                steps.append(SteadyStep(*cells, peak))
+                steps.append(SteadyStep(*cells))
     return steps
 
 

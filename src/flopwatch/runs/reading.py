@@ -202,10 +202,10 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
     yield from sorted(chosen, key=lambda item: -min(item.step, item.cut_after))
 
 
-def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
+def _as_log(path: Path, lines: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     records: list[Record] = []
     torn = 0
-    for item in found:
+    for item in lines:
         try:
             record = _record_of(item)
         except TornLineError:
@@ -219,9 +219,9 @@ def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row
         raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or it is still empty")
     newest = next((record for record in records if isinstance(record, Summary | RunStart)), None)
     records.reverse()
-    kinds = (RunStart, Provenance, Row, Notice)
-    by_kind: Any = (tuple(record for record in records if isinstance(record, kind)) for kind in kinds)
-    return RunLog(path, *by_kind, newest if isinstance(newest, Summary) else None, torn)
+    kinds = {"starts": RunStart, "provenances": Provenance, "rows": Row, "notices": Notice}
+    found: dict[str, Any] = {name: tuple(each for each in records if isinstance(each, kinds[name])) for name in kinds}
+    return RunLog(path, **found, summary=newest if isinstance(newest, Summary) else None, torn_lines=torn)
 
 
 def _record_of(item: _Found) -> Record | None:

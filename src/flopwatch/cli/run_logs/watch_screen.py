@@ -13,7 +13,7 @@ from flopwatch.numbers import count, duration, flop_rate, number, percent, step_
 from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
 from flopwatch.records.time_uses import USES
-from flopwatch.report.run_page.why import waterfall_bars
+from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import State, WatchedRun
 from flopwatch.runs.waterfall import waterfall_of

@@ -14,7 +14,7 @@ from flopwatch.records.time_uses import USES
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
 from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, Moment, RunReport, merged
-from flopwatch.report.run_page.why import waterfall_bars
+from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural

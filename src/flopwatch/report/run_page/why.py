@@ -5,57 +5,30 @@ A notebook shows a short form of it for a log.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
-from flopwatch.present.document import Bar, Bars, Cell, Column, Document, Items, Part, Section, Table, Text, numbers
+from flopwatch.present.document import Cell, Document, Items, Part, Section, Table, Text, numbers
 from flopwatch.present.notebook import html_table
 from flopwatch.records.time_uses import USES
-from flopwatch.runs.advice import LEAST_DRAWN_POINTS, TimeUse, conclusion_of, steps_of, times_of, what_is_missing
+from flopwatch.runs.advice import (
+    TimeUse,
+    conclusion_of,
+    steps_of,
+    times_of,
+    waterfall_bars,
+    waterfall_pairs,
+    what_is_missing,
+)
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
-_LARGEST = 3
-_WHOLE_MFU = "MFU of the whole run"
 _LONGEST_NAME = 200
 _STATES = {"running": "still running", "running or killed": "still running, or killed", "killed": "killed"}
-
-
-def waterfall_bars(waterfall: Waterfall) -> Bars:
-    """The way from 100 % of the peak down to the MFU: a bar for each loss, at its place.
-
-    Losses that would be written as 0.0 share one bar, above that of MFU.
-    """
-    large, mfu = waterfall.largest(_LARGEST), waterfall.mfu_percent
-    small = [loss for loss in waterfall.losses if abs(loss.points) < LEAST_DRAWN_POINTS]
-    shown = [loss for loss in waterfall.losses if loss not in small]
-    if small:
-        name = f"{len(small)} smaller loss{'es' if len(small) > 1 else ''}"
-        shown.append(Loss("", name, sum(loss.points for loss in small), sum(loss.seconds for loss in small)))
-    level = 100.0
-    bars = [Bar("peak", 0.0, level, "100 %", "whole")]
-    for loss in shown:
-        above, level = level, level - loss.points
-        tip = "\n".join(filter(None, (loss.evidence, loss.advice)))
-        tone: Literal["loss", "large loss"] = "large loss" if loss in large else "loss"
-        bars.append(Bar(loss.name, min(above, level), max(above, level), _signed(-loss.points), tone, tip))
-    bars.append(Bar(_WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
-    whole = max(bar.high for bar in bars)
-    rows = []
-    for loss in waterfall.losses:
-        lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
-        rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
-    rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
-    columns: list[Column | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
-    return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Table(columns, rows))
-
-
-def _signed(points: float) -> str:
-    return f"{points:+.1f}" if abs(points) >= LEAST_DRAWN_POINTS else f"{points:+.2g}" if points else "0"
 
 
 _LEAST_PERCENT_OUTSIDE = 3.0
@@ -203,14 +176,12 @@ def log_table(log: RunLog) -> str:
     cause = f" by {one_line(log.summary.ended_by, _LONGEST_NAME)}" if log.summary and log.summary.ended_by else ""
     shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
     waterfall = waterfall_of(log)
-    table = None if waterfall is None else waterfall_bars(waterfall).behind
-    losses = [(str(name), str(points).replace("points", "%")) for name, points, *_ in (table.rows if table else ())]
     lines = [
         ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
         *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
         ("tokens/s", count(values.get("perf/tokens_per_second"))),
         ("step time", step_time(values.get("perf/step_time"))),
         ("loss", number(values.get("training/loss"), 4)),
-        *([("peak of the devices", "100 %"), *losses] if losses else []),
+        *([] if waterfall is None else waterfall_pairs(waterfall)),
     ]
     return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)
