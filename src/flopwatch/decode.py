@@ -65,11 +65,7 @@ class Stored:
 
 
 def read_record(kind: type[T], content: Any) -> T:
-    """Build a record of this class from JSON.
-
-    Raises:
-        BrokenRecordError: A field without a default is missing, or a value has the wrong type.
-    """
+    """Build a record of this class from JSON; raises BrokenRecordError if a field is missing or wrong."""
     record: T = _record_reader(kind)(content)  # type: ignore[arg-type]
     return record
 

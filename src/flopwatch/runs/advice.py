@@ -98,7 +98,6 @@ class Conclusion:
 
     @property
     def reservation(self) -> str:
-        """A sentence about what limits the verdict; empty if nothing does."""
         return self.verdict.reservation if self.verdict else ""
 
 
@@ -303,7 +302,6 @@ class Times:
     Attributes:
         wall_seconds: Time since the start of the run's first process.
         uses: The longest first. They add up to the wall time.
-        steps: Number of steps.
         tokens_per_second: Of the training steps; `samples_per_second` and `flops_per_second` too.
         notes: What limits these figures, in whole sentences.
     """

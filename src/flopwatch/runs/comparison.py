@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
 from flopwatch.records.run import Number
-from flopwatch.runs import RunLog, provenance_at
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
+from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
 from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.runs.waterfall import (
     WaterfallChange,
@@ -29,9 +29,7 @@ class Difference:
     """A setting, version or device that differs between run A and run B.
 
     Attributes:
-        what: Name of the setting, such as `dtype`.
         a: Value in run A; None if the log of run A does not contain it.
-        b: Value in run B; None if the log of run B does not contain it.
         touches: Which numbers the difference affects: `every number`, `MFU and HFU` or `speed`.
     """
 
@@ -42,7 +40,7 @@ class Difference:
 
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
-    """Return the differences between the runs that affect the compared numbers, the most serious first."""
+    """The differences between the runs that affect the compared numbers, the most serious first."""
     pairs = zip(_facts(a), _facts(b), strict=True)
     return tuple(Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b)
 
@@ -71,36 +69,6 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
 
 
 # The measures
-
-
-class SteadyStep(NamedTuple):
-    """A step that can be compared, because it was timed and is not warm-up. Unknown values are None.
-
-    `seconds` includes `input_wait_seconds`, `tokens` includes padding while `real_tokens` does not, and
-    `peak_flops_per_s` is the sum over all devices.
-    """
-
-    seconds: float
-    input_wait_seconds: float | None
-    samples: int | None
-    tokens: int | None
-    real_tokens: int | None
-    model_flops: int | None
-    hardware_flops: int | None
-    peak_flops_per_s: float | None
-
-
-def steady_steps(log: RunLog) -> list[SteadyStep]:
-    """Return the timed steps of a log that are not warm-up, in order."""
-    steps = []
-    for row in log.rows:
-        found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))
-        peak = float(found.peak["flops_per_s"]) * found.device_count if found and found.peak else None
-        columns = [row.steps.get(name, nothing) for name in ("warm_up", *SteadyStep._fields[:-1])]
-        for is_warm_up, *cells in zip(*columns, [peak] * len(nothing), strict=True):
-            if cells[0] and not is_warm_up:
-                steps.append(SteadyStep(*cells))
-    return steps
 
 
 Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step"]
@@ -238,13 +206,10 @@ class Line:
     """One row of the comparison: a measure, its value in both runs, and the change. Unknown values are None.
 
     Attributes:
-        key: Name of the measure in JSON.
-        label: Name of the measure in the printed table.
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
             `FLOP` or `duration` (seconds).
         change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
-        low: Lower end of the 99 % interval of the change.
-        high: Upper end of that interval.
+        low: Lower end of the 99 % interval of the change; `high` is the upper end.
         verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `no measurable
             difference` or `too few steps`; None for a measure without a verdict.
     """
@@ -268,7 +233,7 @@ class RunSteps:
         compared: Number of timed steps after warm-up.
         left_out: Number of warm-up steps and of steps without a measured time.
         has_ended: False if the run is still running or was killed.
-        world_size: Number of ranks. The log contains the steps of one rank, the one that writes the log.
+        world_size: Number of ranks. The log has the steps of the rank that writes it.
     """
 
     log: str
@@ -284,7 +249,6 @@ class Comparison(Stored):
 
     Attributes:
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
-        lines: One line for each measure.
         waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
         per_step: How the time per step changed, by part; None if a log does not have the times.
     """

@@ -38,8 +38,7 @@ class Explanation(Stored):
 
     Attributes:
         step: Number of the step, or of the last step of the window.
-        window: First and last step of the logging window.
-        is_window: True if the numbers are sums over a window, False if they belong to one step.
+        is_window: True if the numbers are sums over the logging window, False if they belong to one step.
         session: Which session (start or resumption of the run) ran the step, counted from 1.
         steps: The steps whose numbers are added up.
         left_out: The other steps of the window, each with the reason why it is left out.
@@ -54,9 +53,7 @@ class Explanation(Stored):
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.
         trainable_tokens: Number of positions whose label is not -100.
-        provenance: The record that says how FLOPs and peak were determined.
-        exact: Whether the FLOPs of the window are exact.
-        notes: Why the FLOPs are not exact.
+        exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.

@@ -27,7 +27,7 @@ _ROW_START = re.compile(rb'\{"type": ?"row", ?"step": ?(\d{1,18})[,}]')
 
 
 class TornLineError(ValueError):
-    """A line is not a complete record, because the training was killed while writing it or is still writing it."""
+    """A line is no complete record: the training was killed while it wrote the line, or still writes it."""
 
 
 def row_step(line: bytes) -> int | None:
@@ -66,9 +66,7 @@ def _number(value: Any) -> Any:
 def to_record(content: Mapping[str, Any]) -> Record | None:
     """Build the record from a parsed line; None if this version of flopwatch does not know its type.
 
-    Raises:
-        TornLineError: The line lacks fields of its type, or one of them has a value of the wrong type.
-        InputError: A newer version of flopwatch wrote the log in a newer format.
+    Raises TornLineError if a field is missing or wrong, and InputError if the log has a newer format.
     """
     kind = _KINDS.get(str(content.get("type")))
     if kind is None:

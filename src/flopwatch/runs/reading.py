@@ -87,10 +87,8 @@ def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = 
     """Read all records of the last run in a log. For a log of gigabytes use `read_around` or `rows_from_end`.
 
     With `reduce_row` the memory need not grow with the length of the log: it is called with each row, the newest first,
-    and returns what the result has in its place, or None for nothing.
-
-    Raises:
-        InputError: The file is not the log of a run, or a newer version of flopwatch wrote it.
+    and returns what the result has in its place, or None for nothing. Raises InputError if the file is not the log of a
+    run, or if a newer version of flopwatch wrote it.
     """
     return _as_log(Path(path), _current_run(Path(path)), reduce_row)
 
@@ -280,6 +278,36 @@ def _which_are(log: RunLog, step: int) -> str:
         nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
         text += f", but step {step} is missing; the nearest logged windows are steps {nearest}"
     return text
+
+
+class SteadyStep(NamedTuple):
+    """A step that can be compared, because it was timed and is not warm-up. Unknown values are None.
+
+    `seconds` includes `input_wait_seconds`, `tokens` includes padding while `real_tokens` does not, and
+    `peak_flops_per_s` is the sum over all devices.
+    """
+
+    seconds: float
+    input_wait_seconds: float | None
+    samples: int | None
+    tokens: int | None
+    real_tokens: int | None
+    model_flops: int | None
+    hardware_flops: int | None
+    peak_flops_per_s: float | None
+
+
+def steady_steps(log: RunLog) -> list[SteadyStep]:
+    """Return the timed steps of a log that are not warm-up, in order."""
+    steps = []
+    for row in log.rows:
+        found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))
+        peak = float(found.peak["flops_per_s"]) * found.device_count if found and found.peak else None
+        columns = [row.steps.get(name, nothing) for name in ("warm_up", *SteadyStep._fields[:-1])]
+        for is_warm_up, *cells in zip(*columns, [peak] * len(nothing), strict=True):
+            if cells[0] and not is_warm_up:
+                steps.append(SteadyStep(*cells))
+    return steps
 
 
 MOST_ROWS = 2000

@@ -29,12 +29,7 @@ class WatchFeed:
         self._giver = None if self._choose_peak is None else PeakGiver(self._choose_peak)
 
     def look(self, *, must_exist: bool = False) -> None:
-        """Read the records that were appended to the log since the last call, and update `run`.
-
-        Raises:
-            InputError: The folder has several logs, a newer version of flopwatch wrote the log, or there is no log and
-                `must_exist` is True.
-        """
+        """Read the records that were appended to the log since the last call, and update `run`."""
         if self._follower is None:
             try:
                 self._follower = LogFollower(find_log(self.place))
@@ -177,7 +172,7 @@ class WatchedRun:
                 curve.add(row.step, row.values[key])
 
     def value(self, key: str) -> Number | None:
-        """Return a metric of the newest window only, so that all values on the screen belong to the same steps."""
+        """A metric of the newest window only, so that all values on the screen belong to the same steps."""
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:

@@ -23,11 +23,7 @@ RunDir = Annotated[
 
 
 def chosen_run(run_dir: str | None) -> str:
-    """The run to show. Says on stderr which one was taken, if the user did not name it.
-
-    Raises:
-        InputError: No run was named, and there is none in `flopwatch-runs`.
-    """
+    """The run to show. Says on stderr which one was taken, if the user did not name it."""
     folder = RUNS_FOLDER if run_dir is None else run_dir
     try:
         find_log(folder)

@@ -67,7 +67,6 @@ class Curve:
     """A metric over the run, oldest point first.
 
     Attributes:
-        key: Its key in the log, such as `perf/mfu_percent`.
         windows: Number of logging windows that have a value.
         last: The value of the newest window.
         mean: The weighted mean of all windows (see `Point.mean`).
@@ -179,12 +178,10 @@ class RunReport:
 
     @property
     def start(self) -> RunStart | None:
-        """The record of the newest session."""
         return self.starts[-1] if self.starts else None
 
     @property
     def provenance(self) -> Provenance | None:
-        """The newest record that says how FLOPs and peak were found."""
         return self.provenances[-1] if self.provenances else None
 
     def mean(self, key: str) -> float | None:
@@ -203,16 +200,7 @@ _LEAST_SECONDS = 1e-9
 def read_report(
     run_dir: str | Path, traces: Sequence[TraceSplit] = (), choose_peak: ChoosePeak | None = None
 ) -> RunReport:
-    """Read what the report of a run shows from its log.
-
-    Args:
-        run_dir: The folder of the run, or its log.
-        traces: Traces of the run.
-        choose_peak: Another peak than the one that was logged.
-
-    Raises:
-        InputError: There is no log, or it is not the log of a run.
-    """
+    """Read what the report of a run shows from its log, as if it had another peak if `choose_peak` is given."""
     collector = _Collector()
     path = find_log(run_dir)
     giver = None if choose_peak is None else giver_of(read_around(path), choose_peak)

@@ -12,15 +12,7 @@ from flopwatch.numbers import count, duration, flop_rate, number, percent, step_
 from flopwatch.present.document import Cell, Document, Items, Part, Section, Table, Text, numbers
 from flopwatch.present.notebook import html_table
 from flopwatch.records.time_uses import USES
-from flopwatch.runs.advice import (
-    TimeUse,
-    conclusion_of,
-    steps_of,
-    times_of,
-    waterfall_bars,
-    waterfall_pairs,
-    what_is_missing,
-)
+from flopwatch.runs import advice
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces.splits import TraceSplit
@@ -29,22 +21,16 @@ from flopwatch.text import one_line, plural
 
 _LONGEST_NAME = 200
 _STATES = {"running": "still running", "running or killed": "still running, or killed", "killed": "killed"}
-
-
 _LEAST_PERCENT_OUTSIDE = 3.0
 """If less of the wall time is outside of training steps, their MFU is about that of the run."""
 
 
 def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> tuple[dict[str, Any], Document]:
-    """Where the rest of the peak went, what that means, and what to try next: as JSON, and as a document.
-
-    Raises:
-        InputError: The log has neither an MFU nor the wall time.
-    """
+    """Where the rest of the peak went, what that means, and what to try next: as JSON, and as a document."""
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
         return where_the_time_went(log, traces, problems)
-    steps, said = steps_of(log), conclusion_of(log, waterfall)
+    steps, said = advice.steps_of(log), advice.conclusion_of(log, waterfall)
     content = {
         "log": str(log.path),
         "steps": steps,
@@ -56,13 +42,19 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         "notes": [*waterfall.notes, *problems],
     }
     losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss) for loss in said.losses]
+    reservation = [Text(said.reservation)] if said.reservation else []
+    peak = log.provenances[-1].peak if log.provenances else None
+    on_what = ""
+    if peak is not None:
+        world_size = log.starts[-1].world_size if log.starts else 1
+        ranks = f"{world_size} ranks, " if world_size > 1 else ""
+        rate = f"{peak.get('dtype')} peak {flop_rate(peak.get('flops_per_s'))} ({peak.get('kind')})"
+        on_what = " on " + one_line(f"{ranks}{peak.get('device')}, {rate}")
     parts = [
-        Text(f"{plural(steps, 'step')} in {duration(waterfall.wall_seconds)}{_on_what(log)}", "soft"),
+        Text(f"{plural(steps, 'step')} in {duration(waterfall.wall_seconds)}{on_what}{_unless_ended(log)}", "soft"),
         Text(_difference(log, waterfall)),
-        Section("", [waterfall_bars(waterfall)]),
-        Section(
-            "", [Text(said.sentence, "strong" if said.verdict else ""), *map(Text, filter(None, [said.reservation]))]
-        ),
+        Section("", [advice.waterfall_bars(waterfall)]),
+        Section("", [Text(said.sentence, "strong" if said.verdict else ""), *reservation]),
         Section("", [Items(losses, is_numbered=True)]),
         *_notes([*said.notes, *problems]),
     ]
@@ -70,23 +62,12 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
     return content, Document(f"Why {of_what}", parts)
 
 
-def _item(name: str, of: Loss | TimeUse) -> Cell:
+def _item(name: str, of: Loss | advice.TimeUse) -> Cell:
     return Cell(name, detail=f"{of.evidence}\nNext: {of.advice}" if of.advice else of.evidence)
 
 
 def _notes(notes: Sequence[str]) -> list[Part]:
     return [Section("", [Text(f"Note: {note}", "soft") for note in notes])] if notes else []
-
-
-def _on_what(log: RunLog) -> str:
-    peak = log.provenances[-1].peak if log.provenances else None
-    if peak is None:
-        return _unless_ended(log)
-    world_size = log.starts[-1].world_size if log.starts else 1
-    ranks = f"{world_size} ranks, " if world_size > 1 else ""
-    rate = f"{peak.get('dtype')} peak {flop_rate(peak.get('flops_per_s'))} ({peak.get('kind')})"
-    device = one_line(f"{ranks}{peak.get('device')}, {rate}")
-    return f" on {device}{_unless_ended(log)}"
 
 
 def _unless_ended(log: RunLog) -> str:
@@ -114,15 +95,11 @@ def _difference(log: RunLog, waterfall: Waterfall) -> str:
 def where_the_time_went(
     log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]
 ) -> tuple[dict[str, Any], Document]:
-    """Where the time of a run went whose MFU is unknown, and what is missing for the MFU.
-
-    Raises:
-        InputError: The log does not have the wall time.
-    """
-    times = times_of(log, traces)
+    """Where the time of a run went whose MFU is unknown, and what is missing for the MFU."""
+    times = advice.times_of(log, traces)
     if times is None:
-        raise InputError(what_is_missing(log))
-    sentence = conclusion_of(log, None).sentence
+        raise InputError(advice.what_is_missing(log))
+    sentence = advice.conclusion_of(log, None).sentence
     content = {
         "log": str(log.path),
         "exact": exactness_of(log)[0],
@@ -147,15 +124,10 @@ def where_the_time_went(
     ]
     known = f": {', '.join(filter(None, rates))}" if any(rates) else ""
     done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
-    rows = [
-        (
-            use.name,
-            duration(use.seconds),
-            percent(use.share),
-            "" if (each := use.seconds_per_step) is None else step_time(each),
-        )
-        for use in times.uses
-    ]
+    rows = []
+    for use in times.uses:
+        per_step = "" if use.seconds_per_step is None else step_time(use.seconds_per_step)
+        rows.append((use.name, duration(use.seconds), percent(use.share), per_step))
     largest = [_item(f"{use.name}: {percent(use.share)} of the wall time", use) for use in times.largest()]
     parts = [
         Text(f"{done} {duration(times.wall_seconds)}{on_what}{_unless_ended(log)}{known}", "soft"),
@@ -182,6 +154,6 @@ def log_table(log: RunLog) -> str:
         ("tokens/s", count(values.get("perf/tokens_per_second"))),
         ("step time", step_time(values.get("perf/step_time"))),
         ("loss", number(values.get("training/loss"), 4)),
-        *([] if waterfall is None else waterfall_pairs(waterfall)),
+        *([] if waterfall is None else advice.waterfall_pairs(waterfall)),
     ]
     return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)

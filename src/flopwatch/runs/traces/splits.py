@@ -179,10 +179,7 @@ def read_trace(path: str | Path) -> TraceSplit:
     """Read a trace of torch's profiler, a `.json` or `.json.gz` file, without loading it into memory.
 
     The steps are those that `ProfilerStep#N` marks in the trace, as flopwatch and `torch.profiler.profile` with a
-    schedule write them.
-
-    Raises:
-        InputError: The file is no trace, is damaged or incomplete, or has no steps or no ops.
+    schedule write them. Raises InputError if the file is no trace, is damaged, or has no steps or no ops.
     """
     path = Path(path).expanduser()
     found = _Collected()
@@ -219,10 +216,8 @@ def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_wit
             "allow the training's user to profile the device (on NVIDIA: NVreg_RestrictProfilingToAdminUsers=0)"
         )
     if not any(intervals.values()):
-        return (
-            "has steps, but neither kernels nor ops; "
-            "record ProfilerActivity.CPU, and on an accelerator its activity too"
-        )
+        record = "record ProfilerActivity.CPU, and on an accelerator its activity too"
+        return f"has steps, but neither kernels nor ops; {record}"
     return None
 
 
@@ -303,11 +298,7 @@ _REQUEST = "request.json"
 
 
 def write_request(folder: Path, steps: int) -> Path:
-    """Ask the run with this folder of traces for a trace of its next steps. Returns the file of the request.
-
-    Raises:
-        InputError: The number of steps is not allowed, or the folder cannot be written to.
-    """
+    """Ask the run with this folder of traces for a trace of its next steps. Returns the file of the request."""
     if not 1 <= steps <= MOST_STEPS:
         raise InputError(f"--steps must be between 1 and {MOST_STEPS}, got {steps}: a longer trace takes gigabytes")
     file = folder / _REQUEST
@@ -323,11 +314,7 @@ def write_request(folder: Path, steps: int) -> Path:
 
 
 class RequestWatch:
-    """Looks for new requests in a folder of traces. A request that is there already is of an earlier run.
-
-    Attributes:
-        is_closed: True when requests are no longer answered.
-    """
+    """Looks for new requests in a folder of traces, until it is closed. One that is there already is not new."""
 
     def __init__(self, folder: Path) -> None:
         self.is_closed = False
