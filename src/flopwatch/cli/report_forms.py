@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from flopwatch.cli import STANDARD_OUTPUT, write_file
-from flopwatch.cli.run_logs.run_argument import chosen_run, peak_to_use
+from flopwatch.cli.run_logs import chosen_run, peak_to_use
 from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 from flopwatch.cli import RUNS_FOLDER, flag
-from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
 from flopwatch.present.document import Document, Most, Table, numbers
