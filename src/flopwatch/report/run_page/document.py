@@ -9,11 +9,10 @@ from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, perce
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.run import RunStart
 from flopwatch.records.time_uses import USES
 from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
-from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, Moment, RunReport, merged
+from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, RunReport, merged
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.stats import in_groups
@@ -204,7 +203,14 @@ def _event_section(report: RunReport) -> doc.Section:
     if not report.moments:
         return doc.Section(title, [doc.Text("The log has none.")], "events", "Events")
     columns = (doc.Column("what"), *doc.numbers("step", "logged at (UTC)", "time"), doc.Column("words"))
-    behind = doc.Table(columns, [_event_cells(moment) for moment in report.moments], most=_ALL_ROWS)
+    rows = []
+    for moment in report.moments:
+        first, last = moment.first_step, moment.last_step
+        span = f"{first:,}–" if first is not None and first != last else ""
+        times = (words.utc(moment.unix_time), duration(moment.seconds))
+        where = UNKNOWN if last is None else f"{span}{last:,}"
+        rows.append((moment.kind, where, *times, one_line(moment.words, _LONGEST)))
+    behind = doc.Table(columns, rows, most=_ALL_ROWS)
     drawn = moment_chart(report.moments, (report.first_step or 0, report.last_step or 0), behind)
     counts = ", ".join(plural(number, kind) for kind, number in report.moment_counts.items())
     notable = [moment for moment in report.moments if moment.kind in ("restart", "notice")]
@@ -219,14 +225,6 @@ def _event_section(report: RunReport) -> doc.Section:
         newest = doc.Section("Newest notices", [doc.Items(list(dict.fromkeys(notices))[:10])])
         parts.append(doc.Only(("html",), [newest]))
     return doc.Section(title, parts, "events", "Events")
-
-
-def _event_cells(moment: Moment) -> tuple[str, ...]:
-    first, last = moment.first_step, moment.last_step
-    span = f"{first:,}–" if first is not None and first != last else ""
-    where = UNKNOWN if last is None else f"{span}{last:,}"
-    times = (words.utc(moment.unix_time), duration(moment.seconds))
-    return (moment.kind, where, *times, one_line(moment.words, _LONGEST))
 
 
 def _rank_section(report: RunReport) -> doc.Section:
@@ -271,15 +269,13 @@ def _place_section(report: RunReport) -> doc.Section:
     if len(report.starts) > 1:
         columns: list[doc.Column | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]
         columns += ["host", "device", "torch", *doc.numbers("world size")]
-        rows = [_session(place, start) for place, start in enumerate(report.starts, start=1)]
+        rows = []
+        for place, start in enumerate(report.starts, start=1):
+            named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
+            resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
+            rows.append((f"{place}", words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}"))
         parts.append(doc.Section(f"{len(report.starts):,} sessions", [doc.Table(columns, rows[-_MOST_SESSIONS:])]))
     return doc.Section("What ran where", parts, "where")
-
-
-def _session(place: int, start: RunStart) -> tuple[str, ...]:
-    named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
-    resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
-    return (str(place), words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}")
 
 
 def _provenance_section(report: RunReport) -> doc.Section:
