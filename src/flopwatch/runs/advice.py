@@ -19,6 +19,7 @@ from flopwatch.runs.waterfall import (
     in_shell,
     seconds_of,
     undivided_note,
+    waterfall_of,
 )
 from flopwatch.text import plural
 
@@ -265,8 +266,11 @@ def _signed(points: float) -> str:
     return f"{points:+.1f}" if abs(points) >= LEAST_DRAWN_POINTS else f"{points:+.2g}" if points else "0"
 
 
-def waterfall_pairs(waterfall: Waterfall) -> list[tuple[str, str]]:
-    """The table behind the bars in the short form of a notebook: each loss with its share of the peak."""
+def losses_in_pairs(log: RunLog) -> list[tuple[str, str]]:
+    """The table behind the bars, as a notebook shows it: each loss with its share of the peak; empty if unknown."""
+    waterfall = waterfall_of(log)
+    if waterfall is None:
+        return []
     table = waterfall_bars(waterfall).behind
     rows = [(str(name), str(lost).replace("points", "%")) for name, lost, *_ in (table.rows if table else ())]
     return [("peak of the devices", "100 %"), *rows]

@@ -151,14 +151,13 @@ def log_table(log: RunLog) -> str:
     state = standing(log.starts[-1] if log.starts else None, log.summary)
     cause = f" by {one_line(log.summary.ended_by, _LONGEST_NAME)}" if log.summary and log.summary.ended_by else ""
     shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
-    waterfall = waterfall_of(log)
     lines = [
         ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
         *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
         ("tokens/s", count(values.get("perf/tokens_per_second"))),
         ("step time", step_time(values.get("perf/step_time"))),
         ("loss", number(values.get("training/loss"), 4)),
-        *([] if waterfall is None else advice.waterfall_pairs(waterfall)),
+        *advice.losses_in_pairs(log),
     ]
     return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)
 
