@@ -17,7 +17,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from flopwatch.records.flops import FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison import SweepComparison
 from flopwatch.report.records import SweepSummary
@@ -25,6 +24,7 @@ from flopwatch.report.run_page.contents import Curve, RunReport
 from flopwatch.runs.advice import TimeUse, Verdict
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation
+from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import Loss
 from flopwatch.sweep.fit import Found
 

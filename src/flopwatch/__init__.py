@@ -73,10 +73,9 @@ _NAMES_BY_PACKAGE = {
     "monitor": ("TrainingMonitor",),
     "records": ("FlopCount", "Peak", "PhaseFlops", "UncountedOp"),
 }
-_PACKAGES = ("errors", "flops", "hardware", "models", "monitor", "records", "report", "runs", "sinks", "sweep")
-
-_HOMES = {name: f"flopwatch.{package}" for package, names in _NAMES_BY_PACKAGE.items() for name in names}
-_HOMES |= {package: f"flopwatch.{package}" for package in _PACKAGES}
+"""All other names are packages."""
+_HOMES = {name: f"flopwatch.{name}" for name in __all__}
+_HOMES |= {name: f"flopwatch.{package}" for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
 __getattr__ = lazy_exports("flopwatch", _HOMES)
 

@@ -18,9 +18,6 @@ from flopwatch.errors import FlopwatchError
 T = TypeVar("T")
 Read = Callable[[Any], Any]
 
-MAY_BE_INFINITE = {"may_be_infinite": True}
-"""Field metadata: infinity is a valid value. In all other fields, infinity and NaN stand for an unknown value."""
-
 LARGEST = 10**30
 """Larger integers are rejected: no count of FLOPs or bytes is so large, and huge ones cannot be converted to float."""
 
@@ -65,11 +62,7 @@ class Stored:
 
 
 def read_record(kind: type[T], content: Any) -> T:
-    """Build a record of this class from JSON.
-
-    Raises:
-        BrokenRecordError: A field without a default is missing, or a value has the wrong type.
-    """
+    """Build a record of this class from JSON; raises BrokenRecordError if a field is missing or wrong."""
     record: T = _record_reader(kind)(content)  # type: ignore[arg-type]
     return record
 
@@ -118,8 +111,6 @@ def _record_reader(kind: Any) -> Read:
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
     """Return the function that reads a value of this field. That function is never called with None."""
-    if field.metadata.get("may_be_infinite"):
-        return _any_float
     if "check" in field.metadata:
         return _checked(field.metadata["check"])
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
@@ -246,10 +237,6 @@ def _metric(value: Any) -> int | float:
 
 def _finite_or_none(value: Any) -> float | None:
     return None if type(value) is float and not isfinite(value) else _number(value)
-
-
-def _any_float(value: Any) -> float:
-    return value if type(value) is float else _number(value)
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:

@@ -30,9 +30,7 @@ class UnreadableError(FlopwatchError):
 def opened_regular(file: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading, following links. Never blocks, whereas opening a FIFO with `open` would.
 
-    Raises:
-        FileNotFoundError: The file does not exist.
-        UnreadableError: The path is not a regular file, or reading is not permitted.
+    Raises FileNotFoundError, or UnreadableError if the path is not a regular file or reading is not permitted.
     """
     try:
         handle = os.open(file, os.O_RDONLY | _OPEN_FLAGS)
@@ -52,12 +50,7 @@ def opened_regular(file: Path) -> Iterator[BinaryIO]:
 
 
 def load_json(file: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        UnreadableError: The file cannot be read, or is not JSON.
-    """
+    """The content of a JSON file; raises FileNotFoundError, or UnreadableError if it cannot be read or is not JSON."""
     with opened_regular(file) as stream:
         if os.fstat(stream.fileno()).st_size > _LARGEST_JSON:
             raise UnreadableError(f"the file is larger than {_LARGEST_JSON >> 20} MiB")
@@ -97,9 +90,7 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
     """The line number and content of every non-empty line of a JSON Lines file; the content is None if it is not JSON.
 
-    Raises:
-        FileNotFoundError: The file does not exist.
-        UnreadableError: The file cannot be read.
+    Raises FileNotFoundError or UnreadableError.
     """
     with opened_regular(file) as stream:
         number, is_rest = 0, False

@@ -105,11 +105,7 @@ def step_time(seconds: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None, *, rough: bool = False) -> str:
-    """A duration in at most two units.
-
-    Args:
-        seconds: The duration in seconds.
-        rough: Show minutes without seconds, as for estimates and for times that are still running.
+    """A duration in at most two units; `rough` shows minutes without seconds, as for estimates.
 
     >>> duration(0.0123), duration(4.24), duration(42.4), duration(200), duration(3840), duration(200_000)
     ('12 ms', '4.2 s', '42 s', '3 min 20 s', '1 h 04 min', '2 d 8 h')

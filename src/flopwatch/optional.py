@@ -40,15 +40,11 @@ def _imported(module: str, package: str, purpose: str, pip_arguments: str) -> Mo
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports each public name on first use.
 
-    Importing a package must not load torch, because many commands and the supervisors of trials run without it.
+    Importing a package must not load torch, because many commands and the supervisors of trials run without it. `homes`
+    has the module of each name. A sub-module is its own home: `{"sweep": "flopwatch.sweep"}`.
 
-    Args:
-        package: The package's name.
-        homes: Public name to the module that defines it. A sub-module is its own home: `{"sweep": "flopwatch.sweep"}`.
-
-    Example:
-        >>> lazy_exports("flopwatch", {"sqrt": "math"})("sqrt")(9.0)
-        3.0
+    >>> lazy_exports("flopwatch", {"sqrt": "math"})("sqrt")(9.0)
+    3.0
     """
 
     def getattr_of_package(name: str) -> Any:

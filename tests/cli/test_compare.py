@@ -13,7 +13,7 @@ import torch
 
 import flopwatch as package
 from flopwatch.records.run import Provenance, Row, RunStart, Summary
-from flopwatch.runs.measures import MEASURES
+from flopwatch.runs.comparison import MEASURES
 from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
 
 LOG = "training_log.jsonl"

@@ -12,8 +12,7 @@ import torch
 
 import flopwatch
 from flopwatch.monitor.trace_capture import TraceCapture
-from flopwatch.runs.traces.request import MOST_STEPS, RequestWatch, write_request
-from flopwatch.runs.traces.splits import newest_traces, read_trace
+from flopwatch.runs.traces.splits import MOST_STEPS, RequestWatch, newest_traces, read_trace, write_request
 from support.sinks.servers import wait_until
 from support.small_models import TinyText, text_batch
 from support.torchrun import torchrun

@@ -9,7 +9,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.records.run import Row
-from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.contents import read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.runs import read_around, read_log
 from flopwatch.runs.advice import conclusion_of

@@ -2,7 +2,7 @@
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.contents import read_report
 from flopwatch.report.run_page.document import run_document
 from flopwatch.runs import read_log
 from support.ledgers import write_ledger

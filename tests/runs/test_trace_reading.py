@@ -10,9 +10,8 @@ from dataclasses import fields
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.traces import splits
-from flopwatch.runs.traces.splits import newest_traces, read_trace, trace_name
+from flopwatch.runs.traces.splits import TraceSplit, newest_traces, read_trace, trace_name
 from support.make_trace import PART_TRUTH, event, steps_on_device, write_large_trace, write_trace
 
 USES = [field.name for field in fields(TraceSplit) if field.name.endswith("_seconds")]

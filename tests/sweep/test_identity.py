@@ -8,7 +8,7 @@ import pytest
 from flopwatch.records.run import Summary
 from flopwatch.records.trial import TrialSpec
 from flopwatch.runs import read_log
-from flopwatch.runs.measures import steady_steps
+from flopwatch.runs.reading import steady_steps
 from flopwatch.sweep.host.environment import _source_digest, fingerprint
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.spec.matrix import expand, read_matrix

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from flopwatch.cli import argument, flag
-from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS
+from flopwatch.cli.run_logs import PEAK_TFLOPS
 
 
 def report(

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from flopwatch.cli import STANDARD_OUTPUT, write_file
-from flopwatch.cli.run_logs.run_argument import chosen_run, peak_to_use
+from flopwatch.cli.run_logs import chosen_run, peak_to_use
 from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
@@ -20,8 +20,7 @@ from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import METRICS
-from flopwatch.report.run_page.collecting import read_report
-from flopwatch.report.run_page.contents import RunReport
+from flopwatch.report.run_page.contents import RunReport, read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
 from flopwatch.report.sweep.document import sweep_document, sweep_json

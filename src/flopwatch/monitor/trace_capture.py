@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from flopwatch.runs.traces.request import MOST_STEPS, RequestWatch
-from flopwatch.runs.traces.splits import OUTSIDE, OWN_ENTRY, trace_name
+from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, RequestWatch, trace_name
 from flopwatch.text import first_line
 
 _REPLACED = "another profiler of this process was started meanwhile; ask again when it has ended"

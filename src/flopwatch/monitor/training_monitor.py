@@ -573,15 +573,14 @@ class TrainingMonitor:
         return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
 
     def _waterfall(self) -> list[tuple[str, str]]:
+        from flopwatch.runs.advice import losses_in_pairs
         from flopwatch.runs.reading import read_log
-        from flopwatch.runs.waterfall import waterfall_of
 
         self._do("flush", lambda run: run.outlets.flush_log())
         try:
-            waterfall = waterfall_of(read_log(self.log_path))
+            return losses_in_pairs(read_log(self.log_path))
         except Exception:  # the log may be absent or damaged; the table is shown without it
             return []
-        return [] if waterfall is None else waterfall.pairs()
 
     def _words(self) -> str:
         values = self.latest

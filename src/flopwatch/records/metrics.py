@@ -236,7 +236,6 @@ class Goodput:
         return None if self.knows_input_wait else "The input wait is unknown and counts as productive."
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
-        """The `count` causes of lost time (such as waiting for input) that cost the most, each with its seconds."""
         known = [(name, seconds) for name, seconds in self.lost_seconds.items() if seconds > 0]
         return sorted(known, key=lambda loss: -loss[1])[:count]
 
@@ -278,15 +277,11 @@ def typical_seconds(steps: Collection[float]) -> float | None:
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
     """Why a step lost time (`compile` or `stall`), and how many seconds; None for an ordinary step.
 
-    Args:
-        seconds: Time of the step, without input wait.
-        typical: Median time of recent steps; None if it is unknown.
-        is_warm_up: Whether the step is one of the warm-up steps, in which torch compiles and allocates.
+    The time of the step is without input wait; `typical` is the median time of recent steps, None if it is unknown.
 
-    Example:
-        >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
-        (('compile', 60.0), ('stall', 10.0))
-        >>> loss_in_step(4.0, 1.0, is_warm_up=False)
+    >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
+    (('compile', 60.0), ('stall', 10.0))
+    >>> loss_in_step(4.0, 1.0, is_warm_up=False)
     """
     if typical is None or seconds <= typical:
         return None
@@ -296,18 +291,13 @@ def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> 
 
 
 def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """The seconds by use, such as `train` and `eval`, with which a resumed session begins.
+    """The seconds by use, such as `train` and `eval`, with which a session begins that resumes from a checkpoint.
 
-    Time in steps is reset to its value at the checkpoint. Time that the earlier session spent on steps after the
-    checkpoint is added to `rerun`. Time outside steps continues from the earlier session's last record.
+    Time in steps is reset to `resumed`, its value at the checkpoint. Time that the earlier session spent on steps after
+    the checkpoint is added to `rerun`. Time outside steps continues from `last`, that session's last record.
 
-    Args:
-        resumed: Seconds by use at the checkpoint from which the run resumes.
-        last: Seconds by use in the earlier session's last record.
-
-    Example:
-        >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})
-        {'train': 40.0, 'eval': 6.0, 'restart': 2.0, 'rerun': 10.0}
+    >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})
+    {'train': 40.0, 'eval': 6.0, 'restart': 2.0, 'rerun': 10.0}
     """
     carried = {name: spent for name, spent in resumed.items() if name in OF_STEPS}
     carried |= {name: spent for name, spent in last.items() if name not in OF_STEPS}

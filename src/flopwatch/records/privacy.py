@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import isfinite
 
-from flopwatch.decode import MAY_BE_INFINITE
+from flopwatch.decode import is_amount, valid_if
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PrivacySpent:
     """The privacy budget that a training of `steps` steps spends, computed by one of Opacus's accountants.
 
     Attributes:
-        epsilon: Epsilon for `delta`; None if it cannot be computed, with the reason in `note`.
+        epsilon: Epsilon for `delta`, which may be infinite; None if it cannot be computed, with the reason in `note`.
         delta: The delta of (epsilon, delta) differential privacy.
         noise_multiplier: Standard deviation of the noise, divided by the clipping bound; None if it is unknown.
         sample_rate: Probability that a sample is in a batch.
@@ -67,7 +67,7 @@ class PrivacySpent:
         note: A warning of Opacus, or why epsilon is None.
     """
 
-    epsilon: float | None = field(metadata=MAY_BE_INFINITE)
+    epsilon: float | None = field(metadata=valid_if(lambda value: type(value) is float or is_amount(value)))
     delta: float
     noise_multiplier: float | None
     sample_rate: float

@@ -68,12 +68,8 @@ class RunStart(Stored):
 
     Attributes:
         session: A random name that distinguishes the sessions of one log.
-        unix_time: When the session began.
-        output_dir: The run's folder.
         resumed_after_step: The step of the checkpoint from which the session resumes; None for a fresh start.
         total_steps: The number of planned steps, if it is known.
-        rank: The rank of this process; 0 for a single process.
-        world_size: Number of processes of the training.
         config: The monitor's configuration with all defaults.
         environment: Versions, host and device; under torchrun also the job and the number of the attempt.
         ledger: The run's totals when the session began, in the local log only, so that they are not lost if the
@@ -136,8 +132,7 @@ class Row:
     """The metrics of one logging window.
 
     Attributes:
-        step: The last step of the window.
-        unix_time: When the window ended.
+        step: The last step of the window; `unix_time` is when the window ended.
         values: Metric key (see `flopwatch.records.metrics`) to value. An unknown metric has no key.
         detailed: True if `values` has more than the basic metrics.
         steps: One column per quantity, with one value per step of the window: `step`, `seconds`, `tokens`,
@@ -150,7 +145,6 @@ class Row:
             in `steps` are those of the logging rank.
         exact: True if the FLOPs of every step in the window are exact. False if they are a lower bound, an estimate, or
             depend on a random draw; None if the window has no FLOPs. docs/exactness.md has the full definition.
-        notes: Why the FLOPs are not exact.
         peak: The peak that MFU is relative to: `flops_per_s` of one device, averaged over the compute types of the
             steps, and `dtype`, the type with the most FLOPs. None if it is unknown.
     """
@@ -213,7 +207,6 @@ class Notice:
 
     Attributes:
         step: The step at which the message was given; None before the first step.
-        level: `info`, `warning` or `error`.
         code: A short, stable name: `mfu_above_peak`, `coverage_below_1`, `sink_failed`, `rows_dropped`, ...
         message: What happened, with the value, and what to do next.
         doubted: First and last step of each range whose rows are not exact, although they were written as exact.
@@ -237,14 +230,12 @@ class Summary(Stored):
 
     Attributes:
         step: The last step; None if there was none.
-        unix_time: When the session ended.
         values: The totals and the session's rates, under the keys of `flopwatch.records.metrics`.
         notices: How often each notice was given, by code.
         failed_parts: Parts of the monitor that failed and were switched off, with the reason.
         dropped_rows: Number of rows dropped because a queue was full, by sink.
         ended_by: The exception that ended the session, such as `RuntimeError: ...`; None if it ended normally.
         exact: Whether every row of the session was exact (see `Row.exact`); None if no row had FLOPs.
-        notes: Why the FLOPs are not exact, collected from the rows.
     """
 
     step: int | None

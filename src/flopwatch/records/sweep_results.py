@@ -34,12 +34,7 @@ class NewerFormatError(FlopwatchError):
 
 
 def read_current(kind: type[T], content: Any) -> T:
-    """Build a `TrialResult`, or the `TrialJob` in a `spec.json`, from JSON.
-
-    Raises:
-        NewerFormatError: A newer flopwatch wrote the record.
-        BrokenRecordError: The content is damaged.
-    """
+    """Build a `TrialResult`, or the `TrialJob` in a `spec.json`, from JSON, unless a newer flopwatch wrote it."""
     if not isinstance(content, dict):
         raise BrokenRecordError(f"expected a JSON object, found {type(content).__name__}")
     newer = _newer_format(content)
@@ -54,8 +49,6 @@ class TrialList:
 
     Attributes:
         trials: The entries that have a valid name, by name.
-        engine: Name of the engine, which starts the trials.
-        created: Unix time at which the file was written.
         trouble: Why the file, or a part of it, cannot be read; empty if the file is intact.
         newer_format: The file's format, if a newer flopwatch wrote it.
     """
@@ -110,10 +103,9 @@ def new_results(lines: Follower) -> Iterator[TrialResult]:
 
 def read_result(file: Path) -> TrialResult | None:
     """Read a trial's `result.json`; None if the file is missing or cannot be read."""
-    try:
+    with contextlib.suppress(FileNotFoundError, BrokenRecordError, NewerFormatError):
         return _load_result(file)
-    except (FileNotFoundError, BrokenRecordError, NewerFormatError):
-        return None
+    return None
 
 
 def _load_result(file: Path) -> TrialResult:
@@ -131,7 +123,6 @@ class SweepResults:
     """The content of a sweep's folder.
 
     Attributes:
-        trial_list: The content of `sweep.json`.
         results: The newest readable result of every trial, by name.
         unlisted: Names of trials whose result is not in `results.jsonl`, because their runner died before writing it.
         damaged: Names of trials whose result cannot be read, with the reason.
@@ -258,18 +249,15 @@ def troubles(found: SweepResults) -> tuple[str, ...]:
     """One sentence for each kind of damage in the folder; empty if all files are intact."""
     sentences = []
     if found.damaged:
-        example = next(iter(found.damaged.items()))
-        sentences.append(
-            f"{plural(len(found.damaged), 'trial')} {'is' if len(found.damaged) == 1 else 'are'} damaged and counted "
-            "as missing: "
-            f"{listed(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
-        )
+        first, why = next(iter(found.damaged.items()))
+        trials = f"{plural(len(found.damaged), 'trial')} {'is' if len(found.damaged) == 1 else 'are'} damaged"
+        names = f"{listed(list(found.damaged))} ({first}: {why})"
+        sentences.append(f"{trials} and counted as missing: {names}; the same sweep runs them again")
     if found.newer:
-        sentences.append(
-            f"{plural(len(found.newer), 'trial')} {'was' if len(found.newer) == 1 else 'were'} written by a newer "
-            f"flopwatch (format {max(found.newer.values())}) and left alone: {listed(list(found.newer))}; update "
-            "flopwatch to read them"
-        )
+        trials = f"{plural(len(found.newer), 'trial')} {'was' if len(found.newer) == 1 else 'were'} written by"
+        which = f"a newer flopwatch (format {max(found.newer.values())})"
+        names = listed(list(found.newer))
+        sentences.append(f"{trials} {which} and left alone: {names}; update flopwatch to read them")
     if found.broken_lines:
         numbers = listed([str(number) for number in found.broken_lines])
         sentences.append(

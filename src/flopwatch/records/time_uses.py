@@ -5,6 +5,7 @@ Rows of the log, the waterfall, the page of a run and the commands take their ke
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,6 @@ class Use:
         advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's folder.
         costs: Begins a sentence about it that goes on with what it costs.
         meaning: What it means if it costs much.
-        is_lost: Whether goodput counts the seconds that the log has for it as lost.
-        in_steps: Whether it lies inside of ordinary steps, so that it lowers their MFU too.
         of_trace: The field of a `TraceSplit` with its seconds.
         without_peak: Its name where no peak is known: then it is all of the time of what it is named after.
     """
@@ -30,14 +29,16 @@ class Use:
     advice: str = ""
     costs: str = ""
     meaning: str = ""
-    is_lost: bool = False
-    in_steps: bool = False
     of_trace: str = ""
     without_peak: str = ""
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether it lies inside of ordinary steps, so that it lowers their MFU too."""
+        return self.key in IN_STEPS
+
 
 _ROWS = (
-    Use("productive", "training steps", in_steps=True),
     Use("warm_up", "warm-up"),
     Use(
         "start_up",
@@ -46,7 +47,6 @@ _ROWS = (
         "Load data and model faster, or restart less often; a long run makes this loss small.",
         "Start-up costs",
         "the run is short compared with the time that its processes take to start",
-        is_lost=True,
     ),
     Use(
         "restart",
@@ -55,9 +55,8 @@ _ROWS = (
         "Save checkpoints more often, and find out why the sessions ended.",
         "Restarts cost",
         "too much work was lost between sessions and done again",
-        is_lost=True,
     ),
-    Use("rerun", "steps that were run again", is_lost=True),
+    Use("rerun", "steps that were run again"),
     Use(
         "eval",
         "evaluation",
@@ -65,7 +64,6 @@ _ROWS = (
         "Evaluate less often, or on fewer batches.",
         "Evaluation costs",
         "the training evaluates often, or for long",
-        is_lost=True,
     ),
     Use(
         "checkpoint",
@@ -74,7 +72,6 @@ _ROWS = (
         "Save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
         "Saving checkpoints costs",
         "the training waits while they are written",
-        is_lost=True,
     ),
     Use(
         "pause",
@@ -82,7 +79,6 @@ _ROWS = (
         "in pause(), in phases of other names, and in writing traces",
         costs="Pauses cost",
         meaning="the training spends this time in phases that are neither evaluation nor checkpoints",
-        is_lost=True,
     ),
     Use(
         "outside",
@@ -91,7 +87,6 @@ _ROWS = (
         'Save and log less often. With a TrainingMonitor in the loop, monitor.phase("checkpoint") names this work.',
         "Work between steps costs",
         "the training does something there that has no name yet",
-        is_lost=True,
     ),
     Use(
         "count",
@@ -99,7 +94,6 @@ _ROWS = (
         "in flopwatch itself, which counts some steps as they run, most of them at first",
         costs="Counting FLOPs costs",
         meaning="flopwatch does this at the beginning, and a longer run makes it small",
-        is_lost=True,
     ),
     Use(
         "other",
@@ -115,7 +109,6 @@ _ROWS = (
         "Use fewer different batch shapes with torch.compile, and keep its cache (TORCHINDUCTOR_CACHE_DIR).",
         "Compilation and warm-up cost",
         "the first steps, or steps with new shapes, take far longer than others",
-        is_lost=True,
     ),
     Use(
         "stall",
@@ -124,8 +117,9 @@ _ROWS = (
         "Look at what the machine did at those steps: other jobs, a slow file system, garbage collection.",
         "Stalled steps cost",
         "single steps take more than 5 times as long as others",
-        is_lost=True,
     ),
+    # Inside of ordinary steps are those from here on.
+    Use("productive", "training steps"),
     Use(
         "input_wait",
         "input wait",
@@ -134,8 +128,6 @@ _ROWS = (
         "the training.",
         "Waiting for input costs",
         "the loader cannot keep up",
-        is_lost=True,
-        in_steps=True,
     ),
     Use(
         "straggler",
@@ -144,7 +136,6 @@ _ROWS = (
         "`flopwatch watch {path}` names the rank and the cause; look at that host, or at how batches are divided.",
         "A straggler costs",
         "one rank makes all others wait",
-        in_steps=True,
     ),
     Use(
         "ranks_wait",
@@ -153,7 +144,6 @@ _ROWS = (
         "Accumulate gradients over more batches, or overlap communication with the backward pass.",
         "Communication costs",
         "ranks wait for each other longer than computation can hide",
-        in_steps=True,
     ),
     Use(
         "unpriced",
@@ -162,10 +152,9 @@ _ROWS = (
         "`flopwatch explain {path}` says why.",
         "Steps with unknown FLOPs cost",
         "what they did for the training cannot be counted",
-        in_steps=True,
     ),
-    Use("matmul", "matmuls", in_steps=True, of_trace="matmul_seconds"),
-    Use("attention", "attention", in_steps=True, of_trace="attention_seconds"),
+    Use("matmul", "matmuls", of_trace="matmul_seconds"),
+    Use("attention", "attention", of_trace="attention_seconds"),
     Use(
         "optimizer",
         "optimizer",
@@ -173,7 +162,6 @@ _ROWS = (
         "Use fused=True or foreach=True, or accumulate gradients over more batches.",
         "The optimizer costs",
         "its step is long compared with forward and backward pass",
-        in_steps=True,
         of_trace="optimizer_seconds",
     ),
     Use(
@@ -185,7 +173,6 @@ _ROWS = (
         "Time between the passes costs",
         "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait, "
         "which was not measured and is at most this",
-        in_steps=True,
     ),
     Use(
         "host",
@@ -194,7 +181,6 @@ _ROWS = (
         "Log less often, and do not read values such as loss.item() on every step.",
         "Work after the optimizer costs",
         "logging or reading values holds up every step",
-        in_steps=True,
     ),
     Use(
         "idle",
@@ -203,7 +189,6 @@ _ROWS = (
         "Use torch.compile or CUDA graphs, or larger batches, so that Python keeps up with the device.",
         "Idle time costs",
         "the device waits for Python, which does not launch work fast enough",
-        in_steps=True,
         of_trace="idle_seconds",
     ),
     Use(
@@ -213,7 +198,6 @@ _ROWS = (
         "Overlap communication with the backward pass, or use larger batches per rank.",
         "Communication costs",
         "the devices wait while nothing is computed",
-        in_steps=True,
         of_trace="exposed_communication_seconds",
     ),
     Use(
@@ -223,7 +207,6 @@ _ROWS = (
         "Use pin_memory=True and non_blocking=True, and keep data on the device.",
         "Copies between host and device cost",
         "nothing is computed meanwhile",
-        in_steps=True,
         of_trace="copy_seconds",
     ),
     Use(
@@ -233,7 +216,6 @@ _ROWS = (
         "Use torch.compile or fused kernels for norms, activations and the loss.",
         "Kernels other than matmuls cost",
         "norms, activations and other memory-bound work take the time",
-        in_steps=True,
         of_trace="other_kernel_seconds",
     ),
     Use(
@@ -243,7 +225,6 @@ _ROWS = (
         "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
         "Slow matmuls cost",
         "their shapes or their compute type do not suit the device",
-        in_steps=True,
         without_peak="matmuls and attention",
     ),
     Use(
@@ -253,7 +234,6 @@ _ROWS = (
         "Nothing in the training changes this; `flopwatch peak --measure` measures the device again.",
         "The gap between datasheet and device costs",
         "no matrix product reaches the datasheet's peak",
-        in_steps=True,
     ),
     Use(
         "below_peak",
@@ -262,7 +242,6 @@ _ROWS = (
         "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
         "Slow forward and backward passes cost",
         "only a trace can tell why",
-        in_steps=True,
         without_peak="forward and backward pass",
     ),
     Use(
@@ -272,7 +251,6 @@ _ROWS = (
         "Checkpoint fewer layers if memory allows. What fused attention computes again is small and saves memory.",
         "Recomputation costs",
         "the backward pass computes again what was not kept in memory",
-        in_steps=True,
     ),
     Use(
         "padding",
@@ -281,7 +259,6 @@ _ROWS = (
         "Pack sequences, or put sequences of similar length into one batch.",
         "Padding costs",
         "the devices compute on tokens that do not count",
-        in_steps=True,
     ),
     Use(
         "extra_passes",
@@ -290,7 +267,6 @@ _ROWS = (
         "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention within documents only.",
         "FLOPs that the model does not need cost",
         "such as the extra passes of private training",
-        in_steps=True,
     ),
 )
 
@@ -298,8 +274,9 @@ USES: Mapping[str, Use] = {use.key: use for use in _ROWS}
 """Every use of time, by key."""
 LOSSES: Mapping[str, Use] = {use.key: use for use in _ROWS if use.measured}
 """The losses of a waterfall, in the order in which they are drawn."""
-IN_STEPS = frozenset(use.key for use in _ROWS if use.in_steps)
-LOST = tuple(use.key for use in _ROWS if use.is_lost)
-"""Every use of time that is not productive, except `other`, which is the remainder, and `between`."""
+_OUTSIDE = tuple(takewhile(lambda key: key != "productive", USES))
+IN_STEPS = frozenset(USES) - {*_OUTSIDE}
+LOST = (*(key for key in _OUTSIDE if key not in ("warm_up", "other")), "input_wait")
+"""Every use of time that goodput counts as lost, except `other`, which is the remainder, and `between`."""
 OF_TRACES: Mapping[str, Use] = {use.of_trace: use for use in _ROWS if use.of_trace}
 """What a trace divides the time of steps into, by the field of a `TraceSplit`."""

@@ -65,9 +65,9 @@ class Limits:
     """The limits at which the supervisor process kills a trial.
 
     Attributes:
-        wall_seconds: Longest run time of the trial's worker process; None means no limit.
-        no_progress_seconds: Longest time without a new phase or step; None means no limit.
-        memory_bytes: Host memory of the trial's whole process tree; None means no limit.
+        wall_seconds: Longest run time of the trial's worker process. Here and below, None means no limit.
+        no_progress_seconds: Longest time without a new phase or step.
+        memory_bytes: Host memory of the trial's whole process tree.
     """
 
     wall_seconds: float | None = 3600.0
@@ -82,14 +82,11 @@ class TrialSpec(Stored):
     Attributes:
         trainer: `standard`, `dpsgd`, `ghost`, `fast`, `package.module:Class`, or `command`.
         model: A preset, the path of a Hugging Face config, or `package.module:function`; unused by a command.
-        batch_size: Samples per step.
-        seq_len: Positions per sample.
         label: The trainer's name in trial names and tables, such as `DPGhostClippingTrainer`.
         command: The shell command of a `command` trainer, with `{batch_size}`, `{seq_len}` and `{model}` filled in.
         dtype: Compute type of matmuls: `fp32`, or `bf16` by autocast.
         device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one, else the CPU.
-        steps: Measured steps.
-        warmup_steps: Steps before the measured ones.
+        steps: Measured steps; `warmup_steps` are those before them.
         checkpointing: Whether activations are checkpointed.
         seed: Seed of the weights and of the batch.
         threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
@@ -97,7 +94,6 @@ class TrialSpec(Stored):
         cpus: Cores to reserve, if the engine reserves cores (Slurm, Ray); None means the engine's default.
         options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
-        limits: The limits at which the trial is killed.
         nodes: Machines of the trial. If there are several, torchrun starts the worker processes on each.
         processes: Worker processes on each node.
         layout: How several processes train together: `ddp` or `fsdp`; None for a single process.
@@ -134,7 +130,6 @@ class TrialSpec(Stored):
 
     @property
     def world_size(self) -> int:
-        """Number of worker processes on all nodes of the trial."""
         return self.nodes * self.processes
 
     def why_broken(self) -> str | None:
@@ -164,7 +159,6 @@ class StepTimes:
     """Statistics of the measured steps' times in seconds, without warm-up.
 
     Attributes:
-        count: Number of measured steps.
         median: The median time; `low` and `high` are its 95 % bootstrap interval.
         p10: The 10th percentile; `p90` and `p99` likewise.
         first: Time of the first warm-up step, which includes compilation and allocation.
@@ -228,13 +222,11 @@ class StepCost:
     Attributes:
         model_flops: FLOPs of the step with the standard trainer, so that trainers can be compared.
         hardware_flops: FLOPs that this trainer executes, including the second passes of DP-SGD.
-        method: How the model FLOPs were counted.
+        method: How the model FLOPs were counted; `coverage` is the share of matmul-like op calls that had a formula.
         attention: `full` or `causal`.
-        coverage: Share of the matmul-like op calls that had a formula.
         is_lower_bound: True if `coverage` is below 1, so that the true number of FLOPs is higher.
         peak: The peak that MFU is relative to (`Peak.to_json()`); None if it is unknown.
-        mfu: model FLOPs / (median seconds x peak); None without a peak.
-        hfu: hardware FLOPs / (median seconds x peak); None without a peak.
+        mfu: model FLOPs / (median seconds x peak), and `hfu` of the hardware FLOPs; None without a peak.
         notes: Fallbacks that were used, and facts that could not be determined.
     """
 
@@ -260,12 +252,10 @@ class Measured:
     """What was measured in a trial. A trial that failed has the values that were measured before it failed.
 
     Attributes:
-        parameters: Number of the model's parameters.
         steps: Statistics of the step times; None if no step was measured.
         phase_seconds: Median seconds of `forward`, `backward` and `optimizer`.
         samples_per_s: Batch size divided by the median step time.
         tokens_per_s: Tokens per step divided by the median step time; None if samples are not sequences.
-        memory: Peak memory.
         cost: FLOPs and MFU; None if they were not counted.
         trace: Path of the Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
@@ -299,8 +289,6 @@ class TrialResult(Stored):
     Attributes:
         name: The trial's name within its sweep, such as `StandardTrainer_bs4_seq512`.
         key: Hash of the trial's configuration and environment.
-        spec: The trial's configuration.
-        outcome: How the trial ended; see `Outcome`.
         reason: One line that explains the outcome.
         evidence: The facts behind the outcome: `killed_by` (only if flopwatch killed the trial), `exit_code`, `signal`,
             `exception`, `oom_kills`, `memory_limit`, `hint`; `state` or `error` from a scheduler; `rank` if there are
@@ -308,9 +296,7 @@ class TrialResult(Stored):
         phase: The phase in which the trial ended: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`,
             `privacy`, `trace` or `done`.
         step: The last step that the trial began in this phase; None if the phase has no steps.
-        measured: What was measured until the trial ended.
-        unix_time: When the trial started; None if it did not run.
-        seconds: Run time of the worker process; None if the trial did not run.
+        unix_time: When the trial started; `seconds` is the run time of its worker. None if it did not run.
         environment: Versions, host, device, clocks, git.
         command: The command that runs only this trial again, from the sweep's folder.
         log_tail: The last lines of its log.
@@ -340,7 +326,7 @@ class TrialResult(Stored):
     attempt: str = ""
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
+        return _why_no_name(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +334,6 @@ class TrialJob(Stored):
     """The content of `spec.json`: a trial to run.
 
     Attributes:
-        spec: The trial's configuration.
-        name: The trial's name within the sweep.
         key: Hash of the trial's configuration and environment.
         environment: What is known before the trial runs, such as versions. The devices of the host that submits the
             trial are not included, because the trial may run on another host.
@@ -370,7 +354,11 @@ class TrialJob(Stored):
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
+        return _why_no_name(self.name)
+
+
+def _why_no_name(name: str) -> str | None:
+    return None if is_trial_name(name) else f"the name {name[:40]!r} cannot be the name of a trial"
 
 
 def is_trial_name(name: str) -> bool:
@@ -422,20 +410,16 @@ def canonical_trainer(name: str) -> tuple[str, str]:
     short = re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer")
     trainer = TRAINERS.get(short, short)
     if trainer not in LABELS:
-        raise InputError(_unknown(name))
+        import difflib  # imported here, because supervisor processes import this module and start faster without it
+
+        folded = {spelling.lower(): spelling for pair in LABELS.items() for spelling in pair}
+        near = difflib.get_close_matches(name.strip().lower(), folded, n=1)
+        hint = f"; did you mean {folded[near[0]]!r}?" if near else "."
+        known = f"There are {', '.join(LABELS)} and your own as 'package.module:Class'"
+        raise InputError(f"there is no trainer {name!r}{hint} {known}")
     return trainer, LABELS[trainer]
 
 
 def is_private(trainer: str) -> bool | None:
     """Whether a built-in trainer has differential privacy; None for any other, which may declare it (`Privacy`)."""
     return trainer in PRIVATE if trainer in LABELS else None
-
-
-def _unknown(name: str) -> str:
-    import difflib  # imported here, because supervisor processes import this module and start faster without it
-
-    known = [spelling for pair in LABELS.items() for spelling in pair]
-    folded = {spelling.lower(): spelling for spelling in known}
-    near = difflib.get_close_matches(name.strip().lower(), folded, n=1)
-    hint = f"; did you mean {folded[near[0]]!r}?" if near else "."
-    return f"there is no trainer {name!r}{hint} There are {', '.join(LABELS)} and your own as 'package.module:Class'"

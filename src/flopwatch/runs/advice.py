@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Literal
 
 from flopwatch.numbers import duration, percent
+from flopwatch.present.document import Bar, Bars, Column, Table, numbers
 from flopwatch.records.time_uses import USES
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
     Waterfall,
@@ -17,6 +19,7 @@ from flopwatch.runs.waterfall import (
     in_shell,
     seconds_of,
     undivided_note,
+    waterfall_of,
 )
 from flopwatch.text import plural
 
@@ -39,6 +42,8 @@ _LEAST_EXCESS_POINTS = 1.0
 """If the executed FLOPs exceed what the peak allows by more than this, the peak is too low."""
 LEAST_DRAWN_POINTS = 0.05
 """A smaller loss would be printed as 0.0 points; all of them share one line of `flopwatch why`."""
+_LARGEST = 3
+_WHOLE_MFU = "MFU of the whole run"
 _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
@@ -94,7 +99,6 @@ class Conclusion:
 
     @property
     def reservation(self) -> str:
-        """A sentence about what limits the verdict; empty if nothing does."""
         return self.verdict.reservation if self.verdict else ""
 
 
@@ -229,6 +233,49 @@ def _points(points: float) -> str:
     return f"{points:.0f} points" if points >= 9.5 else f"{points:.1f} points"
 
 
+def waterfall_bars(waterfall: Waterfall) -> Bars:
+    """The way from 100 % of the peak down to the MFU: a bar for each loss, at its place.
+
+    Losses that would be written as 0.0 share one bar, above that of MFU.
+    """
+    large, mfu = waterfall.largest(_LARGEST), waterfall.mfu_percent
+    small = [loss for loss in waterfall.losses if abs(loss.points) < LEAST_DRAWN_POINTS]
+    shown = [loss for loss in waterfall.losses if loss not in small]
+    if small:
+        name = f"{len(small)} smaller loss{'es' if len(small) > 1 else ''}"
+        shown.append(Loss("", name, sum(loss.points for loss in small), sum(loss.seconds for loss in small)))
+    level = 100.0
+    bars = [Bar("peak", 0.0, level, "100 %", "whole")]
+    for loss in shown:
+        above, level = level, level - loss.points
+        tip = "\n".join(filter(None, (loss.evidence, loss.advice)))
+        tone: Literal["loss", "large loss"] = "large loss" if loss in large else "loss"
+        bars.append(Bar(loss.name, min(above, level), max(above, level), _signed(-loss.points), tone, tip))
+    bars.append(Bar(_WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
+    whole = max(bar.high for bar in bars)
+    rows = []
+    for loss in waterfall.losses:
+        lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
+        rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
+    rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
+    columns: list[Column | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
+    return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Table(columns, rows))
+
+
+def _signed(points: float) -> str:
+    return f"{points:+.1f}" if abs(points) >= LEAST_DRAWN_POINTS else f"{points:+.2g}" if points else "0"
+
+
+def losses_in_pairs(log: RunLog) -> list[tuple[str, str]]:
+    """The table behind the bars, as a notebook shows it: each loss with its share of the peak; empty if unknown."""
+    waterfall = waterfall_of(log)
+    if waterfall is None:
+        return []
+    table = waterfall_bars(waterfall).behind
+    rows = [(str(name), str(lost).replace("points", "%")) for name, lost, *_ in (table.rows if table else ())]
+    return [("peak of the devices", "100 %"), *rows]
+
+
 _LEAST_SHARE = 0.01
 _ABOUT_THE_PEAK = ("The FLOPs are not exact", "Without a trace", "The peak")
 
@@ -259,7 +306,6 @@ class Times:
     Attributes:
         wall_seconds: Time since the start of the run's first process.
         uses: The longest first. They add up to the wall time.
-        steps: Number of steps.
         tokens_per_second: Of the training steps; `samples_per_second` and `flops_per_second` too.
         notes: What limits these figures, in whole sentences.
     """

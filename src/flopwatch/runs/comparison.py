@@ -1,16 +1,15 @@
 """Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
 from flopwatch.records.run import Number
-from flopwatch.records.trace_split import TraceSplit
-from flopwatch.runs import RunLog
-from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
-from flopwatch.runs.traces.splits import traces_of_log
+from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
+from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.runs.waterfall import (
     WaterfallChange,
     key_of_other_flops,
@@ -18,7 +17,7 @@ from flopwatch.runs.waterfall import (
     waterfall_change,
     waterfall_of,
 )
-from flopwatch.stats import cut, differ, interval, resampled
+from flopwatch.stats import cut, differ, interval, median, percentile, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"
@@ -30,9 +29,7 @@ class Difference:
     """A setting, version or device that differs between run A and run B.
 
     Attributes:
-        what: Name of the setting, such as `dtype`.
         a: Value in run A; None if the log of run A does not contain it.
-        b: Value in run B; None if the log of run B does not contain it.
         touches: Which numbers the difference affects: `every number`, `MFU and HFU` or `speed`.
     """
 
@@ -43,7 +40,7 @@ class Difference:
 
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
-    """Return the differences between the runs that affect the compared numbers, the most serious first."""
+    """The differences between the runs that affect the compared numbers, the most serious first."""
     pairs = zip(_facts(a), _facts(b), strict=True)
     return tuple(Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b)
 
@@ -69,6 +66,97 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
         *((name, environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
         ("flopwatch", environment.get("flopwatch"), _FLOPS),
     ]
+
+
+# The measures
+
+
+Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step"]
+Part: TypeAlias = Callable[[SteadyStep], tuple[int | float | None, int | float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A measure of the steps of a run: a statistic of their times, or the quotient of two sums over them.
+
+    A rate such as tokens per second is the sum of all tokens divided by the sum of all seconds, as in the log. The mean
+    of the rates of single steps would give fast steps too much weight.
+
+    Attributes:
+        words: The verdicts on run B if its value is higher and if it is lower; None for a measure without a verdict.
+        of_times: The statistic of the sorted times; None for a quotient.
+        part: What a step adds to the two sums; if either is None, the step is left out.
+    """
+
+    key: str
+    label: str
+    unit: Unit
+    words: tuple[str, str] | None
+    of_times: Callable[[Sequence[float]], float] | None = None
+    part: Part | None = None
+
+    def reduced(self, steps: Sequence[SteadyStep]) -> list[float]:
+        """What the value is computed from: the sorted times, or both sums."""
+        if self.part is None:
+            return sorted([step.seconds for step in steps])
+        known = [(over, under) for over, under in map(self.part, steps) if over is not None and under is not None]
+        return [sum([over for over, _ in known]), sum([under for _, under in known])]
+
+    def pooled(self, blocks: Sequence[list[float]]) -> list[float]:
+        """The same of several blocks of steps together."""
+        return sorted(chain.from_iterable(blocks)) if self.part is None else list(map(sum, zip(*blocks, strict=True)))
+
+    def value(self, reduced: Sequence[float]) -> float | None:
+        if self.of_times is not None:
+            return self.of_times(reduced) if reduced else None
+        over, under = reduced
+        return (100 if self.unit in ("%", "% of peak") else 1) * over / under if under else None
+
+
+def _capacity(step: SteadyStep) -> float | None:
+    return None if step.peak_flops_per_s is None else step.seconds * step.peak_flops_per_s
+
+
+def _padding(step: SteadyStep) -> int | None:
+    return None if step.tokens is None or step.real_tokens is None else step.tokens - step.real_tokens
+
+
+def _p90(ordered: Sequence[float]) -> float:
+    return percentile(ordered, 0.9)
+
+
+_TIME = ("slower", "faster")
+_RATE = ("faster", "slower")
+_SHARE = ("higher", "lower")
+_STEADINESS = ("less steady", "steadier")
+
+_QUOTIENTS: tuple[tuple[str, str, Unit, tuple[str, str] | None, Part], ...] = (
+    ("steps_per_second", "steps/s", "steps/s", _RATE, lambda step: (1, step.seconds)),
+    ("tokens_per_second", "tokens/s", "tokens/s", _RATE, lambda step: (step.tokens, step.seconds)),
+    ("real_tokens_per_second", "real tokens/s", "tokens/s", _RATE, lambda step: (step.real_tokens, step.seconds)),
+    ("samples_per_second", "samples/s", "samples/s", _RATE, lambda step: (step.samples, step.seconds)),
+    ("mfu_percent", "MFU", "% of peak", _SHARE, lambda step: (step.model_flops, _capacity(step))),
+    ("hfu_percent", "HFU", "% of peak", _SHARE, lambda step: (step.hardware_flops, _capacity(step))),
+    ("input_wait_percent", "input wait", "%", _SHARE, lambda step: (step.input_wait_seconds, step.seconds)),
+    ("padding_percent", "padding", "%", _SHARE, lambda step: (_padding(step), step.tokens)),
+    ("samples_per_step", "samples per step", "per step", None, lambda step: (step.samples, 1)),
+    ("tokens_per_step", "tokens per step", "per step", None, lambda step: (step.tokens, 1)),
+)
+
+MEASURES = (
+    Measure("step_time_median", "step time, median", "s", _TIME, median),
+    Measure("step_time_p90", "step time, p90", "s", _TIME, _p90),
+    Measure(
+        "step_time_p90_over_median", "p90 over median", "x", _STEADINESS, lambda times: _p90(times) / median(times)
+    ),
+    *(Measure(key, label, unit, words, part=part) for key, label, unit, words, part in _QUOTIENTS),
+)
+
+SPEED = ("real_tokens_per_second", "tokens_per_second", "samples_per_second", "steps_per_second")
+"""The first of these measures that is known in both runs decides which run is faster.
+
+Real tokens come first because padding is not useful work, and steps come last because steps may differ in size.
+"""
 
 
 # Totals get no verdict such as "faster", because a longer run is not a slower run.
@@ -118,13 +206,10 @@ class Line:
     """One row of the comparison: a measure, its value in both runs, and the change. Unknown values are None.
 
     Attributes:
-        key: Name of the measure in JSON.
-        label: Name of the measure in the printed table.
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
             `FLOP` or `duration` (seconds).
         change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
-        low: Lower end of the 99 % interval of the change.
-        high: Upper end of that interval.
+        low: Lower end of the 99 % interval of the change; `high` is the upper end.
         verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `no measurable
             difference` or `too few steps`; None for a measure without a verdict.
     """
@@ -148,7 +233,7 @@ class RunSteps:
         compared: Number of timed steps after warm-up.
         left_out: Number of warm-up steps and of steps without a measured time.
         has_ended: False if the run is still running or was killed.
-        world_size: Number of ranks. The log contains the steps of one rank, the one that writes the log.
+        world_size: Number of ranks. The log has the steps of the rank that writes it.
     """
 
     log: str
@@ -164,7 +249,6 @@ class Comparison(Stored):
 
     Attributes:
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
-        lines: One line for each measure.
         waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
         per_step: How the time per step changed, by part; None if a log does not have the times.
     """
@@ -239,31 +323,28 @@ class _Draws:
         self._chosen = tuple(
             list(resampled(range(len(blocks)), _DRAWS, seed)) for seed, blocks in enumerate(self._blocks) if blocks
         )
-        self._pooled: dict[Any, list[list[Any]]] = {}
+        self._pooled: dict[Part | None, list[list[list[float]]]] = {}
 
     def changes(self, measure: Measure) -> list[float]:
         """Return the change of a measure from run A to run B in every draw; empty if a run has too few steps."""
         if not all(self._blocks):
             return []
         # Keep the sorted steps, because sorting takes most of the time and several measures need the same ones.
-        if measure.of_block not in self._pooled:
-            self._pooled[measure.of_block] = [self._pool(measure, run) for run in (0, 1)]
-        pairs = zip(*self._pooled[measure.of_block], strict=True)
-        changes = (_change(measure.value(a), measure.value(b), measure.unit) for a, b in pairs)
+        if measure.part not in self._pooled:
+            self._pooled[measure.part] = [self._pool(measure, run) for run in (0, 1)]
+        drawn = zip(*self._pooled[measure.part], strict=True)
+        changes = (_change(measure.value(a), measure.value(b), measure.unit) for a, b in drawn)
         return [change for change in changes if change is not None]
 
-    def _pool(self, measure: Measure, run: int) -> list[Any]:
-        blocks = [measure.of_block(_thinned(block) if measure.sorts else block) for block in self._blocks[run]]
-        return [measure.pool([blocks[index] for index in chosen]) for chosen in self._chosen[run]]
-
-
-def _thinned(block: Sequence[SteadyStep]) -> Sequence[SteadyStep]:
-    """Keep evenly spaced steps of a long block. This makes the interval of the change slightly wider."""
-    return block[:: -(-len(block) // _MOST_STEPS_DRAWN)]
+    def _pool(self, measure: Measure, run: int) -> list[list[float]]:
+        # A thinned block makes the interval of the change slightly wider.
+        most = _MOST_STEPS_DRAWN if measure.part is None else max(map(len, self._blocks[run]))
+        blocks = [measure.reduced(block[:: -(-len(block) // most)]) for block in self._blocks[run]]
+        return [measure.pooled([blocks[index] for index in chosen]) for chosen in self._chosen[run]]
 
 
 def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep], drawn: _Draws) -> Line:
-    a, b = (measure.value(measure.of_block(steps)) for steps in (in_a, in_b))
+    a, b = (measure.value(measure.reduced(steps)) for steps in (in_a, in_b))
     change = _change(a, b, measure.unit)
     line = Line(measure.key, measure.label, measure.unit, a, b, change)
     if change is None or measure.words is None:

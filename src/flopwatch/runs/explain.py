@@ -38,8 +38,7 @@ class Explanation(Stored):
 
     Attributes:
         step: Number of the step, or of the last step of the window.
-        window: First and last step of the logging window.
-        is_window: True if the numbers are sums over a window, False if they belong to one step.
+        is_window: True if the numbers are sums over the logging window, False if they belong to one step.
         session: Which session (start or resumption of the run) ran the step, counted from 1.
         steps: The steps whose numbers are added up.
         left_out: The other steps of the window, each with the reason why it is left out.
@@ -54,9 +53,7 @@ class Explanation(Stored):
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.
         trainable_tokens: Number of positions whose label is not -100.
-        provenance: The record that says how FLOPs and peak were determined.
-        exact: Whether the FLOPs of the window are exact.
-        notes: Why the FLOPs are not exact.
+        exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.
@@ -107,8 +104,7 @@ def explain_step(log: RunLog, step: int) -> Explanation:
 
 def explain_window(log: RunLog, row: Row) -> Explanation:
     """Explain the MFU of a logging window, which the log has as `perf/mfu`."""
-    numbers = row.steps.get("step", ())
-    cells = [step_cells(log, number).cells for number in numbers]
+    cells = [step_cells(log, number).cells for number in row.steps.get("step", ())]
     needs_flops = any("model_flops" in cell for cell in cells)
     left_out = {cell["step"]: reason for cell in cells if (reason := _why_left_out(cell, needs_flops=needs_flops))}
     counted = [cell for cell in cells if cell["step"] not in left_out]
@@ -243,12 +239,15 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
     [('script', 't.py'), ('arguments', "--lr '1 2'"), ('git commit', '0123456789ab (main), with changes')]
     """
     facts = {} if start is None else start.what_ran
-    git = facts.get("git")
+    git, commit = facts.get("git"), ""
+    if isinstance(git, Mapping):
+        branch = f" ({git['branch']})" if git.get("branch") else ""
+        commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
     found = {
         "script": facts.get("script"),
         "arguments": _arguments(facts.get("arguments")),
         "working folder": facts.get("folder"),
-        "git commit": _commit(git) if isinstance(git, Mapping) else None,
+        "git commit": commit,
         "user": facts.get("user"),
         "job": _pairs(facts.get("job")),
         "packages": _pairs(facts.get("packages")),
@@ -260,11 +259,6 @@ def _arguments(arguments: Any) -> str:
     if not isinstance(arguments, Sequence) or isinstance(arguments, str):
         return ""
     return " ".join(shlex.quote(str(argument)) for argument in arguments)
-
-
-def _commit(git: Mapping[str, Any]) -> str:
-    branch = f" ({git['branch']})" if git.get("branch") else ""
-    return f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
 
 
 def _pairs(values: Any) -> str:

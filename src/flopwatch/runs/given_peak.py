@@ -54,8 +54,7 @@ class PeakGiver:
         return record
 
     def row(self, row: Row) -> Row:
-        peak = self._peak
-        if peak is None:
+        if (peak := self._peak) is None:
             return row
         if row.ledger.get("steps", 0) >= self._newest.get("steps", 0):
             self._newest = row.ledger

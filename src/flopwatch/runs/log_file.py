@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +27,7 @@ _ROW_START = re.compile(rb'\{"type": ?"row", ?"step": ?(\d{1,18})[,}]')
 
 
 class TornLineError(ValueError):
-    """A line is not a complete record, because the training was killed while writing it or is still writing it."""
+    """A line is no complete record: the training was killed while it wrote the line, or still writes it."""
 
 
 def row_step(line: bytes) -> int | None:
@@ -52,24 +53,20 @@ def parse_object(line: bytes) -> dict[str, Any]:
     # Looking at every number of a line takes longer than parsing it, and nearly no line has such a string.
     for group in ("values", "steps") if b'nan"' in line or b'inf"' in line else ():
         if isinstance(content.get(group), dict):
-            content[group] = {key: _numbers(value) for key, value in content[group].items()}
+            content[group] = {key: _number(value) for key, value in content[group].items()}
     return content
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
+def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_NON_FINITE.get(item, item) if isinstance(item, str) else item for item in value]
-    return value
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def to_record(content: Mapping[str, Any]) -> Record | None:
     """Build the record from a parsed line; None if this version of flopwatch does not know its type.
 
-    Raises:
-        TornLineError: The line lacks fields of its type, or one of them has a value of the wrong type.
-        InputError: A newer version of flopwatch wrote the log in a newer format.
+    Raises TornLineError if a field is missing or wrong, and InputError if the log has a newer format.
     """
     kind = _KINDS.get(str(content.get("type")))
     if kind is None:
@@ -149,8 +146,8 @@ def find_log(run_dir: str | Path) -> Path:
 def _checked(path: Path) -> Path:
     """Raise InputError if none of the first lines is a record. An empty file passes: its run may have just begun."""
     with path.open("rb") as file:
-        lines = [line for _, line in zip(range(_LINES_LOOKED_AT), _whole_lines(file), strict=False)]
-    if lines and not any(_is_record(line) for line in lines):
+        lines = list(islice(_whole_lines(file), _LINES_LOOKED_AT))
+    if lines and not any(map(_is_record, lines)):
         raise InputError(
             f"{str(path)!r} is not a log of a run: "
             f"pass the output_dir of a TrainingMonitor, or the {DEFAULT_NAME} in it"

@@ -34,7 +34,6 @@ class RunTime:
 
     Attributes:
         seconds: Seconds of the whole run by part: keys of losses outside of `OF_PASSES`, and `PASSES` for all of these.
-        steps: Number of steps.
         flops: FLOPs of the whole run: `PASSES` for those of the model, and `recompute`, `padding` or `extra_passes`;
             empty if they are unknown.
         measured: Parts of steps that this run has measured. The time of others is in other parts.
@@ -50,9 +49,7 @@ class RunTime:
 class PartChange:
     """One part of the time per step in two runs, in milliseconds. Points are None without a peak.
 
-    Attributes:
-        key: Its stable name: the key of a loss such as `input_wait`, or `passes`.
-        name: Its name for people, such as "input wait".
+    Its key is that of a loss such as `input_wait`, or `passes`.
     """
 
     key: str
@@ -68,9 +65,7 @@ class PartChange:
 class Cause:
     """Something that made the steps of run B longer or shorter, by `change_ms`.
 
-    Attributes:
-        key: Key of a part (for `passes`: they became slower or faster at the same work), or `step_size`.
-        change_ms: Milliseconds per step from A to B.
+    Its key is that of a part (for `passes`: they became slower or faster at the same work), or `step_size`.
     """
 
     key: str
@@ -82,8 +77,7 @@ class PerStep:
     """Two runs by milliseconds per step.
 
     Attributes:
-        a_ms: Time per step of the whole run A, with everything that happens between steps.
-        b_ms: The same of run B.
+        a_ms: Time per step of the whole run A, with everything that happens between steps; `b_ms` likewise.
         parts: The parts; their times add up to `a_ms` and `b_ms`. The cause that is named first comes first.
         causes: Why the time per step changed, the largest first.
         sentence: The largest causes, in words.

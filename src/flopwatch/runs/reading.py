@@ -75,21 +75,11 @@ class _RowLine(NamedTuple):
         return {"type": "row", "step": steps["step"][-1], "unix_time": row["unix_time"], "values": {}, "steps": steps}
 
     @property
-    def is_readable(self) -> bool:
-        try:
-            to_record({**parse_object(self.line), "type": "row"})
-        except TornLineError:
-            return False
-        return True
-
-    @property
     def is_whole(self) -> bool:
         return self.step <= self.cut_after
 
 
 _INEXACT = re.compile(rb'"exact": ?false')
-
-
 _Found: TypeAlias = Record | _RowLine | TornLineError
 
 
@@ -97,10 +87,8 @@ def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = 
     """Read all records of the last run in a log. For a log of gigabytes use `read_around` or `rows_from_end`.
 
     With `reduce_row` the memory need not grow with the length of the log: it is called with each row, the newest first,
-    and returns what the result has in its place, or None for nothing.
-
-    Raises:
-        InputError: The file is not the log of a run, or a newer version of flopwatch wrote it.
+    and returns what the result has in its place, or None for nothing. Raises InputError if the file is not the log of a
+    run, or if a newer version of flopwatch wrote it.
     """
     return _as_log(Path(path), _current_run(Path(path)), reduce_row)
 
@@ -194,10 +182,13 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
         if not isinstance(item, _RowLine):
             yield item
             continue
-        if newest is None and not item.is_readable:
-            yield TornLineError()
-            continue
-        newest = newest or item
+        if newest is None:
+            try:
+                to_record({**parse_object(item.line), "type": "row"})
+            except TornLineError as error:
+                yield error
+                continue
+            newest = item
         if inexact is None and _INEXACT.search(item.line):
             inexact = item
         if step is not None and min(item.step, item.cut_after) >= step:
@@ -209,31 +200,26 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
     yield from sorted(chosen, key=lambda item: -min(item.step, item.cut_after))
 
 
-def _as_log(path: Path, found: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
+def _as_log(path: Path, lines: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     records: list[Record] = []
     torn = 0
-    for item in found:
+    for item in lines:
         try:
             record = _record_of(item)
         except TornLineError:
             torn += 1
             continue
-        record = reduce_row(record) if reduce_row is not None and isinstance(record, Row) else record
-        records += [] if record is None else [record]
+        if reduce_row is not None and isinstance(record, Row):
+            record = reduce_row(record)
+        if record is not None:
+            records.append(record)
     if not records:
         raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or it is still empty")
-    ends = (record for record in records if isinstance(record, Summary | RunStart))
-    newest = next(ends, None)
+    newest = next((record for record in records if isinstance(record, Summary | RunStart)), None)
     records.reverse()
-    return RunLog(
-        path,
-        tuple(record for record in records if isinstance(record, RunStart)),
-        tuple(record for record in records if isinstance(record, Provenance)),
-        tuple(record for record in records if isinstance(record, Row)),
-        tuple(record for record in records if isinstance(record, Notice)),
-        newest if isinstance(newest, Summary) else None,
-        torn,
-    )
+    kinds = {"starts": RunStart, "provenances": Provenance, "rows": Row, "notices": Notice}
+    found: dict[str, Any] = {name: tuple(each for each in records if isinstance(each, kinds[name])) for name in kinds}
+    return RunLog(path, **found, summary=newest if isinstance(newest, Summary) else None, torn_lines=torn)
 
 
 def _record_of(item: _Found) -> Record | None:
@@ -277,8 +263,7 @@ def step_cells(log: RunLog, step: int) -> StepCells:
 
 def provenance_at(log: RunLog, step: int) -> Provenance | None:
     """Return the record that says how the FLOPs and the peak of a step were determined; None if there is none."""
-    holding = [provenance for provenance in log.provenances if provenance.step <= step]
-    return holding[-1] if holding else None
+    return next((provenance for provenance in reversed(log.provenances) if provenance.step <= step), None)
 
 
 def _which_are(log: RunLog, step: int) -> str:
@@ -293,6 +278,36 @@ def _which_are(log: RunLog, step: int) -> str:
         nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
         text += f", but step {step} is missing; the nearest logged windows are steps {nearest}"
     return text
+
+
+class SteadyStep(NamedTuple):
+    """A step that can be compared, because it was timed and is not warm-up. Unknown values are None.
+
+    `seconds` includes `input_wait_seconds`, `tokens` includes padding while `real_tokens` does not, and
+    `peak_flops_per_s` is the sum over all devices.
+    """
+
+    seconds: float
+    input_wait_seconds: float | None
+    samples: int | None
+    tokens: int | None
+    real_tokens: int | None
+    model_flops: int | None
+    hardware_flops: int | None
+    peak_flops_per_s: float | None
+
+
+def steady_steps(log: RunLog) -> list[SteadyStep]:
+    """Return the timed steps of a log that are not warm-up, in order."""
+    steps = []
+    for row in log.rows:
+        found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))
+        peak = float(found.peak["flops_per_s"]) * found.device_count if found and found.peak else None
+        columns = [row.steps.get(name, nothing) for name in ("warm_up", *SteadyStep._fields[:-1])]
+        for is_warm_up, *cells in zip(*columns, [peak] * len(nothing), strict=True):
+            if cells[0] and not is_warm_up:
+                steps.append(SteadyStep(*cells))
+    return steps
 
 
 MOST_ROWS = 2000
@@ -331,16 +346,6 @@ class LogFollower:
         return self._records(self._file.poll())  # not a generator, so that `times_replaced` is right at once
 
     def _records(self, lines: Iterator[bytes]) -> Iterator[Record]:
-        for line in self._thinned(lines):
-            try:
-                record = to_record(parse_object(line))
-            except TornLineError:
-                self.torn_lines += 1
-                continue
-            if record is not None:
-                yield record
-
-    def _thinned(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         thinned_until = self._file.size_bytes - WHOLE_BYTES
         spacing_bytes = (thinned_until - self._file.offset) // MOST_ROWS
         next_row_from = self._file.offset
@@ -349,4 +354,10 @@ class LogFollower:
             if start < min(thinned_until, next_row_from) and row_step(line) is not None:
                 continue
             next_row_from = start + spacing_bytes
-            yield line
+            try:
+                record = to_record(parse_object(line))
+            except TornLineError:
+                self.torn_lines += 1
+                continue
+            if record is not None:
+                yield record

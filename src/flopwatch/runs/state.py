@@ -1,7 +1,4 @@
-"""The state of a run: the records logged so far, and whether the training process is still alive.
-
-Whether the process is alive can be determined only on Linux.
-"""
+"""The state of a run: the records logged so far, and whether the training process is still alive."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,22 +18,18 @@ class WatchFeed:
     """Follows the log of a run. The folder, the log and its first record need not exist yet."""
 
     def __init__(self, run_dir: str, unix_time: Callable[[], float], choose_peak: ChoosePeak | None = None) -> None:
-        self.run = WatchedRun()
-        self._choose_peak = choose_peak
-        self._giver = None if choose_peak is None else PeakGiver(choose_peak)
-        self.place = run_dir
-        self.unix_time = unix_time
+        self.place, self.unix_time, self._choose_peak = run_dir, unix_time, choose_peak
         self._follower: LogFollower | None = None
         self._replaced = 0
         self._has_looked = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.run = WatchedRun()
+        self._giver = None if self._choose_peak is None else PeakGiver(self._choose_peak)
 
     def look(self, *, must_exist: bool = False) -> None:
-        """Read the records that were appended to the log since the last call, and update `run`.
-
-        Raises:
-            InputError: The folder has several logs, a newer version of flopwatch wrote the log, or there is no log and
-                `must_exist` is True.
-        """
+        """Read the records that were appended to the log since the last call, and update `run`."""
         if self._follower is None:
             try:
                 self._follower = LogFollower(find_log(self.place))
@@ -47,8 +40,7 @@ class WatchFeed:
         records = self._follower.poll()
         if self._follower.times_replaced > self._replaced:
             self._replaced = self._follower.times_replaced
-            self.run = WatchedRun()
-            self._giver = None if self._choose_peak is None else PeakGiver(self._choose_peak)
+            self._begin()
         is_new = False
         for record in records:
             self.run.add(record if self._giver is None else self._giver(record))
@@ -68,7 +60,7 @@ OVER: tuple[State, ...] = ("killed", "ended", "stopped", "failed")
 def standing(start: RunStart | None, summary: Summary | None) -> Standing:
     """How a run stands, by the records at the start and at the end of its last session.
 
-    `killed`: the process no longer exists and did not log its end. Only a check on the same machine shows this.
+    `killed`: the process no longer exists and did not log its end. Only Linux shows this, on the same machine.
     """
     if summary is not None:
         if summary.ended_by is None:
@@ -104,7 +96,6 @@ class WatchedCurve:
             self._points.add((step, value))
 
     def drop_after(self, step: float) -> None:
-        """Remove the points after a step, because a resumed run repeats those steps."""
         self._points.keep(lambda point: point[0] <= step)
 
     def points(self) -> list[tuple[float, float]]:
@@ -126,10 +117,8 @@ class WatchedRun:
     """The state of a run according to the records read so far. Its memory does not grow with the length of the run.
 
     Attributes:
-        start: The record at the start of the last session, that is, the last start or resumption of the training.
-        provenance: The newest record that says how FLOPs and peak were determined.
+        start: The record at the start of the last session; `summary`, that at its end.
         loss: Step and value of the newest logged loss.
-        summary: The record at the end of the last session; None while it runs.
         heard_unix_time: When the last record was written.
     """
 
@@ -152,7 +141,12 @@ class WatchedRun:
 
     def add(self, record: Record) -> None:
         if isinstance(record, RunStart):
-            self._begin_session(record)
+            if record.resumed_after_step is None:
+                self._forget()
+            for curve in self.curves.values():
+                curve.drop_after(record.resumed_after_step or 0)  # the session repeats these steps
+            self.start, self.summary, self._first_row = record, None, None
+            self.sessions += 1
         elif isinstance(record, Row):
             self._add_row(record)
         elif isinstance(record, Provenance):
@@ -164,15 +158,6 @@ class WatchedRun:
             self.summary = record
         if isinstance(record, RunStart | Row | Summary):
             self.heard_unix_time = record.unix_time
-
-    def _begin_session(self, start: RunStart) -> None:
-        if start.resumed_after_step is None:
-            self._forget()
-        else:
-            for curve in self.curves.values():
-                curve.drop_after(start.resumed_after_step)
-        self.start, self.summary, self._first_row = start, None, None
-        self.sessions += 1
 
     def _add_row(self, row: Row) -> None:
         if self.row is not None and row.step > self.row.step:
@@ -187,7 +172,7 @@ class WatchedRun:
                 curve.add(row.step, row.values[key])
 
     def value(self, key: str) -> Number | None:
-        """Return a metric of the newest window only, so that all values on the screen belong to the same steps."""
+        """A metric of the newest window only, so that all values on the screen belong to the same steps."""
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:
@@ -205,9 +190,18 @@ class WatchedRun:
 
     def flops_shares(self) -> dict[str, float]:
         """Return the percentages of useful, recomputed and other FLOPs in the newest window; empty if unknown."""
-        useful, again = self._useful_percent(), self.value("perf/recompute_percent")
-        if useful is None:
+        row = self.row
+        if row is None:
             return {}
+        if row.all_ranks:
+            known = [(row.all_ranks.get("model_flops"), row.all_ranks.get("hardware_flops"))]
+        else:  # of the logging rank
+            known = list(zip(row.steps.get("model_flops", ()), row.steps.get("hardware_flops", ()), strict=False))
+        counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
+        executed = sum(hardware for _, hardware in counted)
+        if not executed:
+            return {}
+        useful, again = 100 * sum(model for model, _ in counted) / executed, self.value("perf/recompute_percent")
         rest = 100 - useful - (again or 0.0)
         rest = rest if rest > _LEAST_SHARE_PERCENT else 0.0
         if again is None:
@@ -215,20 +209,6 @@ class WatchedRun:
         # What is neither useful nor recomputed is padding, or attention across packed documents.
         name = "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
         return {"useful": useful, "recompute": again, name: rest}
-
-    def _useful_percent(self) -> float | None:
-        """Return model FLOPs in percent of executed FLOPs: over all ranks if logged, or else over the logging rank."""
-        row = self.row
-        if row is None:
-            return None
-        if row.all_ranks:
-            known = [(row.all_ranks.get("model_flops"), row.all_ranks.get("hardware_flops"))]
-        else:
-            columns = row.steps.get("model_flops", ()), row.steps.get("hardware_flops", ())
-            known = list(zip(*columns, strict=False))
-        counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
-        executed = sum(hardware for _, hardware in counted)
-        return 100 * sum(model for model, _ in counted) / executed if executed else None
 
     @property
     def wall_seconds_per_step(self) -> float | None:

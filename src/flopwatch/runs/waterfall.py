@@ -15,9 +15,8 @@ from typing import Any
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, OF_TRACES, Use
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.reading import RunLog, provenance_at
-from flopwatch.runs.traces.splits import traces_of_log
+from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.text import one_line, plural
 
 
@@ -63,19 +62,10 @@ class Waterfall:
     notes: tuple[str, ...] = ()
 
     def largest(self, count: int = 3) -> list[Loss]:
-        """The losses that cost the most, largest first."""
         return sorted(self.losses, key=lambda loss: -loss.points)[:count]
 
     def points(self, key: str) -> float:
-        """Percent of the peak that the loss with this key costs; 0 if the run does not have it."""
         return sum(loss.points for loss in self.losses if loss.key == key)
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Each loss between the peak and the MFU of the run, with its share of the peak as a text."""
-        lost = [
-            (loss.name, f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100)}") for loss in self.losses
-        ]
-        return [("peak of the devices", "100 %"), *lost, ("MFU of the whole run", percent(self.mfu_percent / 100))]
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
@@ -84,15 +74,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """One loss in two runs; 0 in a run that does not have it.
-
-    Attributes:
-        key: Its stable name, such as `input_wait`.
-        name: Its name for people, such as "input wait".
-        a: Percent of the peak that it costs in run A.
-        b: Percent of the peak that it costs in run B.
-        change: From A to B, in points.
-    """
+    """One loss in two runs, in percent of the peak; 0 in a run that does not have it."""
 
     key: str
     name: str
@@ -103,12 +85,10 @@ class LossChange:
 
 @dataclass(frozen=True, slots=True)
 class WaterfallChange:
-    """The difference of two waterfalls. The changes of the losses add up to minus the change of MFU.
+    """The difference of two waterfalls. The changes of the losses, the largest first, add up to minus that of MFU.
 
     Attributes:
-        mfu_a: MFU of the whole run A, in percent.
-        mfu_b: MFU of the whole run B, in percent.
-        losses: The losses of either run, the largest change first.
+        mfu_a: MFU of the whole run A, in percent; `mfu_b` likewise.
         sentence: How MFU changed. Points are shares of the wall time, so they do not tell which loss is the reason:
             once one has shrunk, the others have more points. `flopwatch.runs.per_step` tells it.
     """
@@ -402,14 +382,10 @@ def _divide_by_traces(
     executed: float,
     traces: Sequence[TraceSplit],
 ) -> tuple[dict[str, float], list[str]]:
-    """Divide the time by which steps are slower than the peak as the time of the traced steps is divided.
+    """Divide the seconds of `below` as the time of the traced steps is divided.
 
-    Args:
-        below: The seconds to divide, as `below_peak`.
-        parts: The seconds of the losses that are known without a trace.
-        step_seconds: Time in steps with their input wait, which is part of traced steps too.
-        executed: Time that the executed FLOPs would take at the peak.
-        traces: The traces; one for each traced rank.
+    `parts` are the seconds of the losses that are known without a trace, `step_seconds` those in steps with their input
+    wait, which is part of traced steps too, and `executed` what the executed FLOPs would take at the peak.
     """
     traced_seconds = sum(trace.seconds for trace in traces)
     if traced_seconds <= 0 or below["below_peak"] <= 0:

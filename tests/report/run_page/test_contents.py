@@ -2,8 +2,7 @@
 
 import pytest
 
-from flopwatch.report.run_page.collecting import CurveMaker, read_report
-from flopwatch.report.run_page.contents import Point
+from flopwatch.report.run_page.contents import CurveMaker, Point, read_report
 from support.hand_made_run import provenance, records, row, start, write_run
 
 

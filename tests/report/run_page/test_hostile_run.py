@@ -12,7 +12,7 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.report.run_page.collecting import read_report
+from flopwatch.report.run_page.contents import read_report
 from flopwatch.report.run_page.document import run_document, run_json
 from support.hand_made_run import provenance, row, start
 from support.hostile_sweep import HOSTILE, OWNED

@@ -7,7 +7,7 @@ from typing import Annotated
 import click
 
 from flopwatch.cli import argument, flag, indented_json, write_file
-from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown

@@ -1,7 +1,4 @@
-"""`flopwatch trace`: takes a trace of a training that runs, and prints how its time was spent.
-
-The command does not use rich, except for a spinner on a terminal.
-"""
+"""`flopwatch trace`: takes a trace of a training that runs, and prints how its time was spent."""
 
 import sys
 import time
@@ -15,11 +12,10 @@ import click
 from flopwatch.cli import argument, flag, print_json
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
+from flopwatch.present.document import Document, Part, Section, Table, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.state import OVER, WatchFeed
-from flopwatch.runs.traces.request import write_request
-from flopwatch.runs.traces.splits import newest_files, read_trace, splits_of, traces_of
+from flopwatch.runs.traces.splits import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
 from flopwatch.text import plural
 
 _POLL_SECONDS = 0.3
@@ -51,8 +47,9 @@ def trace(
     if as_json:
         print_json({"traces": [split.to_json() for split in splits]})
     else:
-        for split in splits:
-            _print_split(split)
+        from flopwatch.present.terminal import print_document  # loads rich, which --json does without
+
+        print_document(_document(splits))
 
 
 def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:
@@ -129,31 +126,38 @@ def _check(feed: WatchFeed, folder: Path, before: dict[Path, int], refused: list
 
 
 @contextmanager
-def _waiting(text: str) -> Iterator[None]:
+def _waiting(what: str) -> Iterator[None]:
     """Show a spinner on a terminal. Ctrl-C ends the waiting, not the training."""
     try:
         if not sys.stderr.isatty():
             yield
             return
-        from rich.console import Console
-        from rich.text import Text
+        from rich import console, text
 
         # As `Text`, brackets in the name of a folder are not taken for markup.
-        with Console(stderr=True).status(Text(f"{text}; Ctrl-C ends the waiting, not the training")):
+        with console.Console(stderr=True).status(text.Text(f"{what}; Ctrl-C ends the waiting, not the training")):
             yield
     except KeyboardInterrupt:
         raise click.Abort from None
 
 
-def _print_split(split: TraceSplit) -> None:
-    where, per_step = f"rank {split.rank}, {split.device}", split.seconds / split.steps
-    click.secho(f"\n{split.file}", dim=True)
-    click.secho(f"{plural(split.steps, 'step')} of {step_time(per_step)} on average ({where})", bold=True)
-    for field, use in OF_TRACES.items():
-        seconds: float = getattr(split, field)
-        if seconds:
-            share = seconds / split.seconds if split.seconds else 0.0
-            click.echo(f"  {use.name:<26}{step_time(seconds / split.steps):>10}{percent(share):>10}")
-    if split.hidden_communication_seconds:
-        hidden = step_time(split.hidden_communication_seconds / split.steps)
-        click.echo(f"Another {hidden} per step of communication ran behind computation and cost no time.")
+def _document(splits: Sequence[TraceSplit]) -> Document:
+    parts = []
+    for split in splits:
+        steps, average = plural(split.steps, "step"), step_time(split.seconds / split.steps)
+        spent = [(use.name, getattr(split, field)) for field, use in OF_TRACES.items()]
+        rows = [
+            (name, step_time(seconds / split.steps), percent(seconds / split.seconds if split.seconds else 0.0))
+            for name, seconds in spent
+            if seconds
+        ]
+        said: list[Part] = [
+            Text(split.file, "soft"),
+            Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
+            Table(("", *numbers("", "")), rows),
+        ]
+        if split.hidden_communication_seconds:
+            hidden = step_time(split.hidden_communication_seconds / split.steps)
+            said.append(Text(f"Another {hidden} per step of communication ran behind computation and cost no time."))
+        parts.append(Section("", said))
+    return Document("", parts)

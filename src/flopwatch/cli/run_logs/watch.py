@@ -6,16 +6,19 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 from flopwatch.cli import RUNS_FOLDER, flag
-from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
-from flopwatch.records.run import Record
+from flopwatch.present.document import Document, Most, Table, numbers
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
 from flopwatch.runs.state import OVER, WatchedRun, WatchFeed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+
+_ALL_ROWS = Most(10_000, 10_000, 10_000)
 
 
 def watch(
@@ -28,11 +31,13 @@ def watch(
     """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
 
+    from flopwatch.present.terminal import print_document
+
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     console = Console(highlight=False)
     if as_list:
-        console.print(_list_of_runs(run_dir or RUNS_FOLDER))
+        print_document(_list_of_runs(run_dir or RUNS_FOLDER), console)
         return
     feed = WatchFeed(chosen_run(run_dir), time.time, peak_to_use(peak_tflops))
     if once or not console.is_terminal:
@@ -42,33 +47,29 @@ def watch(
         _watch_live(feed, console, refresh)
 
 
-def _list_of_runs(folder: str) -> "RenderableType":
+def _list_of_runs(folder: str) -> Document:
     """A table with one line per run, the newest last."""
-    from rich.table import Table
-
     places = runs_below(folder)
     if not places:
         raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")
-    table = Table("run", "state", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("step", "loss", "MFU", "last record"):
-        table.add_column(name, justify="right")
+    rows = []
     for place in places:
-        run = WatchedRun()
-        log = read_around(find_log(place))
-        ended: list[Record] = [] if log.summary is None else [log.summary]
+        run, log = WatchedRun(), read_around(find_log(place))
+        ended = () if log.summary is None else (log.summary,)
         for record in (*log.starts, *log.rows, *ended):
             run.add(record)
-        mfu = run.value("perf/mfu_percent")
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard_unix_time)) if run.row is not None else ""
-        table.add_row(
-            os.path.relpath(place, os.path.expanduser(folder)),
-            run.state(time.time()),
-            "" if run.row is None else f"{run.row.step:,}",
-            "" if run.loss is None else number(run.loss[1], digits=4),
-            "" if mfu is None else percent(mfu / 100),
-            when,
+        mfu, loss = run.value("perf/mfu_percent"), None if run.loss is None else run.loss[1]
+        rows.append(
+            (
+                os.path.relpath(place, os.path.expanduser(folder)),
+                run.state(time.time()),
+                "" if run.row is None else f"{run.row.step:,}",
+                "" if loss is None else number(loss, digits=4),
+                "" if mfu is None else percent(mfu / 100),
+                "" if run.row is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard_unix_time)),
+            )
         )
-    return table
+    return Document("", [Table(("run", "state", *numbers("step", "loss", "MFU", "last record")), rows, most=_ALL_ROWS)])
 
 
 def _watch_live(feed: WatchFeed, console: "Console", refresh_seconds: float) -> None:

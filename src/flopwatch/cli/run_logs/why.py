@@ -3,10 +3,9 @@
 from typing import Annotated
 
 from flopwatch.cli import flag, print_json
-from flopwatch.cli.run_logs.run_argument import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
-from flopwatch.report.run_page.explanation import explanation_document
-from flopwatch.report.run_page.why import where_the_time_went
+from flopwatch.report.run_page.why import explanation_document, where_the_time_went
 from flopwatch.report.run_page.why import why as why_is
 from flopwatch.runs import find_log, read_around
 from flopwatch.runs.advice import what_is_missing

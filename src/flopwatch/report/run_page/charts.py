@@ -7,8 +7,7 @@ from math import ceil
 from flopwatch.numbers import count
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Table
-from flopwatch.report.run_page.collecting import merged
-from flopwatch.report.run_page.contents import Curve, Kind, Moment, Point
+from flopwatch.report.run_page.contents import Curve, Kind, Moment, Point, merged
 from flopwatch.report.run_page.words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
 from flopwatch.text import plural

@@ -2,11 +2,12 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.present.document import Cell, Column, Document, Facts, Most, Part, Section, Table, Text, Tone, numbers
-from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
+from flopwatch.runs.comparison import Comparison, Difference, RunSteps
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
 from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
@@ -30,6 +31,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "FLOP": flops,
     "duration": duration,
 }
+_FOUR_DIGITS = partial(number, digits=4)
 _POINTS = (
     "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
     "milliseconds at the speed of the passes."
@@ -47,8 +49,8 @@ def comparison_document(comparison: Comparison) -> Document:
     rows: list[Sequence[Cell | str]] = [
         (
             line.label,
-            *(_value(value, line.unit) for value in (line.a, line.b)),
-            _change(line),
+            *(UNKNOWN if value is None else _FORMATS.get(line.unit, _FOUR_DIGITS)(value) for value in (line.a, line.b)),
+            UNKNOWN if line.change is None else f"{_signed(line.change)} {'pt' if line.unit == '%' else '%'}",
             "" if line.low is None or line.high is None else f"{_signed(line.low)} to {_signed(line.high)}",
             Cell(_SHORT.get(line.verdict or "", line.verdict or ""), _TONES.get(line.verdict or "", "")),
         )
@@ -106,14 +108,6 @@ def _part(
 ) -> list[Cell | str]:
     points = ("" if each is None else f"{each:.1f}" for each in (a_points, b_points))
     return [name, f"{a_ms:,.1f}", f"{b_ms:,.1f}", Cell(_signed(b_ms - a_ms), tone), *points]
-
-
-def _value(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
-
-
-def _change(line: Line) -> str:
-    return UNKNOWN if line.change is None else f"{_signed(line.change)} {'pt' if line.unit == '%' else '%'}"
 
 
 def _signed(change: float) -> str:

@@ -1,13 +1,22 @@
-"""What the report of a run contains. No part of it grows with the length of the log."""
+"""What the report of a run contains, collected in one pass over its log. No part grows with the length of the log."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
 from typing import Literal
 
-from flopwatch.records.metrics import Goodput
-from flopwatch.records.run import Number, Provenance, RunStart
-from flopwatch.runs.advice import Conclusion, Times
-from flopwatch.runs.waterfall import Waterfall
+from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
+from flopwatch.records.run import Number, Provenance, Row, RunStart, Summary
+from flopwatch.runs.advice import Conclusion, Times, conclusion_of, times_of
+from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
+from flopwatch.runs.log_file import find_log
+from flopwatch.runs.reading import RunLog, read_around, read_log
+from flopwatch.runs.state import standing, timed_seconds
+from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.waterfall import Waterfall, logged_seconds, seconds_of, waterfall_of
+from flopwatch.stats import Thinned
 
 MAIN_KEYS = (
     "perf/mfu_percent",
@@ -23,6 +32,12 @@ MAIN_KEYS = (
 )
 """The metrics of flopwatch whose curves are drawn. Metrics of the user are drawn too."""
 MOST_POINTS = 600
+MOST_USER_CURVES = 12
+USER_CURVE_POINTS = 200
+MOST_MOMENTS = 200
+"""Of each kind; if there are more, they are thinned evenly, and the newest notices are kept."""
+MOST_NOTES = 20
+MOST_VALUES = 200
 Kind = Literal["evaluation", "checkpoint", "restart", "notice"]
 
 
@@ -31,8 +46,6 @@ class Point:
     """The values of a metric in one or several logging windows.
 
     Attributes:
-        first_step: The first step of the windows.
-        last_step: The last step of the windows.
         unix_time: When the last window ended.
         low: The least value of a step, or of a window if the log has no value for each step.
         mean: The mean, weighted by the time of the windows for a rate or share, or else by their steps.
@@ -54,7 +67,6 @@ class Curve:
     """A metric over the run, oldest point first.
 
     Attributes:
-        key: Its key in the log, such as `perf/mfu_percent`.
         windows: Number of logging windows that have a value.
         last: The value of the newest window.
         mean: The weighted mean of all windows (see `Point.mean`).
@@ -76,7 +88,6 @@ class Moment:
     """Something that happened at a known place of the run.
 
     Attributes:
-        kind: What it was.
         first_step: The last step that was certainly before it; None if it was before the first step.
         last_step: The first logged step that was certainly after it.
         unix_time: When the log first shows it.
@@ -106,7 +117,6 @@ class Exactness:
     """How many logging windows have exact FLOPs, and why the others do not.
 
     Attributes:
-        exact_windows: Windows whose FLOPs are exact.
         inexact_windows: Windows whose FLOPs are a bound, an estimate, or depend on a random draw.
         unknown_windows: Windows without FLOPs.
         notes: Each reason, and in how many windows it was given.
@@ -168,18 +178,250 @@ class RunReport:
 
     @property
     def start(self) -> RunStart | None:
-        """The record of the newest session."""
         return self.starts[-1] if self.starts else None
 
     @property
     def provenance(self) -> Provenance | None:
-        """The newest record that says how FLOPs and peak were found."""
         return self.provenances[-1] if self.provenances else None
-
-    # None for a metric that was never logged.
 
     def mean(self, key: str) -> float | None:
         return self.curves[key].mean if key in self.curves else None
 
     def last(self, key: str) -> Number | None:
         return self.values[key][0] if key in self.values else None
+
+
+_PHASES: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}
+_Times = tuple[int, float, Mapping[str, float]]
+_LEAST_SECONDS = 1e-9
+"""A smaller growth of a sum of seconds is a rounding error."""
+
+
+def read_report(
+    run_dir: str | Path, traces: Sequence[TraceSplit] = (), choose_peak: ChoosePeak | None = None
+) -> RunReport:
+    """Read what the report of a run shows from its log, as if it had another peak if `choose_peak` is given."""
+    collector = _Collector()
+    path = find_log(run_dir)
+    giver = None if choose_peak is None else giver_of(read_around(path), choose_peak)
+    log = with_peak(read_log(path, lambda row: collector.take(row if giver is None else giver.row(row))), choose_peak)
+    collector.finish(log)
+    waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
+    moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
+    seconds = seconds_of(log) or collector.seconds
+    times = [collector.last_unix_time, *(record.unix_time for record in (log.summary, start) if record is not None)]
+    return RunReport(
+        log=str(log.path),
+        state=standing(start, log.summary),
+        ended_by=log.summary.ended_by if log.summary else None,
+        starts=log.starts,
+        first_step=collector.first_step,
+        last_step=collector.last_step,
+        steps=collector.steps,
+        windows=collector.windows,
+        last_unix_time=max(filter(None, times), default=None),
+        wall_seconds=seconds.get("wall"),
+        curves=collector.curves(),
+        values=collector.values,
+        moments=tuple(_thinned(moments)),
+        moment_counts=Counter(moment.kind for moment in moments),
+        goodput=goodput_of(seconds),
+        waterfall=waterfall,
+        times=times_of(log, traces) if waterfall is None else None,
+        conclusion=conclusion_of(log, waterfall),
+        stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
+        exactness=collector.exactness(),
+        provenances=_changes(log.provenances),
+        torn_lines=log.torn_lines,
+        left_out=tuple(collector.left_out),
+    )
+
+
+def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
+    """The records that differ from the one before; a resumed session writes its record again."""
+    changed: list[Provenance] = []
+    for record in provenances:
+        if not changed or replace(record, step=changed[-1].step) != changed[-1]:
+            changed.append(record)
+    return tuple(changed)
+
+
+def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
+    kinds: dict[str, list[Moment]] = {}
+    for moment in moments:
+        kinds.setdefault(moment.kind, []).append(moment)
+    for kind, found in kinds.items():
+        spacing = -(-len(found) // MOST_MOMENTS)
+        yield from found[-MOST_MOMENTS:] if kind == "notice" else found[::spacing]
+
+
+def _seconds(record: Row | Summary) -> Mapping[str, float]:
+    """Time by use since the first start, as of a record; empty if the record does not have it."""
+    of_ledger = record.ledger.get("seconds") if isinstance(record, Row) else None
+    return of_ledger or logged_seconds(record.values)
+
+
+class CurveMaker:
+    """Collects the points of a curve, newest first, in bounded memory.
+
+    >>> maker = CurveMaker("perf/step_time", most_points=2)
+    >>> for step in (4, 3, 2, 1):
+    ...     maker.add(Point(step, step, 100.0 + step, step, step, step))
+    >>> [(point.first_step, point.last_step, point.low, point.mean) for point in maker.curve().points]
+    [(1, 2, 1, 1.5), (3, 4, 3, 3.5)]
+    """
+
+    def __init__(self, key: str, most_points: int = MOST_POINTS) -> None:
+        self.key = key
+        self._most_points = most_points
+        self._points = Thinned(2 * most_points, merged)
+        self._windows = self._broken_windows = 0
+        self._last: float | None = None
+        self._broken_at_step: int | None = None
+
+    def add(self, point: Point) -> None:
+        """Add the point of a window that is older than those before."""
+        if not (isfinite(point.low) and isfinite(point.mean) and isfinite(point.high)):
+            self._broken_windows += 1
+            self._broken_at_step = point.first_step
+            return
+        self._windows += 1
+        self._last = point.mean if self._last is None else self._last
+        self._points.add(point)
+
+    def curve(self) -> Curve:
+        points = self._points.items(self._most_points)
+        mean, broken = merged(points).mean if points else None, (self._broken_windows, self._broken_at_step)
+        return Curve(self.key, tuple(reversed(points)), self._windows, self._last, mean, *broken)
+
+
+def merged(points: list[Point]) -> Point:
+    """One point that stands for several, in any order."""
+    if len(points) == 1:
+        return points[0]
+    weight = sum(point.weight for point in points)
+    # Without any weight all windows count alike.
+    weights = [point.weight if weight else 1.0 for point in points]
+    mean = sum(point.mean * share for point, share in zip(points, weights, strict=True)) / sum(weights)
+    return Point(
+        min(point.first_step for point in points),
+        max(point.last_step for point in points),
+        max(point.unix_time for point in points),
+        min(point.low for point in points),
+        mean,
+        max(point.high for point in points),
+        weight,
+    )
+
+
+class _Collector:
+    """Takes the rows of a log, newest first, and keeps what the report needs of them."""
+
+    def __init__(self) -> None:
+        self.windows = 0
+        self.steps = 0
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+        self.last_unix_time: float | None = None
+        self.seconds: Mapping[str, float] = {}
+        self.values: dict[str, tuple[Number, int]] = {}
+        self.stragglers: Counter[int] = Counter()
+        self.left_out: dict[str, None] = {}
+        self._makers: dict[str, CurveMaker] = {}
+        self._later: _Times | None = None
+        self._phases: list[Moment] = []
+        self._exact: Counter[bool | None] = Counter()
+        self._notes: Counter[str] = Counter()
+
+    def take(self, row: Row) -> Row | None:
+        """Add a row; returns it if it is the newest or the newest that is not exact, which the waterfall needs."""
+        numbers = row.steps.get("step") or (row.step,)
+        self.windows += 1
+        self.steps = max(self.steps, row.steps_done)
+        self.first_step = numbers[0]
+        self.last_step = self.last_step if self.last_step is not None else row.step
+        self.last_unix_time = self.last_unix_time or row.unix_time
+        self._add_points(row, numbers)
+        if seconds := _seconds(row):
+            self.seconds = self.seconds or seconds
+            self._phases += _grown(self._later, row.step, seconds)
+            self._later = row.step, row.unix_time, seconds
+        self._exact[row.exact] += 1
+        if len(self._notes) < 10 * MOST_NOTES:
+            self._notes.update(row.notes)
+        straggler = row.values.get("ranks/straggler")
+        if straggler is not None and isfinite(straggler):
+            self.stragglers[int(straggler)] += 1
+        return row if self.windows == 1 or (row.exact is False and self._exact[False] == 1) else None
+
+    def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
+        times = timed_seconds(row)
+        together = sum(times)
+        for key, value in row.values.items():
+            if len(self.values) < MOST_VALUES or key in METRICS:
+                self.values.setdefault(key, (value, row.step))
+            maker = self._maker(key)
+            if maker is None or not isinstance(value, int | float):
+                continue
+            of_steps = times if key == "perf/step_time" else row.steps.get("loss", ()) if key == "training/loss" else ()
+            values = [value, *(each for each in of_steps if each is not None)]
+            is_rate = key.startswith("perf/") and find_metric(key).unit != "GiB" and times
+            weight = len(numbers) if not is_rate else len(times) if key == "perf/step_time" else together
+            maker.add(Point(numbers[0], row.step, row.unix_time, min(values), value, max(values), float(weight)))
+
+    def _maker(self, key: str) -> CurveMaker | None:
+        if key in MAIN_KEYS and key not in self._makers:
+            self._makers[key] = CurveMaker(key)
+        elif _is_of_user(key) and key not in self._makers:
+            if sum(map(_is_of_user, self._makers)) < MOST_USER_CURVES:
+                self._makers[key] = CurveMaker(key, USER_CURVE_POINTS)
+            elif len(self.left_out) < MOST_VALUES:
+                self.left_out.setdefault(key)
+        return self._makers.get(key)
+
+    def finish(self, log: RunLog) -> None:
+        """Add what happened before the first row and after the last one."""
+        begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
+        self._phases += _grown(self._later, None, begun)
+        if (summary := log.summary) is None:
+            return
+        at_the_end = _seconds(summary)
+        if at_the_end and self.last_step is not None:
+            self._phases += _grown((self.last_step, summary.unix_time, at_the_end), self.last_step, self.seconds)
+        for key, value in summary.values.items():
+            if key in METRICS:
+                self.values.setdefault(key, (value, summary.step or 0))
+
+    def moments(self, log: RunLog) -> Iterator[Moment]:
+        yield from self._phases
+        for start in log.starts[1:]:
+            where = start.resumed_after_step
+            host = start.environment.get("host")
+            yield Moment("restart", where, where, start.unix_time, words=f"resumed on {host}" if host else "resumed")
+        for notice in log.notices:
+            # One without a step was given before the first step.
+            step = notice.step if notice.step is not None else self.first_step
+            words = f"{notice.code}: {notice.message}"
+            yield Moment("notice", notice.step, step, words=words, level=notice.level)
+
+    def exactness(self) -> Exactness:
+        counts = self._exact
+        return Exactness(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
+
+    def curves(self) -> dict[str, Curve]:
+        order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]
+        curves = {key: self._makers[key].curve() for key in order}
+        return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
+
+
+def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float]) -> Iterator[Moment]:
+    """The phases between a record and the one read before it, which is later."""
+    last_step, unix_time, after = later or (0, 0.0, {})
+    for name, kind in _PHASES.items():
+        more = after.get(name, 0.0) - seconds.get(name, 0.0)
+        if more > _LEAST_SECONDS:
+            yield Moment(kind, step, last_step, unix_time, more)
+
+
+def _is_of_user(key: str) -> bool:
+    return key not in METRICS or key in ("training/lr", "training/grad_norm")

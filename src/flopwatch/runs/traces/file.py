@@ -45,12 +45,10 @@ def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str,
         raise InputError(f"the trace {str(path)!r} {problem}; take another one with: flopwatch trace RUN_DIR") from None
 
 
-class _NotATraceError(Exception):
-    pass
+class _NotATraceError(Exception): ...
 
 
-class _DamagedError(Exception):
-    pass
+class _DamagedError(Exception): ...
 
 
 def _chunks(file: BinaryIO) -> Iterator[str]:

@@ -1,22 +1,22 @@
-"""Reads profiler traces: the time of the traced steps by use, per rank.
+"""Requests profiler traces, and reads them: the time of the traced steps by use, per rank.
 
 A trace has an interval for each kernel on an accelerator, or for each op on the CPU. Of each use only the union of its
 intervals is kept, so that a trace of gigabytes needs little memory.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flopwatch.decode import read_or_none
+from flopwatch.decode import Stored, read_or_none
 from flopwatch.errors import InputError
 from flopwatch.files import read_object, write_json
-from flopwatch.records.trace_split import TraceSplit
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import RunLog
 from flopwatch.runs.traces.file import read_events
@@ -42,6 +42,46 @@ _MOST_MICROSECONDS = 2**63 / 1e4
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
 _RANK = re.compile(r"rank(\d+)")
 _CACHE_FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSplit(Stored):
+    """The time of one rank's traced steps by use. All uses except `hidden_communication_seconds` add up to `seconds`.
+
+    On an accelerator the uses are those of the device: kernels, copies and the time in which it has no work. On a CPU
+    they are ops of any thread of the process.
+
+    Attributes:
+        file: Name of the trace file.
+        rank: The rank that was traced.
+        device: `cpu`, or the kind of accelerator such as `cuda`.
+        steps: Number of traced steps.
+        seconds: Time of the traced steps, from the start of the first to the end of the last.
+        matmul_seconds: Matrix products and convolutions.
+        attention_seconds: Fused attention.
+        other_kernel_seconds: All other computation of forward and backward pass: norms, activations, element-wise ops.
+        optimizer_seconds: Work of the optimizer's step.
+        exposed_communication_seconds: Communication while the device computes nothing.
+        hidden_communication_seconds: Communication behind computation; it costs no time and is part of no sum.
+        copy_seconds: Copies between host and device while the device computes nothing.
+        idle_seconds: Time in which the device has no work: waiting for input, for the host, or for Python.
+        written_unix_time: When the file was written; None if it does not matter, because the user has named the file.
+    """
+
+    file: str
+    rank: int
+    device: str
+    steps: int
+    seconds: float
+    matmul_seconds: float = 0.0
+    attention_seconds: float = 0.0
+    other_kernel_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    exposed_communication_seconds: float = 0.0
+    hidden_communication_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    written_unix_time: float | None = None
 
 
 def trace_name(step: int, rank: int) -> str:
@@ -139,10 +179,7 @@ def read_trace(path: str | Path) -> TraceSplit:
     """Read a trace of torch's profiler, a `.json` or `.json.gz` file, without loading it into memory.
 
     The steps are those that `ProfilerStep#N` marks in the trace, as flopwatch and `torch.profiler.profile` with a
-    schedule write them.
-
-    Raises:
-        InputError: The file is no trace, is damaged or incomplete, or has no steps or no ops.
+    schedule write them. Raises InputError if the file is no trace, is damaged, or has no steps or no ops.
     """
     path = Path(path).expanduser()
     found = _Collected()
@@ -179,10 +216,8 @@ def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_wit
             "allow the training's user to profile the device (on NVIDIA: NVreg_RestrictProfilingToAdminUsers=0)"
         )
     if not any(intervals.values()):
-        return (
-            "has steps, but neither kernels nor ops; "
-            "record ProfilerActivity.CPU, and on an accelerator its activity too"
-        )
+        record = "record ProfilerActivity.CPU, and on an accelerator its activity too"
+        return f"has steps, but neither kernels nor ops; {record}"
     return None
 
 
@@ -251,3 +286,53 @@ def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
 def _microseconds(value: Any) -> float | None:
     is_time = isinstance(value, int | float) and isfinite(value) and abs(value) < _MOST_MICROSECONDS
     return value if is_time else None
+
+
+# A request for a trace of a training that runs in another process is a small file in the run's folder. Each rank of the
+# run looks for it at the end of a logging window. Nobody removes the file, because a rank may look late: each rank
+# remembers which request it has seen, and does not answer one that is older than the rank itself.
+
+MOST_STEPS = 10
+"""A trace contains at most this many steps, because a longer one would take gigabytes."""
+_REQUEST = "request.json"
+
+
+def write_request(folder: Path, steps: int) -> Path:
+    """Ask the run with this folder of traces for a trace of its next steps. Returns the file of the request."""
+    if not 1 <= steps <= MOST_STEPS:
+        raise InputError(f"--steps must be between 1 and {MOST_STEPS}, got {steps}: a longer trace takes gigabytes")
+    file = folder / _REQUEST
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"steps": steps})
+    except OSError as error:
+        raise InputError(
+            f"the request for a trace cannot be written to {str(file)!r}: {error.strerror}; "
+            "run the command as the user who trains, or call monitor.capture_trace() in the training"
+        ) from None
+    return file
+
+
+class RequestWatch:
+    """Looks for new requests in a folder of traces, until it is closed. One that is there already is not new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_closed = False
+        self._file = folder / _REQUEST
+        self._seen = self._look()
+
+    def new_steps(self) -> int | None:
+        """The steps that a new request asks for; None without one. Costs one `os.stat`."""
+        found = self._look()
+        if found is None or found == self._seen:
+            return None
+        self._seen = found
+        steps = read_object(self._file).get("steps")
+        return steps if isinstance(steps, int) and 1 <= steps <= MOST_STEPS else None
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._file)
+        except (OSError, ValueError):
+            return None
+        return found.st_mtime_ns, found.st_ino

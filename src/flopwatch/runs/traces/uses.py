@@ -123,13 +123,7 @@ def split_time(
     """Divide the time from `begin` to `end` among the uses. All of them except `hidden_communication` add up to it.
 
     On a CPU all of the optimizer's step is work of the optimizer. On an accelerator only computation in it is: in the
-    gaps between its kernels the device waits for Python.
-
-    Args:
-        intervals: For each of `USES`, intervals that are in order and do not overlap; a missing use has none.
-        begin: Start of the time to divide.
-        end: Its end.
-        on_cpu: Whether the intervals are those of a CPU.
+    gaps between its kernels the device waits for Python. The intervals of each use are in order and do not overlap.
 
     >>> split_time({"matmul": [(0, 6)], "communication": [(4, 9)]}, 0, 10, on_cpu=False)
     {'matmul': 6, 'communication': 3, 'idle': 1, 'hidden_communication': 2}

@@ -28,7 +28,7 @@ from flopwatch.records.trial import (
 )
 from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, STEPS, log_file, trial_folder
 from flopwatch.runs import find_log, read_log
-from flopwatch.runs.measures import steady_steps
+from flopwatch.runs.reading import steady_steps
 from flopwatch.stats import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
