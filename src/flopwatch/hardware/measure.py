@@ -13,7 +13,14 @@ import torch
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
-from flopwatch.hardware.peaks import DeviceFacts, cache_key, canonical_dtype, read_cached_peak, write_cached_peak
+from flopwatch.hardware.peaks import (
+    MEASURABLE,
+    DeviceFacts,
+    cache_key,
+    canonical_dtype,
+    read_cached_peak,
+    write_cached_peak,
+)
 from flopwatch.records.flops import Confidence, Peak
 
 Shape = tuple[int, int, int]
@@ -106,14 +113,7 @@ def _expected_seconds(shape: Shape, found: Iterable[tuple[float, int]]) -> float
     return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
 
 
-TORCH_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
+_TORCH_DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_BYTES_OFF_CUDA = 2**30
 
 
@@ -225,7 +225,7 @@ def measure_peak(
     known = None if refresh else read_cached_peak(key)
     if known is not None:
         return known
-    used, torch_dtype = find_device(device), TORCH_DTYPES[compute_dtype]
+    used, torch_dtype = find_device(device), _TORCH_DTYPES.get(compute_dtype, torch.float32)
     with plain_matmuls(used, compute_dtype):
         try:
             timer = time_matmul or matmul_timer(used, torch_dtype)
@@ -253,8 +253,8 @@ def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
 
 def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> str:
     asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
-    if asked not in TORCH_DTYPES or (asked == "tf32" and facts.kind != "cuda"):
-        can = [key for key in TORCH_DTYPES if key != "tf32" or facts.kind == "cuda"]
+    can = [key for key in MEASURABLE if key != "tf32" or facts.kind == "cuda"]
+    if asked not in can:
         raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
     return asked
 
