@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_module
 
+from flopwatch.torch_internals import why_not_countable
 from flopwatch.torch_internals.autograd import engine_code
 from flopwatch.torch_internals.modules import module_tables
-from flopwatch.torch_internals.probes import why_not_countable
 
 KINDS = ("parameter", "buffer", "module")
 

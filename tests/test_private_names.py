@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import flopwatch
-from flopwatch.torch_internals import autograd, modules, ops  # noqa: F401  # they declare the names
-from flopwatch.torch_internals.probes import PRIVATE_NAMES
+from flopwatch.torch_internals import PRIVATE_NAMES, autograd, modules, ops  # noqa: F401  # they declare the names
 
 SOURCE = Path(flopwatch.__file__).parent
 

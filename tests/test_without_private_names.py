@@ -12,12 +12,12 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flopwatch
+from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import live, regions
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.timers import HostTimer
-from flopwatch.torch_internals import autograd, modules, ops, probes
-from flopwatch.torch_internals.probes import PRIVATE_NAMES
+from flopwatch.torch_internals import PRIVATE_NAMES, autograd, modules, ops
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
 MODEL_FLOPS = LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH * 3 - 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
@@ -48,9 +48,9 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _the_names_are_checked_again():
-    probes.why_not_countable.cache_clear()
+    torch_internals.why_not_countable.cache_clear()
     yield
-    probes.why_not_countable.cache_clear()
+    torch_internals.why_not_countable.cache_clear()
 
 
 def count(**options):
@@ -122,8 +122,8 @@ def mode_stack(monkeypatch):
 
 def fails(monkeypatch, probe):
     """Let a check fail whose name belongs to a type of C, from which it cannot be taken away."""
-    [names] = [names for names in probes.CHECKS if set(names) & set(probe.__code__.co_names)]
-    monkeypatch.setitem(probes.CHECKS, names, probe)
+    [names] = [names for names in torch_internals.CHECKS if set(names) & set(probe.__code__.co_names)]
+    monkeypatch.setitem(torch_internals.CHECKS, names, probe)
 
 
 def test_with_the_stack_of_modes_another_counter_sees_nothing_of_a_count():

@@ -134,5 +134,4 @@ OP_FORMULAS = {
     "_inverse": ("Inverse", "LU, then 2n² − n for each of n columns"),
     "_cholesky": ("Cholesky", "n³/3 + n²/2 + n/6"),
     "_cholesky_solve": ("Cholesky solve", "2n² per right-hand side"),
-    "_matrix_exponential": ("Matrix exponential", "2n³ for each product that the norm of the matrix requires"),
 }

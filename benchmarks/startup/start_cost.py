@@ -26,6 +26,7 @@ from torch import nn
 
 from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.methods import count_by_trace
+from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.records.flops import FlopCount
 
@@ -149,7 +150,7 @@ def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def trace(model: nn.Module, batch: Any) -> FlopCount:
-    return count_by_trace(model, batch, attention="full", loss_fn=None, training=True)
+    return count_by_trace(model, batch, CountOptions())
 
 
 def main() -> None:

@@ -139,7 +139,6 @@ def _law(model: nn.Module, batch: object) -> FlopLaw:
 
 
 def _fingerprint(model: nn.Module) -> int:
-    """A hash of the model's parameters and of the plain settings of its modules."""
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters())
     plain = (bool, int, float, str)
     settings = [

@@ -1,4 +1,4 @@
-"""Other words that settings, modes and trainers may be written in, most of them from docs/requirements.md.
+"""Other words for settings, modes, trainers and compute types, most of them from docs/requirements.md.
 
 The code itself knows one word for each thing; these are replaced where a configuration is read.
 """
@@ -52,3 +52,24 @@ TRAINERS: Mapping[str, str] = {
     "dpfastgradientclipping": "fast",
 }
 """Names of built-in trainers in lower case, without spaces, hyphens and the ending `Trainer`."""
+
+# The types with 16-bit accumulation, which is faster on GeForce, are used only if the user asks for them, because
+# PyTorch accumulates in fp32.
+_COMPUTE_TYPES = {
+    "fp64": "float64 double f64",
+    "fp32": "float32 float single f32",
+    "tf32": "tensorfloat32 xf32",
+    "bf16": "bfloat16",
+    "fp16": "float16 half f16",
+    "fp8": "float8 f8 e4m3 e5m2 mxfp8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz",
+    "fp6": "float6 mxfp6",
+    "fp4": "float4 nvfp4 mxfp4 float4_e2m1fn_x2",
+    "int8": "i8",
+    "int4": "i4",
+    "fp16_fp16acc": "",
+    "fp8_fp16acc": "",
+}
+COMPUTE_TYPES: Mapping[str, str] = {
+    word: name for name, words in _COMPUTE_TYPES.items() for word in (name, *words.split())
+}
+"""Words for compute types, and the name in the table of peak FLOP/s."""

@@ -110,7 +110,7 @@ def forward_count(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 @pytest.mark.parametrize(
     "function",
-    [torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.pinv],
+    [torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.pinv, torch.linalg.matrix_exp],
 )
 def test_linear_algebra_without_an_exact_count_is_named(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     count = forward_count(function, torch.eye(8))

@@ -1,11 +1,10 @@
-"""Eliminations cost what they cost on paper; a matrix exponential costs the products it really runs."""
+"""Eliminations cost what they cost on paper."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import flopwatch
 
@@ -153,50 +152,3 @@ def test_the_gradient_of_a_solution_is_a_substitution_and_a_product() -> None:
     substitutions = on_paper(lambda: substitute(matrix(6, 6), matrix(6, 5)))
     assert count.forward_flops == solved(6, 5)
     assert count.backward_flops == substitutions + 2 * 6 * 5 * 6
-
-
-def products_run(work: Callable[[], object]) -> int:
-    """FLOPs of the products that torch's own profiler sees inside of an op."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        work()
-    flops = 0
-    for event in seen.events() or ():
-        if event.name == "aten::bmm":
-            (batch, rows, contracted), (*_, columns) = event.input_shapes[:2]
-            flops += 2 * batch * rows * contracted * columns
-    return flops
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "norms", [[0.0], [1e-9], [3e-4], [0.04], [0.4], [1.0], [2.0], [3.5], [50.0], [0.1, 900.0, 5.0], [0.0, 0.1]]
-)
-def test_a_matrix_exponential_costs_the_products_it_runs(norms: list[float], dtype: torch.dtype) -> None:
-    one = torch.rand(8, 8, dtype=dtype) + 0.1
-    matrices = torch.stack([norm * one / torch.linalg.matrix_norm(one, 1) for norm in norms])
-
-    assert forward_flops(torch.linalg.matrix_exp, matrices) == products_run(lambda: torch.linalg.matrix_exp(matrices))
-
-
-def test_the_gradient_of_a_matrix_exponential_costs_the_products_it_runs() -> None:
-    class Exponential(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(0.1 * torch.eye(6) + 0.01)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.linalg.matrix_exp(self.matrix).sum()
-
-    model, x = Exponential(), torch.randn(3)
-
-    count = flopwatch.count_flops(model, x)
-
-    assert count.method == "step"
-    assert count.model_flops == products_run(lambda: model(x).sum().backward())
-
-
-def test_the_cost_of_a_matrix_exponential_is_no_law() -> None:
-    law = flopwatch.fit_flops_law(nn.Sequential(nn.Linear(6, 6), Calls(torch.linalg.matrix_exp)), torch.randn(6, 6))
-
-    assert not law.exact
-    assert any("activations" in note for note in law.notes)

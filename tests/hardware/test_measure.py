@@ -5,7 +5,7 @@ import torch
 
 from flopwatch import InputError, MeasurementError, measure_peak
 from flopwatch.hardware.measure import SHAPES, matmul_flops, plain_matmuls, search_best_matmul
-from flopwatch.hardware.measured import cache_path
+from flopwatch.hardware.peaks import cache_path
 from support.fakes import FakeMatmul
 from testbeds.fakes import FakeClock
 

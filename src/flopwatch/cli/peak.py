@@ -9,7 +9,7 @@ import click
 from flopwatch.cli import RUNS_FOLDER, flag, print_error, print_json
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import explain_unknown, list_peaks, peak_flops, product_notes
-from flopwatch.hardware.measured import MEASURABLE
+from flopwatch.hardware.peaks import MEASURABLE
 from flopwatch.numbers import percent
 from flopwatch.records.flops import Peak
 from flopwatch.runs.log_file import find_log, runs_below

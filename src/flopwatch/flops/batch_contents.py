@@ -7,9 +7,8 @@ dimensions of all tensors, in order). One formula for the FLOPs of a step serves
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
-from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -96,19 +95,13 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
         return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
-    slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
-    if not isinstance(held, dict) and slots:
-        held = {slot: getattr(value, slot) for slot in slots}
-    if not isinstance(held, dict) and is_dataclass(value):
-        held = {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(held, dict):
+        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
+        names = [slot for own in slots for slot in ((own,) if isinstance(own, str) else own)]
+        held = {slot: getattr(value, slot) for slot in names if hasattr(value, slot)}
+    if not held:
         return "object", name
     return "parts", name, tuple((key, _described(item, sizes, depth + 1)) for key, item in held.items())
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
@@ -161,28 +154,17 @@ def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: st
 
 
 def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return items
     if isinstance(original, Mapping):
-        twin: Any = copy.copy(original)
-        try:
-            for name, item in items.items():
-                twin[name] = item
-        except TypeError:  # the mapping is read-only
-            return items
-        return twin
+        return items
     if isinstance(original, list):
         return list(items.values())
     if isinstance(original, tuple):
         values = items.values()
         return type(original)(*values) if hasattr(original, "_fields") else tuple(values)
-    try:
-        return replace(original, **items)
-    except (TypeError, ValueError):  # the dataclass has fields that its __init__ does not take
-        twin = copy.copy(original)
-        for name, item in items.items():
-            object.__setattr__(twin, name, item)
-        return twin
+    twin = copy.copy(original)
+    for name, item in items.items():
+        object.__setattr__(twin, name, item)
+    return twin
 
 
 MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
@@ -209,10 +191,12 @@ def named(batch: Any) -> dict[str, Any]:
 
 
 def read_shape(batch: Any) -> BatchShape:
-    """Read the batch size and the sequence length from the shapes of the batch's tensors."""
     arguments = named(batch)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    samples = _items_of_lists(arguments)
+    first: Any = next(iter(arguments.values()), None)
+    # As for object detectors: a list with one entry per sample.
+    is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
+    samples = len(first) if is_list and tensors_of(first) else None
     if not tensors:
         tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
     if not tensors:
@@ -235,13 +219,6 @@ def read_shape(batch: Any) -> BatchShape:
         return BatchShape(1, None)
     are_token_ids = first.dim() == 2 and not first.is_floating_point()
     return BatchShape(first.shape[0], first.shape[1] if are_token_ids else None)
-
-
-def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """Return the length of the first argument if it is a list with one entry per sample, as for object detectors."""
-    first = next(iter(arguments.values()), None)
-    is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
-    return len(first or ()) if is_list and tensors_of(first) else None
 
 
 def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
@@ -287,21 +264,6 @@ def real_lengths(batch: Any) -> list[int] | None:
             "pass a batch in which every row has at least one real position"
         )
     return None if all(length == mask.shape[1] for length in lengths) else lengths
-
-
-def images_of_row(
-    pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the patches and grids of one sample's images. All samples must have the same number of images."""
-    if grids.shape[0] % batch_size:
-        raise InputError(
-            f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
-            "belongs to which sample; pass a batch in which every sample has the same number of images"
-        )
-    per_row = grids.shape[0] // batch_size
-    patches = [prod(grid) for grid in grids.tolist()]
-    first, last = index * per_row, (index + 1) * per_row
-    return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

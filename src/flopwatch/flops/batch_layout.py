@@ -20,7 +20,6 @@ from flopwatch.flops.batch_contents import (
     MAIN_SEQUENCE,
     Description,
     describe,
-    images_of_row,
     inside,
     map_tensors,
     named,
@@ -35,13 +34,19 @@ LENGTHS = ("s", "t", "u")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None."""
+    """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None.
+
+    The size is fixed if it has no `variable`; otherwise it is the variable's value times `factor`, such as 3 for three
+    images per sample.
+    """
 
     path: str
     dim: int | None
     size: int
     is_integer: bool = False
     rank: int = 0
+    variable: str | None = None
+    factor: int = 1
 
     @property
     def name(self) -> str:
@@ -54,16 +59,17 @@ class Layout:
 
     Attributes:
         slots: All sizes of the example batch, in the order of `Description.sizes`.
-        variables: The name of each slot's variable; None for a slot of fixed size.
-        factors: The ratio of each slot's size to its variable, such as 3 for three images per sample.
         sizes: The values of the variables in the example batch.
     """
 
     structure: Any
     slots: tuple[Slot, ...]
-    variables: tuple[str | None, ...]
-    factors: tuple[int, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def other_lengths(self) -> dict[str, int]:
+        """The lengths in the example batch of all sequences except the main one."""
+        return {name: self.sizes[name] for name in self.lengths if name != "s"}
 
     @property
     def lengths(self) -> tuple[str, ...]:
@@ -75,34 +81,27 @@ class Layout:
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
-        for size, slot, variable, factor in zip(batch.sizes, self.slots, self.variables, self.factors, strict=True):
-            if variable is None:
+        for size, slot in zip(batch.sizes, self.slots, strict=True):
+            value, rest = divmod(size, slot.factor)
+            if slot.variable is None:
                 if size != slot.size:
                     return None
-            elif size % factor or found.setdefault(variable, size // factor) != size // factor:
+            elif rest or found.setdefault(slot.variable, value) != value:
                 return None
         return found
-
-    def sizes_at(self, values: Mapping[str, int]) -> list[int]:
-        """Return the size of every slot. Variables that are not in `values` have their value in the example batch."""
-        return [
-            slot.size if variable is None else factor * values.get(variable, self.sizes[variable])
-            for slot, variable, factor in zip(self.slots, self.variables, self.factors, strict=True)
-        ]
 
     def with_own_length(self, path: str) -> "Layout | None":
         """Return this layout with a new length variable for the tensor at `path`; None if no variable is free."""
         free = next((name for name in LENGTHS if name not in self.sizes), None)
-        moved = [i for i, slot in enumerate(self.slots) if slot.path == path and self.variables[i] in self.lengths]
+        moved = [slot for slot in self.slots if slot.path == path and slot.variable in self.lengths]
         if free is None or not moved:
             return None
-        variables = tuple(free if i in moved else variable for i, variable in enumerate(self.variables))
-        return replace(self, variables=variables, sizes={**self.sizes, free: self.slots[moved[0]].size})
+        slots = tuple(replace(slot, variable=free) if slot in moved else slot for slot in self.slots)
+        return replace(self, slots=slots, sizes={**self.sizes, free: moved[0].size})
 
     def paths_along(self, variable: str) -> list[str]:
         """Return the paths of the tensors that have a dimension whose size `variable` determines."""
-        paths = [slot.path for slot, own in zip(self.slots, self.variables, strict=True) if own == variable]
-        return list(dict.fromkeys(paths))
+        return list(dict.fromkeys(slot.path for slot in self.slots if slot.variable == variable))
 
 
 def _pieces(value: Any, structure: Any) -> list[tuple[Any, Any, Any]]:
@@ -135,20 +134,16 @@ def suggest_layouts(batch: Any) -> list[Layout]:
     structure, shape = describe(batch).structure, read_shape(batch)
     slots: list[Slot] = []
     _add_slots(batch, "", slots, structure)
-    variables: list[str | None] = [None] * len(slots)
-    factors = [1] * len(slots)
     for index, slot in enumerate(slots):
         factor = _rows_per_sample(slot, shape.batch_size)
         if factor:
-            variables[index], factors[index] = SAMPLES, factor
-    plain = Layout(structure, tuple(slots), tuple(variables), tuple(factors), {SAMPLES: shape.batch_size})
-    if not any(variable == SAMPLES for variable in variables):
+            slots[index] = replace(slot, variable=SAMPLES, factor=factor)
+    plain = Layout(structure, tuple(slots), {SAMPLES: shape.batch_size})
+    if not plain.paths_along(SAMPLES):
         return [replace(plain, sizes={})]
     if shape.seq_len is None:
         return [plain]
-    with_integers = _with_lengths(plain, slots, shape.seq_len, floats_too=False)
-    with_floats = _with_lengths(plain, slots, shape.seq_len, floats_too=True)
-    tried = [with_floats, with_integers, plain]
+    tried = [*(_with_lengths(plain, shape.seq_len, floats_too=too) for too in (True, False)), plain]
     return [layout for index, layout in enumerate(tried) if layout not in tried[:index]]
 
 
@@ -164,14 +159,14 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
     return slot.size // batch_size if slot.size % batch_size == 0 and slot.rank == 4 and not is_inside_list else None
 
 
-def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
+def _with_lengths(plain: Layout, seq_len: int, *, floats_too: bool) -> Layout:
     """Return `plain` with length variables for the sequence dimensions of integer tensors, such as token ids and masks.
 
     With `floats_too`, a dimension of a float tensor that is as long as a sequence gets the variable of that sequence.
     """
+    slots = list(plain.slots)
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
     # Dimensions of equal size get the same variable; `fit.separate_lengths` later tests whether they can differ.
-    variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
     for index, slot in enumerate(slots):
         if not slot.dim or slot.rank < 2 or slot.name in FLAT_IMAGES or slot.name in FLAT_IMAGES.values():
@@ -180,14 +175,16 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
         if is_sequence and slot.size not in sizes and len(sizes) < len(LENGTHS):
             sizes[slot.size] = LENGTHS[len(sizes)]
         if slot.size in sizes and (is_sequence or slot.is_integer or floats_too):
-            variables[index] = sizes[slot.size]
-    used = {name: size for size, name in sizes.items() if name in variables}
-    return replace(plain, variables=tuple(variables), sizes={**plain.sizes, **used})
+            slots[index] = replace(slot, variable=sizes[slot.size])
+    used = {name: size for size, name in sizes.items() if any(slot.variable == name for slot in slots)}
+    return replace(plain, slots=tuple(slots), sizes={**plain.sizes, **used})
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
     """Resize a batch of one sample to the sizes that the layout gives for these values of its variables."""
-    return _resized(batch, layout.structure, iter(layout.sizes_at(values)))
+    known = {**layout.sizes, **values}
+    sizes = (slot.size if slot.variable is None else slot.factor * known[slot.variable] for slot in layout.slots)
+    return _resized(batch, layout.structure, sizes)
 
 
 def _resized(value: Any, structure: Any, sizes: Iterator[int]) -> Any:
@@ -256,7 +253,6 @@ class Sample:
         return int(placeholders.max()) + 2 if placeholders.numel() else 1
 
     def batch(self, values: Mapping[str, int]) -> Any:
-        """Return a batch made of copies of the sample, with these values of the layout's variables."""
         return resized(self.one, self.layout, values)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
@@ -297,7 +293,6 @@ def grids_of(batch: Any) -> tuple[Grid, ...]:
 
 
 def take_sample(model: nn.Module, batch: Any, layout: Layout, index: int = 0) -> Sample:
-    """Return one sample of the batch without its padding."""
     config = getattr(model, "config", None)
     tokens = [getattr(config, name, None) for name in _TOKEN_NAMES]
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
@@ -313,11 +308,7 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
     """Return the batch with one sample only; arguments that all samples share stay unchanged."""
     if SAMPLES not in layout.sizes:
         return batch
-    factors = {
-        slot.path: factor
-        for slot, variable, factor in zip(layout.slots, layout.variables, layout.factors, strict=True)
-        if variable == SAMPLES
-    }
+    factors = {slot.path: slot.factor for slot in layout.slots if slot.variable == SAMPLES}
     lists = {slot.path for slot in layout.slots if slot.dim is None and slot.path in factors}
     row = _one_of_lists(batch, lists, index)
 
@@ -327,12 +318,10 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
         return tensor[index * factors[path] : (index + 1) * factors[path]]
 
     taken = map_tensors(row, cut)
-    if isinstance(batch, Mapping) and any(pixels in batch and grid in batch for pixels, grid in FLAT_IMAGES.items()):
-        taken = dict(taken)
-        for pixels, grid in FLAT_IMAGES.items():
-            if pixels in batch and grid in batch:
-                of_row = images_of_row(batch[pixels], batch[grid], layout.sizes[SAMPLES], index)
-                taken[pixels], taken[grid] = of_row
+    for pixels, grid in FLAT_IMAGES.items():
+        if isinstance(batch, Mapping) and pixels in batch and grid in batch:
+            own = _images_of_row(batch[pixels], batch[grid], layout.sizes[SAMPLES], index)
+            taken = {**taken, pixels: own[0], grid: own[1]}
     return taken
 
 
@@ -345,10 +334,25 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
     return tuple(items) if isinstance(batch, tuple) else items
 
 
+def _images_of_row(
+    pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the patches and grids of one sample's images. All samples must have the same number of images."""
+    if grids.shape[0] % batch_size:
+        raise InputError(
+            f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
+            "belongs to which sample; pass a batch in which every sample has the same number of images"
+        )
+    per_row = grids.shape[0] // batch_size
+    patches = [prod(grid) for grid in grids.tolist()]
+    first, last = index * per_row, (index + 1) * per_row
+    return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
+
+
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
     """Return the variable that determines the length of `mask`; None if the length is fixed or the mask is missing."""
-    pairs = zip(layout.slots, layout.variables, strict=True)
-    return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
+    masks = (slot for slot in layout.slots if slot.path == mask and slot.dim == 1 and slot.rank == 2)
+    return next((slot.variable for slot in masks), None)
 
 
 def without_padding(sample: Any, layout: Layout) -> Any:
@@ -371,8 +375,8 @@ def without_padding(sample: Any, layout: Layout) -> Any:
 def select_positions(sample: Any, layout: Layout, variable: str | None, columns: torch.Tensor) -> Any:
     """Return the sample with only the positions `columns` in each dimension whose size `variable` determines."""
     dims: dict[str, list[int]] = {}
-    for slot, own in zip(layout.slots, layout.variables, strict=True):
-        if own == variable and slot.dim is not None:
+    for slot in layout.slots:
+        if slot.variable == variable and slot.dim is not None:
             dims.setdefault(slot.path, []).append(slot.dim)
 
     def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:

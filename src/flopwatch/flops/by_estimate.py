@@ -18,7 +18,7 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import named, real_lengths
-from flopwatch.flops.tracing.passes import LossFn
+from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 
@@ -143,12 +143,7 @@ def _sides(module: nn.Module, name: str, dims: int) -> list[int]:
 
 # Names in transformers' configs for the number of active experts per token.
 _ACTIVE_EXPERTS = (
-    "num_experts_per_tok",
-    "top_k",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "num_selected_experts",
+    *("num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_top_k", "num_selected_experts"),
 )
 # Names of projections in the attention modules of transformers and timm.
 _QUERY = ("q_proj", "q_b_proj", "query", "q", "wq", "to_q", "query_proj", "q_lin")
@@ -167,16 +162,14 @@ class _Product:
     trained: bool
 
 
-def count_by_estimate(
-    model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
-) -> FlopCount:
+def count_by_estimate(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
     """Estimate the FLOPs of one step. Raises InputError for a model without a weight matrix."""
     model = unwrap(model)
     streams = read_streams(model, named(batch))
     products = list(_weight_products(model, streams))
     if not products:
         raise InputError(f"the FLOPs of {type(model).__name__} cannot be estimated, because it has no weight matrix")
-    scores = _attention_products(model, streams, attention)
+    scores = _attention_products(model, streams, options.attention)
     by_module: dict[str, PhaseFlops] = {}
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     any_trained_before = any(own.requires_grad for module in embeddings for own in module.parameters(recurse=False))
@@ -190,9 +183,11 @@ def count_by_estimate(
             backward += product.multiply_adds
         # An input needs a gradient only if an earlier parameter is trained.
         any_trained_before = any_trained_before or product.trained
-        flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
+        flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if options.training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
-    checkpointed = training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    checkpointed = options.training and any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
     total = sum(by_module.values(), PhaseFlops())
     recompute = total.forward if checkpointed else 0
     notes = ["the FLOPs are estimated from the shapes of the weights; docs/accuracy.md lists the errors of estimates"]
@@ -205,7 +200,7 @@ def count_by_estimate(
         backward_flops=total.backward,
         recompute_flops=recompute,
         method="estimate",
-        attention=attention,
+        attention=options.attention,
         by_module=by_module,
         notes=tuple(notes),
     )

@@ -23,8 +23,8 @@ from flopwatch.flops.batch_layout import (
     suggest_layouts,
 )
 from flopwatch.flops.fit import fit_flops_law, separate_lengths
-from flopwatch.flops.methods import MethodChoice, count_as_is
-from flopwatch.flops.tracing.passes import LossFn
+from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.tracing.passes import CountOptions, LossFn, MethodChoice
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
 # If a batch has more different rows than this, fitting a formula takes fewer traces than counting each row.
@@ -42,11 +42,11 @@ def is_padded(batch: Any) -> bool:
     return not bool((mask != 0).all())
 
 
-def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount, options: dict[str, Any]) -> int:
+def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount, options: CountOptions) -> int:
     """Return the model FLOPs of the batch without its padding. Raises FlopwatchError if they cannot be determined."""
 
     def counted(part: Any) -> FlopCount:
-        return count_as_is(model, part, **options)
+        return count_as_is(model, part, options)
 
     layout = separate_lengths(model, batch, counted, suggest_layouts(batch)[0])
     columns = real_columns(batch, layout)
@@ -63,9 +63,9 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     law = fit_flops_law(
         model,
         with_full_masks(batch),
-        attention=options["attention"],
-        loss_fn=options["loss_fn"],
-        training=options["training"],
+        attention=options.attention,
+        loss_fn=options.loss_fn,
+        training=options.training,
     )
     if is_additive and not law.exact:
         return _sum_of_rows(rows, keys, counted)
@@ -123,7 +123,6 @@ def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount
 
 
 def with_full_masks(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with all its positions marked as real."""
     masks = {
         name: batch[name] for name in ("attention_mask", _TARGET_MASK) if isinstance(batch.get(name), torch.Tensor)
     }
@@ -171,19 +170,13 @@ def count_flops(
     if isinstance(batch, Mapping):
         batch = dict(batch)  # torch's pytree finds tensors in a dict, but not in a tokenizer's BatchEncoding
     read_shape(batch)
-    options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
-    count = count_as_is(model, batch, method=method, **options)
-    if callable(method) or count.method == "estimate" or not is_padded(batch):
+    options = CountOptions(attention, loss_fn, training, method)
+    count = count_as_is(model, batch, options)
+    if count.method == "flops_fn" or count.method == "estimate" or not is_padded(batch):
         return count
-    return _without_padding(count, model, batch, {**options, "method": count.method})
-
-
-def _without_padding(
-    count: FlopCount, model: nn.Module, batch: Mapping[str, Any], options: dict[str, Any]
-) -> FlopCount:
-    """Return the count with the FLOPs of padding moved from `model_flops` to `padding_flops`."""
+    # The FLOPs of padding move from `model_flops` to `padding_flops`.
     try:
-        needed = unpadded_flops(model, batch, count, options)
+        needed = unpadded_flops(model, batch, count, options._replace(method=count.method))
     except FlopwatchError as error:
         note = f"model_flops includes padding, because the rows could not be counted without it: {error}"
         return replace(count, notes=(*count.notes, note))

@@ -6,6 +6,8 @@ lengths, and lengths next to the window and block sizes in the model's configura
 or if tensor values or random draws change the FLOPs, there is no formula, and each shape is counted when needed.
 """
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,16 +15,27 @@ from typing import Any
 
 from torch import nn
 
-from flopwatch.errors import FlopwatchError, MeasurementError
-from flopwatch.flops.batch_contents import altered_batches
-from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout, Sample, suggest_layouts, take_sample
-from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
+from flopwatch.errors import FlopwatchError, InputError, MeasurementError
+from flopwatch.flops.batch_contents import altered_batches, read_shape
+from flopwatch.flops.batch_layout import (
+    SAMPLES,
+    Grid,
+    Layout,
+    Sample,
+    grids_of,
+    repeated,
+    suggest_layouts,
+    take_sample,
+)
+from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name, term_value
 from flopwatch.flops.live_formula import solve
-from flopwatch.flops.methods import MethodChoice
-from flopwatch.flops.shape_counts import CACHED_SHAPES, ShapeCounts
+from flopwatch.flops.methods import count_as_is
 from flopwatch.flops.steering import CHANCE, WEIGHTS
-from flopwatch.flops.tracing.passes import LossFn
-from flopwatch.records.flops import AttentionConvention, FlopCount
+from flopwatch.flops.tracing.counter import ONE_RANKS_SHARE, phases_of
+from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
+from flopwatch.flops.tracing.passes import CountOptions, LossFn, MethodChoice
+from flopwatch.flops.tracing.replica import NO_PER_SAMPLE_GRADIENTS
+from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops
 
 # The range of traced lengths is at least this wide: three lengths fit a quadratic, further ones test the fit.
 _SHORTEST_SPAN = 12
@@ -34,10 +47,127 @@ _MOST_EDGES = 2
 _MANY = 16
 
 
+# The number of shapes whose FLOPs are kept. Each takes a few integers, and lengths often recur in a training.
+CACHED_SHAPES = 256
+# A FLOP law (the fitted formula) names the least reliable of the methods that its counts were made with.
+_LEAST_RELIABLE_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
+
+
+class ShapeCounts:
+    """Counts the FLOPs of batches of different shapes, all made from one sample, and caches the latest results.
+
+    `notes` are about the limits of the counts, `doubts` say why a formula that is fitted on them is not exact.
+    """
+
+    def __init__(self, model: nn.Module, sample: Sample, options: CountOptions) -> None:
+        # A FLOP law (the fitted formula) may live longer than its model, and must not keep the weights in memory.
+        self._model = weakref.ref(model)
+        self.sample = sample
+        self._options = options
+        self._known: OrderedDict[StepShape, PhaseFlops] = OrderedDict()
+        self._example: tuple[int, tuple[Grid, ...], PhaseFlops] | None = None
+        self.notes: dict[str, None] = {}
+        self.doubts: dict[str, None] = {}
+        self._methods: dict[Method, None] = {}
+        self._coverage: float | None = None
+
+    def __call__(self, shape: StepShape) -> PhaseFlops:
+        if shape not in self._known:
+            self._known[shape] = phases_of(self.count(self._batch(shape)))
+            if len(self._known) > CACHED_SHAPES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(shape)
+        return self._known[shape]
+
+    def add_example(self, batch: Any) -> FlopCount:
+        """Count the FLOPs of the user's own batch, unaltered. All other shapes will be counted with the same method."""
+        count = self.count(batch)
+        if count.method != "flops_fn":
+            self._options = self._options._replace(method=count.method)
+        self._example = read_shape(batch).batch_size, grids_of(batch), phases_of(count)
+        return count
+
+    def example_shape(self, layout: Layout) -> StepShape:
+        """Return the shape of the user's batch in this layout, and store the batch's FLOPs under this shape."""
+        assert self._example is not None
+        batch_size, grids, cost = self._example
+        shape = StepShape.of({**layout.sizes, SAMPLES: batch_size}, grids)
+        self._known[shape] = cost
+        return shape
+
+    def law(
+        self, coefficients: dict[str, dict[str, Any]], domain: dict[str, tuple[int, int]], note: str = ""
+    ) -> FlopLaw:
+        """Return a FLOP law with these coefficients; without coefficients, it counts each shape when needed."""
+        layout = self.sample.layout
+        self.example_shape(layout)
+        lengths = domain.get("s")
+        if lengths is None and "s" in layout.sizes:
+            known = [shape.seq_len for shape in self._known if shape.seq_len is not None]
+            lengths = (min(known), max(known))
+        other_lengths = [
+            f"the length of {path!r} does not depend on seq_len; it is {length}, as in the example"
+            for name, length in layout.other_lengths.items()
+            for path in layout.paths_along(name)
+        ]
+        return FlopLaw(
+            exact=bool(coefficients) and not self.doubts,
+            seq_lens=lengths,
+            attention=self._options.attention,
+            coefficients=coefficients,
+            sample_grids=self.sample.grids,
+            notes=tuple(filter(None, (*self.doubts, note, *other_lengths, *self.notes))),
+            method=next((method for method in _LEAST_RELIABLE_FIRST if method in self._methods), "trace"),
+            coverage=self._coverage,
+            count_shape=self,
+            layout=layout,
+            domain=domain,
+            doubts=tuple(self.doubts),
+        )
+
+    def count(self, batch: Any) -> FlopCount:
+        """Count the FLOPs of a batch, and add the notes on this count to those of earlier counts."""
+        model = self._model()
+        if model is None:
+            raise InputError(
+                "this shape cannot be counted, because the model that the FLOP law was fitted on no longer exists; "
+                "keep a reference to the model as long as you use its law"
+            )
+        count = count_as_is(model, batch, self._options)
+        self.notes.update(dict.fromkeys(count.notes))
+        self._methods[count.method] = None
+        if count.coverage is not None:
+            self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
+        if count.method == "estimate":
+            self.doubts["the FLOPs are estimates"] = None
+        elif count.method == "flops_fn":
+            self.doubts["the FLOPs come from the user's function"] = None
+        for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
+            if doubt in count.notes:
+                self.doubts[doubt] = None
+        if any(NO_PER_SAMPLE_GRADIENTS in note for note in count.notes):
+            self.doubts["the executed FLOPs leave out per-sample gradients"] = None
+        if count.uncounted:
+            ops = ", ".join(sorted({op.op for op in count.uncounted}))
+            self.doubts[f"the FLOPs leave out ops that have no formula ({ops})"] = None
+        return count
+
+    def _batch(self, shape: StepShape) -> Any:
+        sample = self.sample
+        if not shape.grids or shape.grids == sample.grids * shape.batch_size:
+            return sample.batch(shape.values)
+        per_sample, left = divmod(len(shape.grids), shape.batch_size)
+        grids = shape.grids[:per_sample]
+        if left or grids * shape.batch_size != shape.grids:
+            raise InputError(
+                "this model has no formula for its FLOPs, and a batch can only be counted if all its samples have the "
+                f"same images; got {len(shape.grids)} images for {shape.batch_size} samples"
+            )
+        return repeated(sample.with_grids(grids, shape.seq_len or 0), shape.batch_size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """The terms of a formula, the shapes to fit their coefficients on, and the shapes to test the result on."""
-
     terms: list[str]
     fitted: list[StepShape]
     held_out: list[StepShape]
@@ -70,7 +200,7 @@ def fit_flops_law(
         (True, 8192000)
     """
     layouts = suggest_layouts(batch)
-    options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
+    options = CountOptions(attention, loss_fn, training, method)
     counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options)
     own = counts.add_example(batch)
     law = _first_that_holds(model, batch, counts, layouts, own)
@@ -136,7 +266,6 @@ def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law
 
 
 def _depends_on_values(name: str, batch: Any, counts: ShapeCounts, own: FlopCount) -> bool:
-    """Return whether batches of the same shape but with other values of this argument cost different FLOPs."""
     tried = 0
     for other in altered_batches(batch, name):
         try:
@@ -193,8 +322,7 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
     first, second = (1, 2) if lengths else (2, 3)  # batch norm without a sequence needs two samples
 
     def at(samples: int, point: dict[str, int]) -> StepShape:
-        others = tuple((name, size) for name, size in point.items() if name != "s")
-        return StepShape(samples, point.get("s"), sample.grids * samples, others)
+        return StepShape.of({SAMPLES: samples, **point}, sample.grids * samples)
 
     terms = [term_name({SAMPLES: 1, **power}) for power in powers] + ["step"]
     fitted = [at(first, point) for point in points] + [at(second, points[0])]
@@ -275,7 +403,6 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
 
 
 def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
-    """Return the least and greatest value of each variable among the shapes."""
     met: dict[str, list[int]] = {}
     for shape in (*attempt.fitted, *attempt.held_out):
         for name, value in shape.values.items():
@@ -287,7 +414,7 @@ def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
 
 def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]:
     measured = [counts(shape) for shape in attempt.fitted]
-    matrix = [[int(evaluate({term: 1}, shape)) for term in attempt.terms] for shape in attempt.fitted]  # type: ignore[dict-item]
+    matrix = [[term_value(term, shape) for term in attempt.terms] for shape in attempt.fitted]
     solutions = {phase: solve(matrix, [getattr(flops, phase) for flops in measured]) for phase in PHASES}
     return {
         phase: dict(zip(attempt.terms, solution, strict=True))

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout
+from flopwatch.flops.batch_layout import LENGTHS, SAMPLES, Grid, Layout
 from flopwatch.records.flops import AttentionConvention, Method, PhaseFlops
 
 
@@ -29,6 +29,12 @@ class StepShape:
     seq_len: int | None = None
     grids: tuple[Grid, ...] = ()
     others: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, int], grids: tuple[Grid, ...] = ()) -> "StepShape":
+        """The shape with these values of a layout's variables; without samples, the batch is one."""
+        others = tuple((name, values[name]) for name in LENGTHS[1:] if name in values)
+        return cls(values.get(SAMPLES, 1), values.get("s"), grids, others)
 
     @property
     def values(self) -> dict[str, int]:
@@ -79,8 +85,11 @@ def exponents_of(term: str) -> dict[str, int]:
 def term_value(term: str, shape: StepShape) -> int:
     if term in IMAGE_TERMS:
         return IMAGE_TERMS[term](shape.grids)
-    values = shape.values
-    return prod(int(values.get(name, 0) ** power) for name, power in exponents_of(term).items())
+    return _product(shape.values, exponents_of(term))
+
+
+def _product(values: Mapping[str, int], powers: Mapping[str, int]) -> int:
+    return prod(int(values.get(name, 0) ** power) for name, power in powers.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +203,8 @@ class FlopLaw:
         sample by variable, such as `{"s": 512}`.
         """
         longest = {name: max(row[name] for row in rows) for name in rows[0]}
-        grids = self._grids(image_grids, len(rows))
-
-        def amount(term: str) -> int:
-            if term in IMAGE_TERMS:
-                return IMAGE_TERMS[term](grids)
-            powers = exponents_of(term)
-            samples = powers.pop(SAMPLES, 0)
-            if samples == 1:
-                return sum(prod(int(row.get(name, 0) ** power) for name, power in powers.items()) for row in rows)
-            return int(len(rows) ** samples) * prod(
-                int(longest.get(name, 0) ** power) for name, power in powers.items()
-            )
-
-        return self._summed(amount)
+        whole = StepShape.of({SAMPLES: len(rows), **longest}, self._grids(image_grids, len(rows)))
+        return self._of_samples(whole, lambda powers: sum(_product(row, powers) for row in rows))
 
     def phase_flops_of_documents(
         self,
@@ -225,16 +222,17 @@ class FlopLaw:
         # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.
         powers_of_main = (documents.count, documents.tokens, documents.squares)
         row_length = documents.tokens if longest is None else longest
-        once = StepShape(rows, row_length, self.sample_grids * documents.count, tuple(others))
+        whole = StepShape(rows, row_length, self.sample_grids * documents.count, tuple(others))
+        return self._of_samples(
+            whole, lambda powers: powers_of_main[powers.pop("s", 0)] * _product(dict(others), powers)
+        )
+
+    def _of_samples(self, whole: StepShape, sum_over_samples: Callable[[dict[str, int]], int]) -> PhaseFlops:
+        """Sum terms that are linear in the samples over the samples; evaluate all others for the whole batch."""
 
         def amount(term: str) -> int:
             powers = exponents_of(term) if term not in IMAGE_TERMS else {}
-            if powers.pop(SAMPLES, 0) != 1:
-                return term_value(term, once)
-            main = powers.pop("s", 0)
-            return powers_of_main[main] * prod(
-                int(dict(others).get(name, 0) ** power) for name, power in powers.items()
-            )
+            return sum_over_samples(powers) if powers.pop(SAMPLES, 0) == 1 else term_value(term, whole)
 
         return self._summed(amount)
 
@@ -252,7 +250,6 @@ class FlopLaw:
         return self.seq_lens[0] <= seq_len <= self.seq_lens[1]
 
     def covers_shape(self, shape: StepShape) -> bool:
-        """Return whether all variables of this shape lie in the ranges that were verified."""
         values = shape.values
         return all(low <= values.get(name, low) <= high for name, (low, high) in self.domain.items())
 
@@ -289,10 +286,7 @@ class FlopLaw:
         return StepShape(samples, length, grids, self._other_lengths())
 
     def _other_lengths(self) -> tuple[tuple[str, int], ...]:
-        """Return the lengths that all sequences except the main one have in the example."""
-        if self.layout is None:
-            return ()
-        return tuple((name, self.layout.sizes[name]) for name in self.layout.lengths if name != "s")
+        return () if self.layout is None else tuple(self.layout.other_lengths.items())
 
     def _grids(self, image_grids: Sequence[Grid] | None, samples: int) -> tuple[Grid, ...]:
         if image_grids is None:

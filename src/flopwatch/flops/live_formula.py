@@ -100,7 +100,6 @@ class _Family:
     rounding: Rounding
 
     def terms(self, sizes: tuple[int, ...]) -> list[int] | None:
-        """The values of the monomials for one call; None if its sizes are not those that were counted."""
         values = self.variables.values(sizes)
         if values is None:
             return None
@@ -111,7 +110,6 @@ class _Family:
 
 
 def _features(calls: Calls, families: Mapping[Hashable, _Family]) -> list[int] | None:
-    """The sums of the monomials over the calls of a step."""
     sums = {family: [0] * len(own.basis) for family, own in families.items()}
     for family, sizes in calls:
         terms = families[family].terms(sizes)
@@ -148,7 +146,6 @@ class Formula:
         return {name: int(value) for name, value in result.items()}
 
     def gives(self, calls: Calls, outputs: Mapping[Hashable, int]) -> bool:
-        """Whether the formula gives what was counted."""
         values = self.values(calls)
         return values is not None and all(
             outputs.get(name, 0) == values.get(name, 0)
@@ -157,7 +154,6 @@ class Formula:
         )
 
     def covers(self, family: Hashable, sizes: tuple[int, ...]) -> bool:
-        """Whether a call has sizes inside of those that were verified."""
         return family in self._families and self._families[family].variables.values(sizes) is not None
 
 

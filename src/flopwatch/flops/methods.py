@@ -7,10 +7,9 @@ backward really run and need their memory.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,14 +19,15 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.flops.batch_contents import as_call
 from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.formulas.attention import WholeAttention
-from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, with_steering
+from flopwatch.flops.steering import PythonReads, Steering, following, python_draws
 from flopwatch.flops.tracing.copies import Copies, NotCopyableError
-from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError, run_op
+from flopwatch.flops.tracing.counter import CountingMode, NeedsOtherRanksError, run_op
 from flopwatch.flops.tracing.fakes import Faker, quiet_fakes
 from flopwatch.flops.tracing.kernels import watch_launches
 from flopwatch.flops.tracing.passes import (
     AutocastState,
-    LossFn,
+    CountOptions,
+    MethodChoice,
     current_autocast,
     device_type_of,
     failures_named,
@@ -36,54 +36,23 @@ from flopwatch.flops.tracing.passes import (
     under_autocast,
 )
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
-from flopwatch.flops.tracing.tally import Tally
-from flopwatch.records.flops import AttentionConvention, FlopCount, Method
+from flopwatch.records.flops import AttentionConvention, FlopCount
+from flopwatch.torch_internals import check_countable, untested_release
 from flopwatch.torch_internals.autograd import current_graph_task_id
-from flopwatch.torch_internals.probes import check_countable, untested_release
+
+WITHOUT_AUTOCAST = "the model could not be traced under autocast, so the compute types of its products are not known"
 
 
-def count_by_step(
-    model: nn.Module,
-    batch: Any,
-    *,
-    attention: AttentionConvention,
-    loss_fn: LossFn | None,
-    training: bool,
-) -> FlopCount:
+def count_by_step(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
     """Count the FLOPs of a real step. Raises InputError if one process cannot run it, MeasurementError if it fails."""
     obstacle = step_obstacle(model)
     if obstacle:
         raise InputError(f"{obstacle}; use method='trace'")
-    state = current_autocast()
-    under = under_autocast(state, device_type_of(model, state), stand_in=False)
-    stack, steering = ModuleStack(), Steering()
-    copies, execute = Copies(_alias, stack), following(run_op, steering)
-    mode, in_threads = CountingMode(stack, attention, execute), list[Tally]()
-
-    def modes_of_thread() -> tuple[Any, ...]:
-        in_threads.append(Tally())
-        own = CountingMode(stack, attention, execute, in_threads[-1])
-        return (PythonReads(steering), own) if training else (own,)
-
-    with undisturbed(parameter.device for parameter in model.parameters()):
-        replica, own_batch, own_loss = copies.all_of(model, _apart(batch), loss_fn)
-        steering.name(own_batch, (*replica.parameters(), *replica.buffers()))
-        noticed = threads_met(mode.add_threads, modes_of_thread)
-        reads = PythonReads(steering) if training else nullcontext()
-        with copies.in_place(), failures_named(stack), python_draws(steering), reads, noticed, ExitStack() as ends:
-            ends.callback(watch_launches(mode.add_kernel))
-            copy_context().run(
-                run_step, replica, *as_call(own_batch), own_loss, mode, training=training, autocast=under
-            )
-    for log in in_threads:
-        log.add_to(mode.tally)
-    return _as_count("step", mode.tally, stack, attention, steering)
+    return _counted("step", model, batch, options, current_autocast())
 
 
 def step_obstacle(model: nn.Module) -> str | None:
     """Return why a real step cannot run in this process; None if it can."""
-    if current_graph_task_id() != -1:
-        return "a backward pass is running, in which no other step can run"
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
             return "the model is on the meta device, so it has no weights to run a step with"
@@ -108,132 +77,95 @@ def _apart(batch: Any) -> Any:
     return tuple(map(own, batch)) if type(batch) is tuple else batch
 
 
-WITHOUT_AUTOCAST = "the model could not be traced under autocast, so the compute types of its products are not known"
+def count_by_trace(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
+    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors.
+
+    A trace runs under the CPU's autocast, which may keep an op in fp32 that an accelerator runs in bf16. If the
+    model fails because another op gets tensors of both types, a trace without autocast may work.
+    """
+    autocast = current_autocast()
+    try:
+        return _traced(model, batch, options, autocast)
+    except MeasurementError:
+        if not autocast:
+            raise
+        count = _traced(model, batch, options, ())
+        return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
 
 
-def count_by_trace(
+def _traced(model: nn.Module, batch: Any, options: CountOptions, autocast: AutocastState) -> FlopCount:
+    """Trace with attention as one op only where the result depends on it, because it takes longer."""
+    keep_whole = options.attention == "causal" or device_type_of(model, autocast) != "cpu"
+    try:
+        return _counted("trace", model, batch, options, autocast, keep_whole=keep_whole)
+    except MeasurementError as error:
+        # The message names FlexAttention, or its op flex_attention, if the model needs its backward pass, which the
+        # CPU does not have.
+        if keep_whole or "flexattention" not in str(error).lower().replace("_", ""):
+            raise
+        return _counted("trace", model, batch, options, autocast, keep_whole=True)
+
+
+def _counted(
+    method: Literal["trace", "step"],
     model: nn.Module,
     batch: Any,
+    options: CountOptions,
+    autocast: AutocastState,
     *,
-    attention: AttentionConvention,
-    loss_fn: LossFn | None,
-    training: bool,
+    keep_whole: bool = False,
 ) -> FlopCount:
-    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors."""
-    state = current_autocast()
-    count = _Trace(model, batch, state, attention, loss_fn, training).count_with_autocast_or_without
-    if current_graph_task_id() == -1:
-        return count()
-    # A hook of a backward pass has called us. In its thread, all ops would seem to belong to that backward pass.
-    with ThreadPoolExecutor(1, "flopwatch-count") as thread:
-        return thread.submit(copy_context().run, count).result()
-
-
-@dataclass(frozen=True)
-class _Trace:
-    model: nn.Module
-    batch: Any
-    autocast: AutocastState
-    attention: AttentionConvention
-    loss_fn: LossFn | None
-    training: bool
-    keep_whole: bool = False
-    """Whether to count attention as one op where torch would decompose it; this takes longer."""
-
-    def count_with_autocast_or_without(self) -> FlopCount:
-        """Count the step's FLOPs, and if that fails under autocast, count them without it.
-
-        A trace runs under the CPU's autocast, which may keep an op in fp32 that an accelerator runs in bf16. If the
-        model fails because another op gets tensors of both types, a trace without autocast may work.
-        """
-        try:
-            return self.count()
-        except MeasurementError:
-            if not self.autocast.enabled:
-                raise
-            count = replace(self, autocast=AutocastState()).count()
-            return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
-
-    def count(self) -> FlopCount:
-        """Count the step's FLOPs, with `keep_whole` only where the result depends on it, because it takes longer."""
-        if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
-            return replace(self, keep_whole=True)._counted()
-        try:
-            return self._counted()
-        except MeasurementError as error:
-            # The message names FlexAttention, or its op flex_attention, if the model needs its backward pass, which the
-            # CPU does not have.
-            if "flexattention" not in str(error).lower().replace("_", ""):
-                raise
-            return replace(self, keep_whole=True)._counted()
-
-    def _counted(self) -> FlopCount:
-        faker, stack, steering = Faker(), ModuleStack(), Steering()
-        mode = CountingMode(stack, self.attention, following(faker.execute, steering))
-        whole_attention = WholeAttention(mode.add, self.attention) if self.keep_whole else nullcontext()
-        autocast = under_autocast(self.autocast, device_type_of(self.model, self.autocast), stand_in=True)
-        copies = Copies(faker.tensor, stack)
-        # A model that calls `torch.manual_seed` also seeds its own device, though the trace does not use it.
-        with undisturbed(parameter.device for parameter in self.model.parameters()), quiet_fakes():
-            replica, fake_batch, loss_fn = copies.all_of(self.model, _apart(self.batch), self.loss_fn)
-            steering.name(fake_batch)
-            # In inference, torch runs an encoder layer as one op, which a function mode (`PythonReads`) would prevent.
-            reads = PythonReads(steering) if self.training else nullcontext()
-            noticed = python_draws(steering), reads, threads_met(mode.add_threads)
-            # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
-            with copies.in_place(), failures_named(stack), noticed[0], noticed[1], noticed[2], whole_attention:
-                copy_context().run(
-                    run_step, replica, *as_call(fake_batch), loss_fn, mode, training=self.training, autocast=autocast
-                )
-        return _as_count("trace", mode.tally, stack, self.attention, steering)
-
-
-def _as_count(
-    method: Method, tally: Tally, stack: ModuleStack, attention: AttentionConvention, steering: Steering
-) -> FlopCount:
+    if current_graph_task_id() != -1:
+        raise InputError("a backward pass is running, in which no other step can be counted; count before or after it")
+    stack, steering = ModuleStack(), Steering()
+    faker = Faker() if method == "trace" else None
+    mode = CountingMode(stack, options.attention, following(faker.execute if faker else run_op, steering))
+    copies = Copies(faker.tensor if faker else _alias, stack)
+    under = under_autocast(autocast, device_type_of(model, autocast), stand_in=faker is not None)
+    # A model that calls `torch.manual_seed` also seeds its own device, though a trace does not use it.
+    with undisturbed(parameter.device for parameter in model.parameters()), quiet_fakes(), ExitStack() as contexts:
+        replica, own_batch, loss_fn = copies.all_of(model, _apart(batch), options.loss_fn)
+        steering.name(own_batch, () if faker else (*replica.parameters(), *replica.buffers()))
+        for context in (copies.in_place(), failures_named(stack), python_draws(steering)):
+            contexts.enter_context(context)
+        if options.training:  # in inference, torch runs an encoder layer as one op, which a function mode would prevent
+            contexts.enter_context(PythonReads(steering))
+        contexts.enter_context(threads_met(mode.add_threads))
+        if method == "step":
+            contexts.callback(watch_launches(mode.add_kernel))
+        if keep_whole:  # must be the innermost mode, because it inspects its caller's frame
+            contexts.enter_context(WholeAttention(mode.add, options.attention))
+        run = copy_context().run
+        run(run_step, replica, *as_call(own_batch), loss_fn, mode, training=options.training, autocast=under)
     for note in (*stack.notes(), untested_release()):
-        tally.note(note)
-    return with_steering(tally.as_count(method, attention), steering)
+        mode.tally.note(note)
+    return steering.add_to(mode.tally.as_count(method, options.attention))
 
 
-MethodChoice = Literal["auto", "trace", "step", "estimate"]
-
-
-def count_as_is(
-    model: nn.Module,
-    batch: Any,
-    *,
-    method: MethodChoice | Callable[[Any], int],
-    attention: AttentionConvention,
-    loss_fn: LossFn | None,
-    training: bool,
-) -> FlopCount:
+def count_as_is(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
     """Count the FLOPs of all positions, padding included, under the current autocast state."""
+    method = options.method
     if callable(method):
-        return _count_by_user(method, batch, attention)
+        return _count_by_user(method, batch, options.attention)
     if method not in get_args(MethodChoice):
         choices = ", ".join(map(repr, get_args(MethodChoice)))
         raise InputError(f"method must be one of {choices}, or a function that takes a batch, got {method!r}")
-    counters = {"trace": count_by_trace, "step": count_by_step}
-    options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
-    if method == "estimate":
-        return count_by_estimate(model, batch, **options)
-    if method != "auto":
-        return counters[method](model, batch, **options)
-    return _count_by_first_that_works(model, batch, options)
+    counters = {
+        "auto": _count_by_first_that_works,
+        "trace": count_by_trace,
+        "step": count_by_step,
+        "estimate": count_by_estimate,
+    }
+    return counters[method](model, batch, options)
 
 
-def _count_by_first_that_works(model: nn.Module, batch: Any, options: dict[str, Any]) -> FlopCount:
+def _count_by_first_that_works(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
     try:
         check_countable()
     except MeasurementError as error:
         return _estimated(model, batch, str(error), options)
     try:
-        traced = count_by_trace(model, batch, **options)
-        # A real step can count ops in threads that the model starts, a trace cannot.
-        if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
-            return traced
-        trace_error = MeasurementError("the model starts threads, and a trace does not see the ops in them")
+        return count_by_trace(model, batch, options)
     except (NeedsOtherRanksError, NotCopyableError) as error:
         return _estimated(model, batch, str(error), options)
     except MeasurementError as error:
@@ -243,15 +175,15 @@ def _count_by_first_that_works(model: nn.Module, batch: Any, options: dict[str, 
     if obstacle is not None:
         return _estimated(model, batch, f"{cannot_trace}, and {obstacle}", options)
     try:
-        count = count_by_step(model, batch, **options)
+        count = count_by_step(model, batch, options)
     except (NeedsOtherRanksError, NotCopyableError) as error:
         return _estimated(model, batch, f"{cannot_trace}, and {error}", options)
     note = f"counted on one real step, because the model could not be traced with fake tensors: {trace_error}"
     return replace(count, notes=(note, *count.notes))
 
 
-def _estimated(model: nn.Module, batch: Any, reason: str, options: dict[str, Any]) -> FlopCount:
-    count = count_by_estimate(model, batch, **options)
+def _estimated(model: nn.Module, batch: Any, reason: str, options: CountOptions) -> FlopCount:
+    count = count_by_estimate(model, batch, options)
     return replace(count, notes=(f"the FLOPs are estimated, because {reason}", *count.notes))
 
 

@@ -16,11 +16,9 @@ class CpuFacts:
     """The CPU that this process runs on; facts that cannot be read are None or empty.
 
     Attributes:
-        flags: Instruction sets.
         identity: `vendor_id`, `family`, `model`, `arm_part`, as the kernel prints them.
         core_count: Number of physical cores that this process may use; fractional under a CPU quota.
         clock_ghz: The clock that all cores can sustain at once.
-        clock_source: From where the clock was read.
     """
 
     name: str = "cpu"

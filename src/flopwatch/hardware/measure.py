@@ -13,8 +13,14 @@ import torch
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
-from flopwatch.hardware.measured import cache_key, read_cached_peak, write_cached_peak
-from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
+from flopwatch.hardware.peaks import (
+    MEASURABLE,
+    DeviceFacts,
+    cache_key,
+    canonical_dtype,
+    read_cached_peak,
+    write_cached_peak,
+)
 from flopwatch.records.flops import Confidence, Peak
 
 Shape = tuple[int, int, int]
@@ -25,16 +31,8 @@ TimeMatmul = Callable[[Shape, int], float]
 
 # Square matmuls, and the wide and deep ones of transformer layers. Which is fastest depends on the device.
 SHAPES: tuple[Shape, ...] = (
-    (512, 512, 512),
-    (1024, 1024, 1024),
-    (2048, 1024, 2048),
-    (2048, 2048, 2048),
-    (1024, 8192, 1024),
-    (4096, 1024, 4096),
-    (4096, 4096, 4096),
-    (8192, 2048, 8192),
-    (8192, 4096, 14336),
-    (8192, 8192, 8192),
+    *((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048), (2048, 2048, 2048), (1024, 8192, 1024)),
+    *((4096, 1024, 4096), (4096, 4096, 4096), (8192, 2048, 8192), (8192, 4096, 14336), (8192, 8192, 8192)),
     (16384, 16384, 16384),
 )
 
@@ -115,20 +113,17 @@ def _expected_seconds(shape: Shape, found: Iterable[tuple[float, int]]) -> float
     return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
 
 
-TORCH_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
+_TORCH_DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_BYTES_OFF_CUDA = 2**30
 
 
 def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
-    """A function that times matmuls on `device`: with CUDA events, or with the host's clock and synchronisation."""
-    seconds_of = _seconds_by_events if device.type == "cuda" else _seconds_by_clock
+    """A function that times matmuls on `device`. A sample is so long that the time to synchronise is negligible."""
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
     latest: dict[Shape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def time_matmul(shape: Shape, calls: int) -> float:
@@ -136,12 +131,12 @@ def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
             latest.clear()  # keep the matrices of one shape only, because the largest take gigabytes
             latest[shape] = _operands(shape, device, dtype)
         left, right, product = latest[shape]
-
-        def multiply() -> None:
-            for _ in range(calls):
-                torch.mm(left, right, out=product)
-
-        return seconds_of(multiply, device)
+        synchronize()
+        start = monotonic_seconds()
+        for _ in range(calls):
+            torch.mm(left, right, out=product)
+        synchronize()
+        return monotonic_seconds() - start
 
     return time_matmul
 
@@ -191,30 +186,6 @@ def _operands(
     return left, right, torch.empty(rows, columns, device=device, dtype=dtype)
 
 
-def _seconds_by_events(run: Callable[[], None], device: torch.device) -> float:
-    cuda: Any = torch.cuda  # torch has no type annotations for events
-    with cuda.device(device):
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3  # elapsed_time is in ms
-
-
-def _seconds_by_clock(run: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
-    start = monotonic_seconds()
-    run()
-    _synchronize(device)
-    return monotonic_seconds() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def measure_peak(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -254,7 +225,7 @@ def measure_peak(
     known = None if refresh else read_cached_peak(key)
     if known is not None:
         return known
-    used, torch_dtype = find_device(device), TORCH_DTYPES[compute_dtype]
+    used, torch_dtype = find_device(device), _TORCH_DTYPES.get(compute_dtype, torch.float32)
     with plain_matmuls(used, compute_dtype):
         try:
             timer = time_matmul or matmul_timer(used, torch_dtype)
@@ -282,8 +253,8 @@ def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
 
 def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> str:
     asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
-    if asked not in TORCH_DTYPES or (asked == "tf32" and facts.kind != "cuda"):
-        can = [key for key in TORCH_DTYPES if key != "tf32" or facts.kind == "cuda"]
+    can = [key for key in MEASURABLE if key != "tf32" or facts.kind == "cuda"]
+    if asked not in can:
         raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
     return asked
 

@@ -1,15 +1,19 @@
-"""The table of accelerators, and the peak FLOP/s of a device by this table or its architecture. Never loads torch."""
+"""The peak FLOP/s of a device by the product table, its architecture or past measurements. Never loads torch."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.files import read_object, write_json
 from flopwatch.records.flops import Confidence, Peak
+from flopwatch.spellings import COMPUTE_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +47,7 @@ class Unknown:
     reason: str
 
 
-_SPELLINGS = {
-    "fp64": ("float64", "double", "f64"),
-    "fp32": ("float32", "float", "single", "f32"),
-    "tf32": ("tensorfloat32", "xf32"),
-    "bf16": ("bfloat16",),
-    "fp16": ("float16", "half", "f16"),
-    "fp8": (
-        "float8",
-        "f8",
-        "e4m3",
-        "e5m2",
-        "mxfp8",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-    ),
-    "fp6": ("float6", "mxfp6"),
-    "fp4": ("float4", "nvfp4", "mxfp4", "float4_e2m1fn_x2"),
-    "int8": ("i8",),
-    "int4": ("i4",),
-    # Rates with 16-bit accumulation, which is faster on GeForce. They are used only if the user asks for them, because
-    # PyTorch accumulates in fp32.
-    "fp16_fp16acc": (),
-    "fp8_fp16acc": (),
-}
-_CANONICAL = {spelling: key for key, spellings in _SPELLINGS.items() for spelling in (key, *spellings)}
-
-DTYPES = tuple(_SPELLINGS)
+DTYPES = tuple(dict.fromkeys(COMPUTE_TYPES.values()))
 
 
 def canonical_dtype(dtype: object) -> str:
@@ -84,8 +60,8 @@ def canonical_dtype(dtype: object) -> str:
         InputError: The compute type is not known.
     """
     spelling = str(dtype).strip().lower().removeprefix("torch.").replace("-", "_")
-    if spelling in _CANONICAL:
-        return _CANONICAL[spelling]
+    if spelling in COMPUTE_TYPES:
+        return COMPUTE_TYPES[spelling]
     raise InputError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}, or a torch.dtype")
 
 
@@ -115,9 +91,6 @@ class Accelerator:
     """One product of the table.
 
     Attributes:
-        id: A short name that never changes.
-        name: The product's name as people write it.
-        vendor: `nvidia`, `amd`, `intel`, `apple`, `huawei`, `google` or `aws`.
         match: Regular expressions for the names that the driver reports.
         contains: Words in lower case; every name that matches contains at least one. They are checked first, because
             compiling all regular expressions is slow. If empty, the expressions are always tried.
@@ -128,9 +101,6 @@ class Accelerator:
         sm_count: Streaming multiprocessors, compute units or cores of the whole product.
         torch_multi_processor_count: The same as torch counts it: on AMD's RDNA architecture, work-group processors.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
-        source: The document that states the rates.
-        confidence: How reliable the source is.
-        notes: Remarks for users.
     """
 
     id: str
@@ -164,7 +134,6 @@ def load_accelerators() -> tuple[Accelerator, ...]:
 
 @cache
 def read_table(file_name: str) -> Any:
-    """The content of a JSON file beside this module."""
     return json.loads(Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
 
 
@@ -345,3 +314,54 @@ def _row_for(facts: DeviceFacts) -> dict[str, Any] | None:
     rows: list[dict[str, Any]] = read_table("arch_rates.json")
     of_architecture = (row for row in rows if row["compute_capability"] == architecture)
     return next((row for row in of_architecture if _matches(_PRODUCT_LINES[row["product_line"]], name)), None)
+
+
+MEASURABLE = ("fp64", "fp32", "tf32", "bf16", "fp16")
+"""Compute types whose matmuls can be timed; tf32 on CUDA only."""
+
+
+def cache_path() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "flopwatch" / "peaks.json"
+
+
+def cache_key(device: str, unit_count: int | None, dtype: str) -> str:
+    """The beginning of the key of a measurement; torch version and number of threads follow."""
+    units = "" if unit_count is None else f" ({unit_count} units)"
+    return f"{device}{units}, {dtype}, "
+
+
+def read_cached_peak(key: str) -> Peak | None:
+    """The peak that is cached under `key`; None if there is none, or if the file cannot be read."""
+    try:
+        peak = Peak(**read_object(cache_path())[key])
+        is_usable = peak.flops_per_s > 0 and peak.kind == "measured"
+    except (KeyError, TypeError):
+        return None
+    return peak if is_usable else None
+
+
+def write_cached_peak(key: str, peak: Peak) -> None:
+    """Cache a peak; does nothing if the folder cannot be written."""
+    path = cache_path()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**read_object(path), key: peak.to_json()})
+
+
+def fastest_measured(device: str, unit_count: int | None, dtype: str) -> Peak | None:
+    """The highest peak that was measured on such a device for this type, with any number of threads; None if none was.
+
+    The highest, because a peak is what the whole device can do: a training may use fewer threads than the measurement.
+    """
+    beginning = cache_key(device, unit_count, dtype)
+    found = [read_cached_peak(key) for key in read_object(cache_path()) if key.startswith(beginning)]
+    return max((peak for peak in found if peak is not None), key=lambda peak: peak.flops_per_s, default=None)
+
+
+def advice_to_measure(dtypes: tuple[str, ...] | list[str]) -> str | None:
+    """The command that measures these types; None if none of them can be measured."""
+    known = [dtype for dtype in dtypes if dtype in MEASURABLE]
+    return (
+        None if dtypes and not known else " ".join(["flopwatch peak --measure", *(f"--dtype {d}" for d in known[:1])])
+    )

@@ -5,13 +5,14 @@ import os
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
-from flopwatch.hardware.measured import advice_to_measure, fastest_measured
 from flopwatch.hardware.peaks import (
     DTYPES,
     DeviceFacts,
     Unknown,
+    advice_to_measure,
     canonical_dtype,
     derive_peak,
+    fastest_measured,
     find_accelerator,
     peak_of_record,
     similar_products,

@@ -9,8 +9,6 @@ from flopwatch.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Sizes of a decoder-only transformer."""
-
     vocab_size: int
     width: int
     layers: int
@@ -85,7 +83,6 @@ def check_model_name(spec: str) -> None:
 
 
 def is_config(spec: str) -> bool:
-    """Return whether the name is the path of a Hugging Face config."""
     is_preset = spec in PRESETS or image_preset(spec) is not None
     return not is_preset and (Path(spec).suffix == ".json" or Path(spec).is_dir())
 

@@ -9,3 +9,70 @@ Not private in this sense are `TorchDispatchMode`, `FakeTensorMode`, `FakeTensor
 documents although their paths have an underscore ("Extending PyTorch", "Fake tensor", "torch.sparse"), and names of
 registered ops (`aten::_grouped_mm`): an op that a release does not register never matches.
 """
+
+import functools
+from _thread import allocate_lock, start_new_thread
+from collections.abc import Callable
+
+import torch
+
+from flopwatch.errors import MeasurementError
+
+TESTED_WITH = ((2, 6), (2, 15))
+"""The first and the last minor release of torch that flopwatch is tested with."""
+PRIVATE_NAMES: dict[str, str] = {}
+"""The paths of all private names of torch by their last part; docs/design.md says what each is for, and what happens
+without it."""
+CHECKS: dict[tuple[str, ...], Callable[[], bool]] = {}
+"""Whether the names do what counting needs. If not, FLOPs are estimated, and no step is counted as it runs."""
+
+
+def declare(path: str) -> str:
+    name = path.rpartition(".")[2]
+    PRIVATE_NAMES[name] = path
+    return name
+
+
+def apart(probe: Callable[[], bool]) -> bool:
+    """Run a check in a thread of its own; False if it raises.
+
+    A new thread has no dispatch modes, autocast, saved-tensor hooks or inference mode, so a check neither sees nor
+    changes those of the training. It is not started by `threading`, because a trace uses
+    `threading.setprofile` to notice threads of the user's model.
+    """
+    answers: list[bool] = []
+    is_done = allocate_lock()
+    is_done.acquire()
+
+    def run() -> None:
+        try:
+            answers.append(bool(probe()))
+        except Exception:
+            answers.append(False)
+        finally:
+            is_done.release()
+
+    start_new_thread(run, ())
+    is_done.acquire()
+    return bool(answers and answers[0])
+
+
+@functools.cache
+def why_not_countable() -> str | None:
+    """Why this release of torch cannot count ops; None if it can."""
+    failed = [f"`{name}`" for names, probe in CHECKS.items() if not apart(probe) for name in names]
+    return f"torch {torch.__version__} has no usable {', '.join(failed)}" if failed else None
+
+
+def check_countable() -> None:
+    if (why := why_not_countable()) is not None:
+        raise MeasurementError(f"{why}, so ops cannot be counted one by one")
+
+
+def untested_release() -> str | None:
+    """Return a sentence if flopwatch was not tested with this release of torch, otherwise None."""
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if TESTED_WITH[0] <= release <= TESTED_WITH[1]:
+        return None
+    first, last = (".".join(map(str, each)) for each in TESTED_WITH)
+    return f"flopwatch was not tested with torch {torch.__version__}, but with torch {first} to {last}"

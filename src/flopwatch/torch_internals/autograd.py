@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from operator import methodcaller
 from types import CodeType, FrameType
@@ -12,12 +12,19 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from flopwatch.torch_internals.probes import CHECKS, apart, declare
+from flopwatch.torch_internals import CHECKS, apart, declare
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _MODULE_CALL: CodeType = cast("Any", nn.Module.__call__).__code__
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the outermost last."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @functools.cache
@@ -29,11 +36,8 @@ def engine_code() -> CodeType | None:
     found: list[CodeType] = []
 
     def look(_: Any) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == torch.autograd.graph.__file__:
-                found.append(frame.f_code)
-            frame = frame.f_back
+        codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
+        found.extend(code for code in codes if code.co_filename == torch.autograd.graph.__file__)
 
     def run() -> bool:
         product = torch.ones(1, requires_grad=True) * 2
@@ -104,12 +108,8 @@ def is_checkpoint_recomputing() -> bool:
     The function `unpack_hook` of checkpointing is then on the stack. In torch releases without it, recomputation is
     recognised by grad mode and module calls, which fails if the forward pass computes gradients.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name.startswith("unpack_hook"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
+    return any(code.co_filename == _CHECKPOINT_FILE and code.co_name.startswith("unpack_hook") for code in codes)
 
 
 _AOT = declare("torch._functorch._aot_autograd")
@@ -151,13 +151,11 @@ _KERNELS = declare("torch._higher_order_ops.triton_kernel_wrap.kernel_side_table
 
 
 def graph_kernel(kernel: int, constants: int) -> tuple[Any, Mapping[str, Any]]:
-    """A Triton kernel, and its constant arguments, by the numbers that stand for them in graphs."""
     table = getattr(sys.modules["torch._higher_order_ops.triton_kernel_wrap"], _KERNELS)
     return table.get_kernel(kernel), table.get_constant_args(constants)
 
 
 def compiled_graphs() -> int:
-    """How many graphs the compiler has handed to a backend so far."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), _COUNTERS, {})
     return int(counters["stats"]["unique_graphs"]) if "stats" in counters else 0
 

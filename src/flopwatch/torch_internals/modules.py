@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwatch.errors import MeasurementError
-from flopwatch.torch_internals.probes import CHECKS, apart, declare
+from flopwatch.torch_internals import CHECKS, apart, declare
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,6 @@ CHECKS[(COMPILED_CALL,)] = lambda: getattr(nn.Module, COMPILED_CALL) is None
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """The compiled function that `module.compile()` has set on the module, or None."""
     return getattr(module, COMPILED_CALL, None)
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from flopwatch.torch_internals.probes import CHECKS, declare
+from flopwatch.torch_internals import CHECKS, declare
 
 OpOverload: Any = type(torch.ops.aten.mm.default)
 OpOverloadPacket: Any = type(torch.ops.aten.mm)
@@ -56,13 +56,7 @@ def short_op_name(op: Any) -> str:
     return op.__name__.partition(".")[0]  # type: ignore[no-any-return]
 
 
-def op_packet(op: Any) -> Any:
-    """The packet of an op, which all its overloads share."""
-    return op.overloadpacket
-
-
 def can_decompose(op: Any) -> bool:
-    """Whether an op is written as a composition of other ops."""
     return bool(op.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
 
 
@@ -170,7 +164,6 @@ def needs_values(error: BaseException) -> bool:
 
 
 def coo_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored elements of a sparse COO tensor. The public `values()` raises if the tensor is not coalesced."""
     return tensor._values()
 
 

@@ -11,7 +11,7 @@ import click
 
 from flopwatch.cli import RUNS_FOLDER, argument, flag
 from flopwatch.errors import InputError
-from flopwatch.hardware.measured import fastest_measured
+from flopwatch.hardware.peaks import fastest_measured
 from flopwatch.records.flops import Peak
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.runs.given_peak import ChoosePeak, override

@@ -33,24 +33,23 @@ from flopwatch.torch_internals.ops import (
 
 MASK_NOT_READABLE = "the attention mask depends on activations and cannot be read, so masked pairs are counted too"
 
+_FUSED = "aten::_scaled_dot_product_"
 _HEADS_FIRST = [
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_scaled_dot_product_attention_math_for_mps",
+    *(f"{_FUSED}{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *(
+        f"{_FUSED}{kind}"
+        for kind in ("flash_attention_for_cpu", "fused_attention_overrideable", "attention_math_for_mps")
+    ),
     "aten::_cudnn_attention",
 ]
 _POSITIONS_FIRST = [
-    "aten::_flash_attention",
-    "aten::_efficient_attention",
-    "flash_attn::_flash_attn",
-    "flash_attn::_flash_attn_varlen",
-    "flash_attn_3::fwd",
-    "torch_attn::_varlen_attn",
-    "xformers_flash::flash",
-    "xformers_flash3::flash",
+    *(
+        "aten::_flash_attention",
+        "aten::_efficient_attention",
+        "flash_attn::_flash_attn",
+        "flash_attn::_flash_attn_varlen",
+    ),
+    *("flash_attn_3::fwd", "torch_attn::_varlen_attn", "xformers_flash::flash", "xformers_flash3::flash"),
 ]
 
 
@@ -111,7 +110,6 @@ class AttentionCall:
     enable_gqa: bool = False
 
     def is_fused(self) -> bool:
-        """Return whether torch has a fused kernel for this call."""
         # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
         with modes_off():
             choice = FUSED_SDP_CHOICE(
@@ -132,12 +130,6 @@ def _stand_in(tensor: Any) -> torch.Tensor:
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
-def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> AttentionSizes:
-    if attention == "full":
-        return full_sizes(call.query, call.key, call.value)
-    return _unmasked_sizes(call.query, call.key, call.value, call.attn_mask, is_causal=call.is_causal)
-
-
 def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
     """Return the sizes of attention over all pairs, for tensors of shape (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
@@ -145,15 +137,16 @@ def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
 
 
 def _heads_first_sizes(call: OpCall) -> AttentionSizes:
-    query, key, value = _operands(call)
-    if call.attention == "full":
-        return full_sizes(query, key, value)
     mask = next((call.arguments[name] for name in ("attn_mask", "attn_bias") if _given(call, name)), None)
-    return _unmasked_sizes(query, key, value, mask, is_causal=bool(call.arguments.get("is_causal")))
+    return _sizes_under(call.attention, *_operands(call), mask, bool(call.arguments.get("is_causal")))
 
 
-def _unmasked_sizes(query: Any, key: Any, value: Any, mask: torch.Tensor | None, *, is_causal: bool) -> AttentionSizes:
+def _sizes_under(
+    attention: AttentionConvention, query: Any, key: Any, value: Any, mask: torch.Tensor | None, is_causal: bool
+) -> AttentionSizes:
     full = full_sizes(query, key, value)
+    if attention == "full":
+        return full
     if mask is not None:
         pairs = _unmasked_pairs(mask, full.pairs)
         return replace(full, note=MASK_NOT_READABLE) if pairs is None else replace(full, pairs=pairs)
@@ -258,19 +251,19 @@ def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int,
     pairs = 0
     for first in range(0, queries, rows_at_once):
         rows = min(rows_at_once, queries - first)
-        mask = create_mask(_from_row(first, mask_mod), batch, heads, rows, keys, device="cpu")
+        mask_of_rows = partial(_mask_from_row, mask_mod, first)
+        mask = create_mask(mask_of_rows, batch, heads, rows, keys, device="cpu")
         if isinstance(mask, FakeTensor):
             return None
         pairs += int(mask.sum())
     return pairs
 
 
-def _from_row(first: int, mask_mod: Any) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return the mask function without the rows before `first`."""
-    return lambda sample, head, query, key: mask_mod(sample, head, query + first, key)
+def _mask_from_row(mask_mod: Any, first: int, sample: Any, head: Any, query: Any, key: Any) -> Any:
+    return mask_mod(sample, head, query + first, key)
 
 
-Add = Callable[[str, OpFlops, str], None]
+Add = Callable[[str, OpFlops], None]
 _WHOLE_ATTENTION = "scaled_dot_product_attention"
 
 
@@ -297,9 +290,10 @@ class WholeAttention(TorchFunctionMode):
             call = AttentionCall(*args, **kwargs)
             if not call.is_fused():
                 operands = map(_under_autocast, (call.query, call.key, call.value))
-                counted = _Counted(
-                    (_WHOLE_ATTENTION, _WHOLE_ATTENTION), partial(_unfused_sizes, call, self._attention), self._add
+                sizes = partial(
+                    _sizes_under, self._attention, call.query, call.key, call.value, call.attn_mask, call.is_causal
                 )
+                counted = _Counted((_WHOLE_ATTENTION, _WHOLE_ATTENTION), sizes, self._add)
                 return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
         if is_flex_attention(func):
             return self._flex(*args, **kwargs)
@@ -318,7 +312,6 @@ class WholeAttention(TorchFunctionMode):
 
 
 def _under_autocast(tensor: Any) -> Any:
-    """Return the tensor in the type that autocast would pass to attention."""
     changes = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(torch.get_autocast_dtype("cpu")) if changes else tensor
 
@@ -337,14 +330,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, counted: _Counted, *learned: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, *learned)
         ctx.counted, ctx.dtype = counted, compute_type(query.dtype)
-        counted.add(counted.ops[0], forward_flops(counted.sizes()), ctx.dtype)
+        counted.add(counted.ops[0], replace(forward_flops(counted.sizes()), dtype=ctx.dtype))
         return query.new_zeros(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         counted = ctx.counted
-        flops = backward_flops(counted.sizes(), ctx.needs_input_grad[:3])
+        flops = replace(backward_flops(counted.sizes(), ctx.needs_input_grad[:3]), dtype=ctx.dtype)
         # Without a fused kernel nothing extra runs: the scores were kept, and only required gradients are computed.
-        counted.add(counted.ops[1], flops if counted.is_fused else replace(flops, extra=0), ctx.dtype)
+        counted.add(counted.ops[1], flops if counted.is_fused else replace(flops, extra=0))
         gradients = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
         return *gradients[:3], None, *gradients[3:]

@@ -1,7 +1,7 @@
 """Formulas for products of matrices (dense, grouped, trilinear, quantised, sparse) and for factorisations."""
 
 from collections.abc import Sequence
-from math import ceil, isfinite, log2, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -66,19 +66,14 @@ def _linear_backward(call: OpCall) -> int:
     "aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2", "transformers::grouped_mm_fallback"
 )
 def _grouped_mm(call: OpCall) -> int:
-    left, right, *_ = call.arguments.values()
-    return grouped_mm_flops(left.shape, right.shape)
-
-
-def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
-    """Return the FLOPs of a grouped matmul, in which every row is multiplied with the matrix of one group.
+    """Every row is multiplied with the matrix of one group.
 
     Two 3-D factors are a plain batched product. Otherwise the groups split the rows, the columns or (for the weight
     gradient, with two 2-D factors) the contracted dimension, so the number of groups does not change the FLOPs.
     """
-    if len(a_shape) == len(b_shape) == 3:
-        return a_shape[0] * matmul_flops(a_shape[1], a_shape[2], b_shape[2])
-    return matmul_flops(a_shape[-2], a_shape[-1], b_shape[-1])
+    left, right = (each.shape for each in list(call.arguments.values())[:2])
+    batch = left[0] if len(left) == len(right) == 3 else 1
+    return batch * matmul_flops(left[-2], left[-1], right[-1])
 
 
 @formula("aten::_trilinear")
@@ -109,35 +104,23 @@ def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
 # Quantised ops, grouped by the name of the activation in their schema.
 _ACTIVATION = {
     "self": [
-        "aten::_weight_int8pack_mm",
-        "aten::_weight_int4pack_mm",
-        "aten::_weight_int4pack_mm_for_cpu",
-        "aten::_weight_int4pack_mm_with_scales_and_zeros",
-        "quantized::int4mm_packed_weight_cpu",
+        *("aten::_weight_int8pack_mm", "aten::_weight_int4pack_mm", "aten::_weight_int4pack_mm_for_cpu"),
+        *("aten::_weight_int4pack_mm_with_scales_and_zeros", "quantized::int4mm_packed_weight_cpu"),
     ],
     "input": ["aten::_mixed_dtypes_linear", "torchao::da8w4_linear_cpu", "torchao::float8_linear_cpu"],
     "X": ["quantized::linear_dynamic_fp16", "quantized::linear_relu_dynamic_fp16", "mkldnn::_linear_pointwise"],
     "qx": ["onednn::qlinear_pointwise"],
     "a": [
-        "ao::blockwise_fp8_gemm",
-        "torchao::blockwise_scaled_mm",
-        "torchao::mx_fp8_bf16",
-        "torchao::triton_fp8_gemm_1x128_128x1",
-        "torchao::triton_fp8_gemm_1x128_128x128",
+        *("ao::blockwise_fp8_gemm", "torchao::blockwise_scaled_mm", "torchao::mx_fp8_bf16"),
+        *("torchao::triton_fp8_gemm_1x128_128x1", "torchao::triton_fp8_gemm_1x128_128x128"),
     ],
     "A": ["torchao::scaled_int8_mm"],
 }
 _IN_INT8 = [
-    "quantized::linear",
-    "quantized::linear_relu",
-    "quantized::linear_leaky_relu",
-    "quantized::linear_tanh",
-    "quantized::linear_dynamic",
-    "quantized::linear_relu_dynamic",
+    *(f"quantized::linear{kind}" for kind in ("", "_relu", "_leaky_relu", "_tanh", "_dynamic", "_relu_dynamic")),
     "quantized::linear_with_input_q_dq_qweight_dq_output_fp32",
     "quantized::linear_with_input_q_dq_qweight_dq_relu_output_fp32",
-    "_quantized::linear",
-    "_quantized::linear_dynamic",
+    *("_quantized::linear", "_quantized::linear_dynamic"),
 ]
 
 
@@ -218,21 +201,8 @@ def _stored(matrix: Any) -> int | None:
 
 
 # LU, Cholesky and triangular solves take the same steps for all values, so they have formulas. Singular values and
-# eigenvalues are computed by iteration, whose length depends on the values, so these ops are reported as uncounted.
-
-# torch computes the matrix exponential with a Taylor polynomial of degree 1, 2, 4, 8, 12 or 18, which takes 0 to 5
-# products. These are the largest 1-norms for which it chooses each degree (Bader, Blanes, Casas: Computing the matrix
-# exponential with an optimized Taylor polynomial approximation, Mathematics 7(12), 2019; torch's LinearAlgebra.cpp).
-_LARGEST_NORMS = {
-    torch.float32: (
-        *(1.192092800768788e-07, 5.978858893805233e-04, 5.116619363445086e-02),
-        *(5.800524627688768e-01, 1.461661507209034, 3.010066362817634),
-    ),
-    torch.float64: (
-        *(2.220446049250313e-16, 2.580956802971767e-08, 3.397168839976962e-04),
-        *(4.991228871115323e-02, 2.996158913811580e-01, 1.090863719290036),
-    ),
-}
+# eigenvalues are computed by iteration, and a matrix exponential takes as many products as its norm requires, so these
+# ops are reported as uncounted.
 
 
 @formula("aten::linalg_solve_triangular")
@@ -304,36 +274,3 @@ def _cholesky(call: OpCall) -> int:
 def _cholesky_solve(call: OpCall) -> int:
     order = call.arguments["input2"].shape[-1]
     return 2 * triangular_solve_flops(call.out.shape, order, unitriangular=False)
-
-
-@formula("aten::linalg_matrix_exp")
-def _matrix_exponential(call: OpCall) -> int | None:
-    """The number of products depends on the norm of each matrix, so the values are needed."""
-    matrix = call.arguments["self"]
-    if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
-        raise UntraceableError("the FLOPs of linalg_matrix_exp depend on its input's values; a fake tensor has none")
-    largest = _LARGEST_NORMS.get(matrix.dtype)
-    if largest is None or matrix.device.type != "cpu":
-        return None  # the thresholds of other devices are not known
-    order = int(matrix.shape[-1])
-    if order == 1:
-        return 0
-    norms = torch.linalg.matrix_norm(matrix.detach(), 1).reshape(-1).tolist()
-    if not all(map(isfinite, norms)):
-        return None
-    products = sum(_products(norm, largest, is_alone=len(norms) == 1) for norm in norms)
-    return products * 2 * order * order * order
-
-
-def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
-    """Return the number of matrix products: those of the Taylor polynomial, and those of the squarings.
-
-    In a batch of several matrices, torch always uses the longest polynomial. A matrix whose norm is above the last
-    threshold is halved until its norm is below, and the result is squared as often as the matrix was halved.
-    """
-    if is_alone:
-        for products, threshold in enumerate(largest):
-            if norm <= threshold:
-                return products
-    squarings = ceil(log2(norm / largest[-1])) if norm else 0
-    return len(largest) - 1 + max(0, squarings)

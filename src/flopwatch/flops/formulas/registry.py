@@ -16,7 +16,8 @@ from torch.utils.flop_counter import flop_registry as torch_registry
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema
+from flopwatch.spellings import COMPUTE_TYPES
+from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, op_name, op_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
     ours = _formulas.get(name) or _formulas.get(name.removesuffix("_"))
     if ours is not None:
         return ours
-    theirs = torch_registry.get(op_packet(func))
+    theirs = torch_registry.get(func.overloadpacket)
     return None if theirs is None else partial(_called, theirs, "out_val")
 
 
@@ -137,26 +138,15 @@ def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
 FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 """Two numbers of four bits in one element; None in torch releases without this type."""
 
-# The names of types in the table of peak FLOP/s; a test compares them with those of `canonical_dtype`.
-_NAMES: dict[torch.dtype | None, str] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e5m2: "fp8",
-    torch.float8_e5m2fnuz: "fp8",
-    FLOAT4: "fp4",
-    torch.int8: "int8",
-    torch.uint8: "int8",
-    torch.qint8: "int8",
-    torch.quint8: "int8",
-    # A complex multiply-add runs as four real ones.
-    torch.complex128: "fp64",
-    torch.complex64: "fp32",
-    torch.complex32: "fp16",
-    **({torch.bcomplex32: "bf16"} if hasattr(torch, "bcomplex32") else {}),
+# A complex multiply-add runs as four real ones.
+_STORED_AS = {
+    "uint8": "int8",
+    "qint8": "int8",
+    "quint8": "int8",
+    "complex128": "fp64",
+    "complex64": "fp32",
+    "complex32": "fp16",
+    "bcomplex32": "bf16",
 }
 # The names of a product's first factor in op schemas. An addend may come before it, as in `addmm(self, mat1, mat2)`.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
@@ -168,7 +158,8 @@ def compute_type(dtype: torch.dtype) -> str:
     >>> compute_type(torch.bfloat16), compute_type(torch.int64)
     ('bf16', 'int64')
     """
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    return COMPUTE_TYPES.get(name) or _STORED_AS.get(name, name)
 
 
 def type_of_product(arguments: Mapping[str, Any]) -> str | None:

@@ -25,9 +25,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from flopwatch.errors import FlopwatchError, InputError, UntraceableError
-from flopwatch.flops.tracing.hooks import WATCH_OR_MOVE, HookCopies
 from flopwatch.flops.tracing.outside import Outside
-from flopwatch.flops.tracing.replica import ModuleStack, unwrap
+from flopwatch.flops.tracing.replica import WATCH_OR_MOVE, ModuleStack, copy_hooks, unwrap
 from flopwatch.library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals.modules import (
     COMPILED_CALL,
@@ -86,16 +85,14 @@ class Copies:
         # An id is only unique while its object lives, so the originals are kept until the run is over.
         self._originals: list[Any] = []
         self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
-        self._hooks = HookCopies(self.value, stack.left_hooks, stack.inside)
         self._outside = Outside(self.value)
         self.in_place = self._outside.replaced
 
     def all_of(self, model: nn.Module, *others: Any) -> tuple[Any, ...]:
-        """Return the copies of a model and of the other objects that its run uses."""
         try:
             twins = self.module(model, ""), *map(self.value, others)
             for original, twin in self._copied_modules:  # the list grows, because hooks may reach other modules
-                self._hooks.fill(original, twin)
+                copy_hooks(original, twin, self.value, self._stack.left_hooks)
             self._outside.follow()
         except RecursionError:
             raise NotCopyableError("the model or its batch has objects that are nested too deeply to copy") from None
@@ -227,7 +224,6 @@ class Copies:
             mapped = nn.Parameter(mapped, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad:
             mapped.requires_grad_()
-        # Opacus counts calls in attributes of each parameter, and its hooks expect to find them.
         for name, value in getattr(tensor, "__dict__", {}).items():
             if value is None or isinstance(value, bool | int | float | str):
                 setattr(mapped, name, value)

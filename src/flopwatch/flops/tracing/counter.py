@@ -3,9 +3,10 @@
 The mode also finds kernels that bypass torch's dispatcher, and prevents one rank from running a collective alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import distributed
@@ -27,9 +28,9 @@ from flopwatch.flops.formulas.registry import (
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import tensors_in
-from flopwatch.records.flops import AttentionConvention
+from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
+from flopwatch.torch_internals import check_countable
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
@@ -46,12 +47,10 @@ from flopwatch.torch_internals.ops import (
     TorchDispatchMode,
     can_decompose,
     op_name,
-    op_packet,
     python_body,
     receive_higher_order_ops,
     short_op_name,
 )
-from flopwatch.torch_internals.probes import check_countable
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -81,6 +80,86 @@ METADATA_OPS = {
 """Ops that only query a tensor. A dispatch mode must not handle them: an exception in them would abort the process."""
 
 
+UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts masked pairs too, as its mask is not visible"
+
+UNKNOWN_TYPE = "unknown"
+
+Phase = Literal["forward", "backward", "recompute"]
+
+
+class Tally:
+    """Sums of FLOPs; `as_count` returns them as a `FlopCount`."""
+
+    def __init__(self) -> None:
+        # The outer keys are (op, module, compute type), the inner keys are phases.
+        self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._counted_calls = 0
+        self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
+        self._notes: dict[str, None] = {}
+
+    def add(self, op: str, module: str, phase: Phase, flops: OpFlops) -> None:
+        self._counted_calls += 1
+        cell = self._flops[op, module, flops.dtype or UNKNOWN_TYPE]
+        cell[phase] += flops.needed
+        # Extra FLOPs count like recomputation: the hardware executes them, but the model does not need them.
+        cell["recompute"] += flops.extra
+        self.note(flops.note)
+
+    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor] = ()) -> None:
+        # Reading the shape of a nested tensor raises an error.
+        self._uncounted[op, module, tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)] += 1
+
+    def note(self, text: str | None) -> None:
+        if text:
+            self._notes[text] = None
+
+    def add_to(self, other: "Tally") -> None:
+        for key, cell in self._flops.items():
+            for phase, flops in cell.items():
+                other._flops[key][phase] += flops
+        other._counted_calls += self._counted_calls
+        other._uncounted += self._uncounted
+        other._notes |= self._notes
+
+    def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
+        by_op = self._grouped(0)
+        if attention == "causal":
+            # All fused attention ops have one of these words in their names.
+            is_fused = any("attention" in op or "attn" in op for op in by_op)
+            if not is_fused or any("bmm" in op for op in by_op):
+                self.note(UNMASKED_PRODUCTS)
+            # Without fused attention no masked pair was left out, so the count is `full` and not `causal`.
+            attention = "causal" if is_fused else "full"
+        total = sum(by_op.values(), PhaseFlops())
+        uncounted_calls = sum(self._uncounted.values())
+        calls = self._counted_calls + uncounted_calls
+        return FlopCount(
+            model_flops=total.forward + total.backward,
+            hardware_flops=total.total,
+            forward_flops=total.forward,
+            backward_flops=total.backward,
+            recompute_flops=total.recompute,
+            method=method,
+            attention=attention,
+            coverage=self._counted_calls / calls if calls else 1.0,
+            uncounted=tuple(UncountedOp(*key, calls) for key, calls in self._uncounted.items()),
+            by_op=by_op,
+            by_module=self._grouped(1),
+            by_dtype={dtype: flops for dtype, flops in self._grouped(2).items() if flops.total},
+            notes=tuple(self._notes),
+        )
+
+    def _grouped(self, part: int) -> dict[str, PhaseFlops]:
+        groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
+        for key, cell in self._flops.items():
+            groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
+        return dict(groups)
+
+
+def phases_of(count: FlopCount) -> PhaseFlops:
+    return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+
+
 class Unwritten:
     """Finds kernels that bypass the dispatcher, by tensors that are read although no op has written to them.
 
@@ -92,7 +171,7 @@ class Unwritten:
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
         """Record an op that has run, and return whether it read a tensor that no op had written."""
-        packet = op_packet(func)
+        packet = func.overloadpacket
         if packet in _MAKE_EMPTY:
             self._made(out)
             return False
@@ -177,7 +256,7 @@ class CountingMode(TorchDispatchMode):
         check_countable()
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
-        self._functions = CustomFunctions(lambda: self._phase() == "recompute")
+        self._functions = CustomFunctions(lambda: self.phase() == "recompute")
         self._runs_again = False
 
     def __torch_dispatch__(
@@ -187,7 +266,9 @@ class CountingMode(TorchDispatchMode):
             return args[0].fake_device  # saves time, because autograd queries the device twice per op
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):  # a higher-order op, such as flex_attention
-            return self._higher_order(func, args, kwargs)
+            out = self._execute(func, args, kwargs)
+            self._count_higher_order(func.name(), args, kwargs)
+            return out
         if func.namespace == "prim":  # these ops only query a tensor, for example for its device
             return func(*args, **kwargs)
         if short_op_name(func) in METADATA_OPS:
@@ -218,7 +299,7 @@ class CountingMode(TorchDispatchMode):
             self.tally.note(UNSEEN_KERNEL_NOTE)
         self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
-            self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad()), formula)
+            self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, needs_grad()), formula)
         self._runs_again = False
         return out
 
@@ -238,65 +319,51 @@ class CountingMode(TorchDispatchMode):
         body = python_body(func)
         if body is None:
             return False, None
-        parts = Tally()
-        whole, self.tally = self.tally, parts
+        whole, self.tally = self.tally, Tally()
         try:
             with self:
                 out = body(*args, **kwargs)
         except Exception:
             self.tally = whole
             return False, None
+        self.tally.add_to(whole)
         self.tally = whole
-        parts.add_to(whole)
         return True, out
 
     def _count(self, call: OpCall, formula: Formula | None) -> None:
-        values, name = list(call.arguments.values()), op_name(call.func)
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        # The shape of a sparse or nested tensor does not determine the FLOPs.
-        is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
-        if not is_dense and name not in TAKE_NESTED:
-            flops = sparse_product_flops(call)
-        else:
-            try:
-                answer = None if formula is None else formula(call)
-            except KeyError:  # in this torch release, the op's arguments have other names than the formula knows
-                answer = None
-            flops = OpFlops(answer) if isinstance(answer, int) else answer
+        name = op_name(call.func)
+        try:
+            flops = flops_of_call(call, formula)
+        except KeyError:  # in this torch release, the op's arguments have other names than the formula knows
+            flops = None
         if flops is None:
-            self._add_uncounted(name, values)
+            self._add_uncounted(name, list(call.arguments.values()))
         else:
-            self.add(name, with_complex(flops, values), type_of_product(call.arguments))
-
-    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = self._execute(func, args, kwargs)
-        self._count_higher_order(func.name(), args, kwargs)
-        return out
+            self.add(name, flops)
 
     def _count_higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "flex_attention":
             sizes = flex_sizes(args[0], args[1], args[2], args[3], args[4], self._attention)
-            self.add(name, forward_flops(sizes), compute_type(args[0].dtype))
+            self.add(name, replace(forward_flops(sizes), dtype=compute_type(args[0].dtype)))
         elif name == "flex_attention_backward":
             sizes = flex_sizes(args[0], args[1], args[2], args[7], args[9], self._attention)
-            self.add(name, backward_flops(sizes, ()), compute_type(args[0].dtype))
+            self.add(name, replace(backward_flops(sizes, ()), dtype=compute_type(args[0].dtype)))
         elif name.startswith("triton_kernel_wrapper"):
             kernel, constants = graph_kernel(kwargs["kernel_idx"], kwargs["constant_args_idx"])
             self.add_kernel(kernel, {**constants, **kwargs["kwargs"]})
         else:
             self._add_uncounted(name, args)
 
-    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+    def add(self, name: str, flops: OpFlops) -> None:
         """Add one op's FLOPs to the tally, under the current phase and module."""
-        phase = self._phase()
+        phase = self.phase()
         module = self._module(phase)
         if phase == "recompute" or self._runs_again:
             flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
-        self.tally.add(_short(name), module, phase, flops, dtype)
+        self.tally.add(_short(name), module, phase, flops)
 
     def add_threads(self) -> None:
-        """Record that the model has started a thread in which not all ops were counted."""
-        self.tally.add_uncounted(THREADS, "", ())
+        self.tally.add_uncounted(THREADS, "")
         self.tally.note(THREADS_NOTE)
 
     def add_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
@@ -306,13 +373,13 @@ class CountingMode(TorchDispatchMode):
         if flops is None:
             self._add_uncounted(kernels.name_of(kernel), list(arguments.values()))
         elif flops:
-            self.add(kernels.name_of(kernel), OpFlops(flops), type_of_product(arguments))
+            self.add(kernels.name_of(kernel), OpFlops(flops, dtype=type_of_product(arguments)))
 
     def _add_uncounted(self, name: str, arguments: Sequence[Any] = ()) -> None:
         tensors = [each for each in tensors_in(list(arguments)) if each.is_floating_point() or each.is_complex()]
-        self.tally.add_uncounted(_short(name), self._module(self._phase()), tensors)
+        self.tally.add_uncounted(_short(name), self._module(self.phase()), tensors)
 
-    def _phase(self) -> Phase:
+    def phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
         In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
@@ -339,20 +406,28 @@ class CountingMode(TorchDispatchMode):
         self._module_of_node.setdefault((recorded_operations() or 0) - 1, self._stack.current)
         return self._stack.current
 
-    @staticmethod
-    def _needs_grad() -> tuple[bool, ...]:
-        node = current_autograd_node()
-        if node is None:
-            return ()
-        # If an input needs no gradient, its edge has no node.
-        return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
+
+def needs_grad() -> tuple[bool, ...]:
+    """Whether each input of the running autograd node needs a gradient; otherwise its edge has no node."""
+    node: Any = current_autograd_node()
+    return () if node is None else tuple(edge is not None for edge, _ in node.next_functions)
 
 
-def with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
-    if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
-        # A complex multiply-add takes four real ones.
-        return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
-    return flops
+def flops_of_call(call: OpCall, formula: Formula | None) -> OpFlops | None:
+    """The FLOPs of a call and their compute type; None if they are not known."""
+    tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
+    # The shape of a sparse or nested tensor does not determine the FLOPs.
+    is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+    if not is_dense and op_name(call.func) not in TAKE_NESTED:
+        formula = sparse_product_flops
+    answer = None if formula is None else formula(call)
+    if answer is None:
+        return None
+    flops = OpFlops(answer) if isinstance(answer, int) else answer
+    # A complex multiply-add takes four real ones.
+    times = 4 if any(tensor.is_complex() for tensor in tensors) else 1
+    dtype = flops.dtype or type_of_product(call.arguments)
+    return replace(flops, needed=times * flops.needed, extra=times * flops.extra, dtype=dtype)
 
 
 def _short(name: str) -> str:

@@ -35,7 +35,7 @@ from flopwatch.torch_internals.autograd import (
     saves_through_hooks,
     sequence_nr,
 )
-from flopwatch.torch_internals.ops import TO_COPY, OpOverload, op_name, op_packet, op_schema
+from flopwatch.torch_internals.ops import TO_COPY, OpOverload, op_name, op_schema
 
 _aten = torch.ops.aten
 _COPIES = {_aten.clone, TO_COPY}
@@ -105,35 +105,37 @@ class Values:
         return content is not None and content.is_from_forward and content.number in self._made_in_backward
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
+        """Whether a tensor entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
         content = self._known(tensor)
         return content is None or not content.is_from_forward
 
     def follow(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, in_backward: bool
-    ) -> None:
-        """Record the tensors that an op inside a custom function returns or changes in place."""
+    ) -> bool:
+        """Record the tensors that an op returns or changes in place; return whether it ran on equal values before."""
         leaves = leaves_of((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._follow_copy(func, args, out, in_backward):
-            return
+            return False
         key: Hashable = (func, *(self._part(leaf, in_backward) for leaf in leaves))
         # Every draw gives new values, except in a recomputed forward pass, which repeats the draws.
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws[key] += 1
             key = key, self.draws[key]
         is_from_forward = all(self._content(tensor, in_backward).is_from_forward for tensor in tensors)
+        ran_before = (key, 0) in self._numbers
         results = list(written(func, args, kwargs))
         given = {storage_of(tensor) for tensor in tensors}
         results += [leaf for leaf in tensors_in(out) if storage_of(leaf) not in given]
         for index, tensor in enumerate(results):
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
+        return ran_before
 
     def note_outside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an op outside of custom functions if it copies or writes a storage whose content has a number."""
         if not self._contents:
             return
-        if op_packet(func) in _COPIES and self._known(args[0]) is not None:
+        if func.overloadpacket in _COPIES and self._known(args[0]) is not None:
             self._follow_copy(func, args, out, in_backward=False)
         if op_schema(func).is_mutable:
             for tensor in written(func, args, kwargs):
@@ -142,7 +144,7 @@ class Values:
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
         """If an op copies a tensor and keeps strides and type, give both the same content number and return True."""
-        if op_packet(func) not in _COPIES:
+        if func.overloadpacket not in _COPIES:
             return False
         source = args[0]
         if source.dtype != out.dtype or source.stride() != out.stride() or storage_of(source) is None:
@@ -179,7 +181,6 @@ class Values:
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op writes to, according to its schema."""
     if not op_schema(func).is_mutable:
         return
     for index, argument in enumerate(op_schema(func).arguments):
@@ -215,8 +216,6 @@ _MATRIX_PRODUCTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A running call of a custom autograd function."""
-
     is_backward: bool
     identity: Hashable
     is_inside_forward: bool
@@ -290,37 +289,35 @@ class CustomFunctions:
     def _is_known(self, factors: list[_Factor], call: _Call) -> bool:
         # The key is a set, because the order of the factors does not matter.
         key = frozenset((factor.role, factor.value) for factor in factors)
-        if call.is_backward and key in self._forward:
-            return True
-        if not call.is_backward and not call.calls_modules and key in self._done_in_call:
+        sizes = frozenset((factor.role, factor.size) for factor in factors)
+        if call.is_backward:
+            if key in self._forward:
+                return True
+            if self._may_be_known(factors) and not self._is_recomputing():
+                self.doubt = MAY_RUN_AGAIN
+                return True
+            # Both factors are unknown, and a forward product of these sizes ran with saved-tensor hooks.
+            are_unknown = sizes in self._packed_sizes and all(self._values.is_unknown(each.tensor) for each in factors)
+            if are_unknown and not self._is_recomputing():
+                self.doubt = CANNOT_TELL
+        elif not call.calls_modules and key in self._done_in_call:
             return True  # the function computes the same product a second time
-        if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
-            self.doubt = MAY_RUN_AGAIN
-            return True
-        if call.is_backward and self._is_all_unpacked(factors) and not self._is_recomputing():
-            self.doubt = CANNOT_TELL
         if call.is_inside_forward:
             self._forward[key] = None
             self._done_in_call.add(key)
             packs = saves_through_hooks()
             if packs:
-                self._packed_sizes.add(_sizes(factors))
+                self._packed_sizes.add(sizes)
             for partner in _partner_keys(factors):
                 self._partners[partner] = packs or self._partners.get(partner, False)
         return False
-
-    def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors are unknown, and a forward product of these sizes ran with saved-tensor hooks."""
-        are_unknown = all(self._values.is_unknown(factor.tensor) for factor in factors)
-        return are_unknown and _sizes(factors) in self._packed_sizes
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
         """Whether one factor is in a forward product and the other was recomputed or unpacked by saved-tensor hooks."""
         for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
             packed = self._partners.get(key)
-            if packed is not None and (
-                self._values.is_rebuilt(other.tensor) or (packed and self._values.is_unknown(other.tensor))
-            ):
+            is_unpacked = bool(packed) and self._values.is_unknown(other.tensor)
+            if packed is not None and (is_unpacked or self._values.is_rebuilt(other.tensor)):
                 return True
         return False
 
@@ -346,13 +343,11 @@ class CustomFunctions:
         The address alone is not enough, because the next call may reuse it. If a custom function calls another one, the
         sequence number changes within the outer call, so then only the address is compared.
         """
-        node = recorded_operations()
+        node, running = recorded_operations(), self._running
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
-        running = self._running
         self._last_depth, self._last_node = depth, node
-        if is_same and isinstance(running, tuple) and running[0] == "forward" and running[1] == address:
-            return running
-        return "forward", address, node
+        is_running = is_same and isinstance(running, tuple) and running[:2] == ("forward", address)
+        return running if is_running else ("forward", address, node)
 
 
 class _ForwardPasses:
@@ -433,13 +428,9 @@ def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) 
     if not kept:  # treat a vector as a matrix with one row
         sizes.insert(-1, 1)
         strides.insert(-1, 0)
-    layout = tuple((size, stride) for size, stride in zip(sizes[:-2], strides[:-2], strict=True) if size != 1)
-    layout = (*layout, *zip(sizes[-2:], strides[-2:], strict=True))
+    pairs = list(zip(sizes, strides, strict=True))
+    layout = (*(pair for pair in pairs[:-2] if pair[0] != 1), *pairs[-2:])
     return _Factor("matrix", (value.content, value.offset, value.dtype, layout), tuple(sizes), tensor)
-
-
-def _sizes(factors: list[_Factor]) -> Hashable:
-    return frozenset((factor.role, factor.size) for factor in factors)
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:

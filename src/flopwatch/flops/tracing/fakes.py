@@ -25,7 +25,6 @@ from flopwatch.torch_internals.ops import (
     FakeTensorMode,
     OpOverload,
     modes_off,
-    op_packet,
 )
 
 _CPU = torch.device("cpu")
@@ -35,8 +34,6 @@ _INDEXED_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_}
 
 
 class Faker:
-    """Makes fake tensors, all with the same `FakeTensorMode`, and runs ops on them."""
-
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -56,15 +53,15 @@ class Faker:
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op. Every device argument becomes the CPU, because nothing may run on an accelerator."""
-        if (
-            _are_fake(args)
-            and not any(isinstance(value, torch.Tensor) for value in kwargs.values())
-            and isinstance(func, OpOverload)
-        ):
-            return self._run_on_fakes(func, args, kwargs)
-        args, kwargs = map_tensors_in(self._localised, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
+        has_tensors_by_name = any(isinstance(value, torch.Tensor) for value in kwargs.values())
+        if isinstance(func, OpOverload) and not has_tensors_by_name and _are_fake(args):
+            answer = self._answer(func, args, kwargs)
+            if answer is None:  # calling the fake mode directly is faster than the tensors' own dispatch
+                answer = self._mode.dispatch(func, (FakeTensor,), args, kwargs)
+            return func(*args, **kwargs) if answer is NotImplemented else answer
+        args, kwargs = map_tensors_in(self._localised, (args, kwargs))
         if any(isinstance(leaf, FakeTensor) for leaf in leaves_of((args, kwargs))):
             # torch would make these tensors fake too, but it would warn about those that are not leaves of the graph.
             args, kwargs = map_tensors_in(self._faked, (args, kwargs))
@@ -72,15 +69,6 @@ class Faker:
             if answer is not None:
                 return answer
         return func(*args, **kwargs)
-
-    def _run_on_fakes(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op by calling the fake mode directly, which is faster than through the tensors' own dispatch."""
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": _CPU}
-        answer = self._answer(func, args, kwargs)
-        if answer is None:
-            answer = self._mode.dispatch(func, (FakeTensor,), args, kwargs)
-        return func(*args, **kwargs) if answer is NotImplemented else answer
 
     def _localised(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
@@ -97,21 +85,20 @@ class Faker:
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an op that torch's fake tensors cannot run; None for all other ops."""
-        packet = op_packet(func) if isinstance(func, OpOverload) else None
+        packet = func.overloadpacket if isinstance(func, OpOverload) else None
         if packet in _INDEXED_BY_MASK:
             return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
+        if packet not in (GROUPED_MM, _aten.bincount, CTC_LOSS, CTC_LOSS_BACKWARD):
+            return None
+        arguments = bind(func, args, kwargs)
         if packet is GROUPED_MM:
-            return self._grouped_mm(bind(func, args, kwargs))
-        if packet is _aten.bincount:
-            # As many counts as are asked for, as if all ids in the input were smaller.
-            size = bind(func, args, kwargs)["minlength"]
+            return self._grouped_mm(arguments)
+        if packet is _aten.bincount:  # as many counts as are asked for, as if all ids in the input were smaller
+            size = arguments["minlength"]
             return self._empty(torch.Size([size]), torch.int64) if size else None
         if packet is CTC_LOSS:
-            return self._ctc_loss(bind(func, args, kwargs))
-        if packet is CTC_LOSS_BACKWARD:
-            log_probs = bind(func, args, kwargs)["log_probs"]
-            return self._empty(log_probs.shape, log_probs.dtype)
-        return None
+            return self._ctc_loss(arguments)
+        return self._empty(arguments["log_probs"].shape, arguments["log_probs"].dtype)
 
     def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
         """Return the result of a grouped matmul of any type, because torch's meta kernel accepts bf16 only."""
@@ -130,7 +117,6 @@ class Faker:
 
 
 def _are_fake(values: Iterable[Any]) -> bool:
-    """Return whether an op's arguments contain a fake tensor and no real one."""
     found = False
     for value in values:
         kind = type(value)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from flopwatch.flops.formulas.registry import kernel_formulas
+from flopwatch.torch_internals.autograd import frames_from
 
 PREFIX = "triton::"
 OnLaunch = Callable[[Any, Mapping[str, Any]], None]
@@ -22,7 +23,7 @@ those whose source calls `dot` (neighborhood attention, experts); so in all 91 k
 
 def name_of(kernel: Any) -> str:
     """The name of a kernel's function, also where Triton has wrapped it to choose its parameters."""
-    return PREFIX + str(getattr(_function_of(kernel), "__name__", "kernel"))
+    return PREFIX + str(getattr(_unwrapped(kernel)[1], "__name__", "kernel"))
 
 
 def flops_of(kernel: Any, arguments: Mapping[str, Any]) -> int | None:
@@ -30,9 +31,9 @@ def flops_of(kernel: Any, arguments: Mapping[str, Any]) -> int | None:
     formula = kernel_formulas.get(name_of(kernel))
     if formula is not None:
         return formula(**arguments)
-    is_known = str(getattr(_function_of(kernel), "__module__", "")).startswith(_WITHOUT_PRODUCTS)
-    source = getattr(_jit_of(kernel), "src", "dot(")
-    return 0 if is_known and "dot" not in source else None
+    jit, function = _unwrapped(kernel)
+    is_known = str(getattr(function, "__module__", "")).startswith(_WITHOUT_PRODUCTS)
+    return 0 if is_known and "dot" not in getattr(jit, "src", "dot(") else None
 
 
 def watch_launches(on_launch: OnLaunch) -> Callable[[], bool]:
@@ -62,21 +63,15 @@ def watch_launches(on_launch: OnLaunch) -> Callable[[], bool]:
     return stop
 
 
-def _is_tuning(frame: FrameType | None) -> bool:
+def _is_tuning(frame: FrameType) -> bool:
     """Whether Triton times a kernel to choose its parameters."""
     tuner = getattr(sys.modules.get(_TUNER), "__file__", None)
-    while frame is not None:
-        if frame.f_code.co_name == "_bench" and frame.f_code.co_filename == tuner:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (each.f_code for each in frames_from(frame))
+    return any(code.co_name == "_bench" and code.co_filename == tuner for code in codes)
 
 
-def _jit_of(kernel: Any) -> Any:
+def _unwrapped(kernel: Any) -> tuple[Any, Any]:
+    """The kernel without Triton's wrappers, and its Python function."""
     while hasattr(getattr(kernel, "fn", None), "fn"):
         kernel = kernel.fn
-    return kernel
-
-
-def _function_of(kernel: Any) -> Any:
-    return getattr(_jit_of(kernel), "fn", None)
+    return kernel, getattr(kernel, "fn", None)

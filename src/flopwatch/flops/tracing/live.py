@@ -26,20 +26,29 @@ from flopwatch.flops.formulas.free_ops import RISKY as RISKY_OPS
 from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.tracing import regions
-from flopwatch.flops.tracing.counter import METADATA_OPS, UNSEEN_KERNEL, CountingMode
+from flopwatch.flops.tracing.counter import (
+    METADATA_OPS,
+    UNSEEN_KERNEL,
+    CountingMode,
+    Phase,
+    Tally,
+    needs_grad,
+    phases_of,
+)
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
 from flopwatch.flops.tracing.kernels import watch_launches
 from flopwatch.flops.tracing.passes import is_inside_mode
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
-from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
+from flopwatch.torch_internals import why_not_countable
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
+    frames_from,
     recorded_operations,
     requested_compilations,
     runs_compiled_backward,
@@ -55,19 +64,14 @@ from flopwatch.torch_internals.ops import (
     dispatch_mode_stack,
     has_kernel,
     op_name,
-    op_packet,
     short_op_name,
 )
-from flopwatch.torch_internals.probes import why_not_countable
 
 _has_kernel = cache(has_kernel)
-_WHOLE = frozenset(
-    (
-        *("bilinear", "corrcoef", "cov", "einsum", "gru", "gru_cell", "inner", "istft", "linalg_multi_dot", "lstm"),
-        *("lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "stft", "tensordot"),
-        "upsample_bicubic2d",
-    )
-)
+_WHOLE = {
+    *("bilinear", "corrcoef", "cov", "einsum", "gru", "gru_cell", "inner", "istft", "linalg_multi_dot", "lstm"),
+    *("lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "stft", "tensordot", "upsample_bicubic2d"),
+}
 """Ops whose result changes in the last bits if they are decomposed under a dispatch mode."""
 OUTSIDE = (
     "with torch before 2.10, only compiled code is counted in a process that compiles, and not what runs around it: "
@@ -107,6 +111,13 @@ class StepCount:
     coverage: float = 1.0
     knows_executed: bool = True
 
+    @classmethod
+    def of(cls, tally: Tally, **others: Any) -> "StepCount":
+        count = tally.as_count("step", "full")
+        uncounted = tuple(sorted({op.op for op in count.uncounted}))
+        coverage = 1.0 if count.coverage is None else count.coverage
+        return cls(phases_of(count), count.by_dtype, count.by_op, uncounted=uncounted, coverage=coverage, **others)
+
     @property
     def is_whole(self) -> bool:
         return self.failure is None and not self.uncounted
@@ -114,17 +125,6 @@ class StepCount:
     def agrees(self, other: "StepCount") -> bool:
         """Whether both counts have the same FLOPs in each phase and compute type."""
         return self.by_dtype == other.by_dtype and self.uncounted == other.uncounted
-
-
-def step_count(tally: Tally) -> StepCount:
-    count = tally.as_count("step", "full")
-    return StepCount(
-        PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops),
-        count.by_dtype,
-        count.by_op,
-        uncounted=tuple(sorted({op.op for op in count.uncounted})),
-        coverage=1.0 if count.coverage is None else count.coverage,
-    )
 
 
 def may_compile() -> bool:
@@ -143,7 +143,6 @@ _has_compiled: list[bool] = []
 
 
 def obstacle() -> str | None:
-    """Why steps cannot be counted as they run; None if they can."""
     return "steps cannot be counted as they run with this release of torch" if why_not_countable() else None
 
 
@@ -188,7 +187,6 @@ class LiveStep:
         self._mode.is_paused = is_paused
 
     def set_axes(self, axes: Axes | None) -> None:
-        """Say which shape the micro-batch has that runs from now on; None if it has no sequence."""
         self._mode.axes = axes
 
     def _region_is_called(self, region: Region, args: tuple[Any, ...]) -> regions.Leave | None:
@@ -199,12 +197,12 @@ class LiveStep:
         if mode.is_over or mode.is_paused or mode.regions_under_way or get_ident() != self._thread:
             return None
         seen = SeenRegion(
-            region, region.sizes(args), torch.is_grad_enabled(), mode.current_phase, mode.axes, mode.is_in_optimizer
+            region, region.sizes(args), torch.is_grad_enabled(), mode.phase(), mode.axes, mode.is_in_optimizer
         )
         # Another mode may take products from what was saved (selective checkpointing).
         seen.may_skip = seen.phase == "recompute" and any(each is not mode for each in dispatch_mode_stack())
         self.region_calls.append(seen)
-        mode.has_grad_begun = mode.has_grad_begun or seen.has_grad
+        mode.has_grad_begun |= seen.has_grad
         mode.regions_under_way += 1
         first_own = recorded_operations() or 0
 
@@ -228,12 +226,13 @@ class LiveStep:
             seen.is_over = True
         if may_compile() and not _compiles_beside and not self._sees_regions_only:
             left_because = left_because or "torch.compile was called in the step"
+        missed = OUTSIDE if self._sees_regions_only else regions.state.missed if may_compile() else None
+        count = mode.counted()
         return replace(
-            mode.counted(),
+            count,
             by_scale=by_scale(mode.by_scale, axes),
-            failure=mode.failure or left_because,
-            doubt=mode.doubt
-            or (OUTSIDE if self._sees_regions_only else regions.state.missed if may_compile() else None),
+            failure=count.failure or left_because,
+            doubt=count.doubt or missed,
         )
 
     def _stop(self) -> str | None:
@@ -338,7 +337,7 @@ _DEEPEST_NODE = 3
 
 
 def _is_compiled_node(node: Any) -> bool:
-    """Whether a node of autograd runs the backward pass of compiled code, or of a class with the same name."""
+    """Whether a node runs the backward pass of compiled code, or of a class with the same name."""
     return bool(node.name().startswith("CompiledFunction"))
 
 
@@ -393,10 +392,6 @@ class PassingMode(CountingMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    @property
-    def doubt(self) -> str | None:
-        return self._functions.doubt
-
     def note_call(self) -> None:
         # A module is not called by an optimizer without a closure: that one has raised, and did not end.
         self._closures = [entry for entry in self._closures if entry[0]]
@@ -434,10 +429,12 @@ class PassingMode(CountingMode):
         ):
             # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE`, or one that has its
             # own kernel on the device, would change the last bits of results.
-            if short_op_name(func) not in _WHOLE and find_formula(func) is None:
+            has_formula = find_formula(func) is not None
+            if short_op_name(func) not in _WHOLE and not has_formula:
                 with self:
                     return func.decompose(*args, **kwargs)
-            self._guarded(self._meet_whole, func)
+            if not (has_formula or costs_nothing(func) or self.is_over or self.is_paused):
+                self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         self._guarded(self._look_for_hidden_kernel, func, args, kwargs, out)
@@ -456,7 +453,6 @@ class PassingMode(CountingMode):
             self._guarded(super().add_kernel, kernel, arguments)
 
     def _is_in_region(self) -> bool:
-        """Whether an op runs inside of compiled code, which is counted as a whole."""
         if self.regions_under_way or regions.state.is_compiling:
             return True
         node = current_autograd_node() if current_graph_task_id() != -1 else None
@@ -468,11 +464,11 @@ class PassingMode(CountingMode):
 
     def counted(self) -> StepCount:
         """What was counted, without its scales."""
-        return replace(
-            step_count(self.tally),
+        return StepCount.of(
+            self.tally,
             failure=self.failure,
             optimizer=self.optimizer_flops,
-            doubt=self.doubt,
+            doubt=self._functions.doubt,
             before_calls=self.before_calls or 0,
             before_grad=self.before_grad,
         )
@@ -494,12 +490,17 @@ class PassingMode(CountingMode):
         if not is_free and getattr(out, "is_meta", False):  # nothing is computed
             return
         if not is_free:
-            call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
+            call = OpCall(func, bind(func, args, kwargs), out, self._attention, needs_grad())
             self._scale = self._scale_now(call)
             self._count(call, formula)
-        elif op_packet(func) is TO_COPY and self.weights.get(storage_of(args[0])):
+        elif func.overloadpacket is TO_COPY and self.weights.get(storage_of(args[0])):
             self.weights.put(storage_of(out), True)  # autocast multiplies with a copy of the weight
-        if is_free and op_packet(func) is not TO_COPY and op_name(func) not in RISKY_OPS and not can_decompose(func):
+        if (
+            is_free
+            and func.overloadpacket is not TO_COPY
+            and op_name(func) not in RISKY_OPS
+            and not can_decompose(func)
+        ):
             self._plain[id(func)] = func
         self._runs_again = False
 
@@ -531,11 +532,6 @@ class PassingMode(CountingMode):
 
         sys.setprofile(leave)
 
-    def _meet_whole(self, func: OpOverload) -> None:
-        """Record a composite op that was not decomposed; without a formula its FLOPs are unknown."""
-        if find_formula(func) is None and not costs_nothing(func):
-            self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
-
     def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin an optimizer step, and note its closures, which run forward and backward passes."""
         closures = (value for value in (*args[1:], *kwargs.values()) if callable(value))
@@ -546,38 +542,28 @@ class PassingMode(CountingMode):
         if self._closures:
             self._closures.pop()
 
-    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+    def add(self, name: str, flops: OpFlops) -> None:
         """Add the FLOPs of an op; those of the optimizer itself (Muon, L-BFGS) are added to `optimizer_flops`."""
         if self.is_in_optimizer:
             self.optimizer_flops += flops.needed + flops.extra
             return
-        if torch.is_grad_enabled() or self._phase() != "forward":
+        if torch.is_grad_enabled() or self.phase() != "forward":
             self.has_grad_begun = True
         elif not self.has_grad_begun:
             self.before_grad += flops.needed
-        if self._phase() != "recompute" and not self._runs_again:
+        if self.phase() != "recompute" and not self._runs_again:
             self.by_scale[self._scale] = self.by_scale.get(self._scale, 0) + flops.needed
-        super().add(name, flops, dtype)
+        super().add(name, flops)
 
     @property
     def is_in_optimizer(self) -> bool:
-        return bool(self._closures) and self._is_of_optimizer()
-
-    def _is_of_optimizer(self) -> bool:
         # A backward pass that begins inside of the optimizer is the training's.
-        if torch.is_grad_enabled() or current_graph_task_id() != self._closures[-1][1]:
+        if not self._closures or torch.is_grad_enabled() or current_graph_task_id() != self._closures[-1][1]:
             return False
         codes = frozenset[CodeType]().union(*(codes for codes, _ in self._closures))
-        frame: FrameType | None = sys._getframe(1) if codes else None
-        while frame is not None and frame.f_code not in codes:
-            frame = frame.f_back
-        return frame is None
+        return not codes or all(frame.f_code not in codes for frame in frames_from(sys._getframe(1)))
 
-    @property
-    def current_phase(self) -> Phase:
-        return self._phase()
-
-    def _phase(self) -> Phase:
+    def phase(self) -> Phase:
         if current_graph_task_id() == -1:
             return "forward"
         return "recompute" if runs_forward_again() else "backward"

@@ -21,12 +21,12 @@ from torch.autograd.profiler import emit_itt, emit_nvtx, profile, record_functio
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import kernels
-from flopwatch.flops.tracing.live import StepCount, may_compile, step_count
+from flopwatch.flops.tracing.live import StepCount, may_compile
 from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.text import first_line
-from flopwatch.torch_internals.probes import apart, check_countable
+from flopwatch.torch_internals import apart, check_countable
 
 _IN_USE = "the training uses torch's profiler, of which a process can run only one"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -113,7 +113,6 @@ class ObservedStep:
                 self._start()
 
     def end(self, axes: Axes | None = None) -> StepCount:
-        """End the count, and return the FLOPs of what was recorded."""
         self._stop()
         self._stop_watching()
         ops = RecordedOps(self._attention)
@@ -121,15 +120,14 @@ class ObservedStep:
             # A new thread has no dispatch modes, autocast or default device of the training.
             apart(lambda: self._guarded(lambda: ops.add_all(self._recordings)))
         self._recordings.clear()
-        count = step_count(ops.tally)
-        return replace(
-            count,
-            by_scale={UNCLEAR: count.phases.forward + count.phases.backward},
+        count = StepCount.of(
+            ops.tally,
             failure=self._failure,
             optimizer=ops.optimizer_flops,
             doubt=ops.doubt,
             before_calls=1,  # the recording does not show what ran before the first call of a module
         )
+        return replace(count, by_scale={UNCLEAR: count.phases.forward + count.phases.backward})
 
     def set_axes(self, axes: Axes | None) -> None:
         """As in `LiveStep`; how products depend on lengths is not recorded."""

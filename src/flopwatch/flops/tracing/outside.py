@@ -70,7 +70,6 @@ class Outside:
         return self._packages[package]
 
     def add(self, value: Any) -> None:
-        """Follow the code of a function or a class."""
         if isinstance(value, type):
             self.add_class(value)
         elif isinstance(value, FunctionType) and id(value) not in self._seen:
@@ -208,7 +207,6 @@ def _put(holder: Any, name: str, value: Any) -> None:
 
 
 def _restore(holder: Any, before: dict[str, Any]) -> None:
-    """Restore the entries of a dict or the attributes of a class."""
     names = holder if isinstance(holder, dict) else vars(holder)
     for name in names.keys() | before.keys():
         if not name.startswith("__"):

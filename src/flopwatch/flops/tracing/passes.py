@@ -1,18 +1,17 @@
 """Runs one training step (forward, loss, backward) on a copy of the model, under the user's autocast.
 
-This module also notices work that a dispatch mode does not see: threads that the model starts, and Triton kernels.
+This module also notices threads that the model starts, whose ops a dispatch mode does not see.
 """
 
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -22,10 +21,22 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.records.flops import AttentionConvention
 from flopwatch.text import first_line
-from flopwatch.torch_internals.ops import TorchDispatchMode, needs_values
+from flopwatch.torch_internals.autograd import frames_from
+from flopwatch.torch_internals.ops import needs_values
 
 LossFn = Callable[[Any], torch.Tensor]
+MethodChoice = Literal["auto", "trace", "step", "estimate"]
+
+
+class CountOptions(NamedTuple):
+    """How a step is counted; `count_flops` says what each option means."""
+
+    attention: AttentionConvention = "full"
+    loss_fn: LossFn | None = None
+    training: bool = True
+    method: MethodChoice | Callable[[Any], int] = "auto"
 
 
 def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | None]:
@@ -73,7 +84,6 @@ def _losses_among(output: Any) -> dict[str, Any]:
 
 
 def _items(output: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the top-level parts of an output, with their names."""
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif isinstance(output, tuple | list):
@@ -104,15 +114,12 @@ def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _nodes_below(node: Any) -> set[Any]:
-    """Return all autograd nodes that a node leads to, without the node itself."""
     found: set[Any] = set()
     waiting = [node]
     while waiting:
-        current = waiting.pop()
-        nodes = (following for following, _ in getattr(current, "next_functions", ()))
-        new = [following for following in nodes if following is not None and following not in found]
-        found.update(new)
-        waiting += new
+        following = {each for each, _ in getattr(waiting.pop(), "next_functions", ())} - found - {None}
+        found |= following
+        waiting += following
     return found
 
 
@@ -121,26 +128,19 @@ def _nodes_below(node: Any) -> set[Any]:
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastState:
-    """The device types for which autocast is on, and the dtype for each."""
-
-    enabled: tuple[tuple[str, torch.dtype], ...] = ()
-
-    def dtype(self, device_type: str) -> torch.dtype | None:
-        """Return the dtype for one device type; None if autocast is off for it."""
-        return dict(self.enabled).get(device_type)
+AutocastState = tuple[tuple[str, torch.dtype], ...]
+"""The device types for which autocast is on, and the dtype for each."""
 
 
 def current_autocast() -> AutocastState:
     """Return the autocast state of this thread.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     current_autocast().dtype("cpu")
-    torch.bfloat16
+    ...     current_autocast()
+    (('cpu', torch.bfloat16),)
     """
     enabled = filter(torch.is_autocast_enabled, _types_with_autocast())
-    return AutocastState(tuple((device, torch.get_autocast_dtype(device)) for device in enabled))
+    return tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
 
 
 @cache
@@ -152,7 +152,7 @@ def _types_with_autocast() -> tuple[str, ...]:
 def no_autocast() -> Iterator[None]:
     """Switch autocast off for all devices in the block, because torch requires this for a backward pass."""
     with ExitStack() as stack:
-        for device, dtype in current_autocast().enabled:
+        for device, dtype in current_autocast():
             stack.callback(_set, device, dtype)
             _set(device, None)
         yield
@@ -162,10 +162,10 @@ def no_autocast() -> Iterator[None]:
 def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) -> Iterator[None]:
     """Set the training's autocast state in the block; `stand_in` if CPU tensors replace those of the model's device."""
     with ExitStack() as stack:
-        for device in dict.fromkeys((*(name for name, _ in state.enabled), device_type, "cpu")):
+        for device in dict.fromkeys((*dict(state), device_type, "cpu")):
             if torch.amp.is_autocast_available(device):
                 stack.callback(_set, device, _dtype_now(device), torch.get_autocast_dtype(device))
-                _set(device, state.dtype(device))
+                _set(device, dict(state).get(device))
         if stand_in and device_type != "cpu":
             _carry_over(device_type)
             stack.enter_context(_CarriedOver(device_type))
@@ -173,12 +173,11 @@ def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) ->
 
 
 def device_type_of(model: nn.Module, state: AutocastState) -> str:
-    """Return the type of the model's device; for a model on the meta device, a type for which autocast is on."""
     types = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     accelerators = sorted(types - {"cpu"})
     if accelerators:
         return accelerators[0]
-    return "cpu" if types or not state.enabled else state.enabled[-1][0]
+    return "cpu" if types or not state else state[-1][0]
 
 
 class _CarriedOver(TorchFunctionMode):
@@ -209,77 +208,30 @@ def _set(device_type: str, dtype: torch.dtype | None, default: torch.dtype | Non
 
 
 @contextmanager
-def threads_met(report: Callable[[], None], modes: Callable[[], Sequence[Any]] | None = None) -> Iterator[None]:
+def threads_met(report: Callable[[], None]) -> Iterator[None]:
     """Call `report` for each thread that starts in the block, because a dispatch mode only works in its own thread.
-
-    With `modes`, enter `modes()` in each thread instead, and call `report` for each that outlives the block. A thread
-    leaves the modes when it ends. If it outlives the block, as in a thread pool, it leaves them at its next function
-    call, because its later work for the training must not run under these modes.
 
     Each new thread calls the function given to `threading.setprofile`. Ours removes itself at its first call.
     """
     before: Any = threading.getprofile()
-    under_way: set[_Followed] = set()
-    is_over = threading.Event()
-    # What a dispatch mode that is entered now would restore when it is left, by its attributes' names.
-    with TorchDispatchMode() as mode:
-        flags = {name: value[-1] for name, value in vars(mode).items() if isinstance(value, deque | list) and value}
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
         sys.setprofile(before)
-        if threading.current_thread().name.startswith("flopwatch-"):
-            return  # a thread of the monitor, such as the one that connects the ranks; the model did not start it
-        if modes is None:
+        # A thread of the monitor, such as the one that connects the ranks, was not started by the model.
+        if not threading.current_thread().name.startswith("flopwatch-"):
             report()
-        else:
-            _Followed(modes(), frame, under_way, is_over, before).enter(flags)
 
     threading.setprofile(on_start)
     try:
         yield
     finally:
         threading.setprofile(before)
-        is_over.set()
-        for _ in list(under_way):
-            report()
 
 
-class _Followed:
-    """Enters dispatch modes when a thread starts, and exits them when the thread ends or the count is over."""
-
-    def __init__(
-        self, modes: Sequence[Any], first: FrameType, under_way: "set[_Followed]", is_over: threading.Event, before: Any
-    ) -> None:
-        self._modes, self._first, self._before = modes, first, before
-        self._under_way, self._is_over = under_way, is_over
-
-    def enter(self, flags: dict[str, Any]) -> None:
-        self._under_way.add(self)
-        for mode in self._modes:
-            mode.__enter__()
-            # Torch has one flag for all threads that says whether a dispatch mode is active. A mode restores the flag
-            # when it is left, and here that would be "active", because the thread may leave it after the count. Up to
-            # torch 2.10, nothing would be compiled in this process any more.
-            for name in flags.keys() & vars(mode).keys():
-                vars(mode)[name][-1] = flags[name]
-        sys.setprofile(self._look)
-
-    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        is_left = self._is_over.is_set() and not is_inside_mode(frame)
-        if is_left or (event == "return" and frame is self._first):
-            sys.setprofile(self._before)
-            for mode in reversed(self._modes):
-                mode.__exit__(None, None, None)
-            self._under_way.discard(self)
-
-
-def is_inside_mode(frame: FrameType | None) -> bool:
+def is_inside_mode(frame: FrameType) -> bool:
     """Return whether a handler of a mode is running. Torch has then popped the mode, so the mode cannot be exited."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
-            return True
-        frame = frame.f_back
-    return False
+    handlers = ("__torch_dispatch__", "__torch_function__")
+    return any(each.f_code.co_name in handlers for each in frames_from(frame))
 
 
 CHECKPOINTING_IN_EVAL_MODE = (

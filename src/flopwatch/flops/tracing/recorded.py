@@ -5,21 +5,19 @@ counts it, and so is an op that is known to be free. A composite op is counted b
 whose shapes the profiler does not record, is counted by its parts as well.
 """
 
-from collections import Counter, defaultdict
+import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas.free_ops import costs_nothing
-from flopwatch.flops.formulas.matrices import sparse_product_flops
-from flopwatch.flops.formulas.registry import Formula, OpCall, OpFlops, find_formula, type_of_product, unbind
-from flopwatch.flops.tracing.counter import with_complex
+from flopwatch.flops.formulas.registry import Formula, OpCall, OpFlops, find_formula, unbind
+from flopwatch.flops.tracing.counter import Phase, Tally, flops_of_call
 from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
-from flopwatch.flops.tracing.tally import Phase, Tally
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.ops import OpOverload, OpOverloadPacket, can_decompose, op_schema, python_body
 
@@ -47,7 +45,7 @@ IN_OPTIMIZER = "products without gradients in an optimizer's step may be its own
 CLOSURE = "flopwatch: an optimizer step with a closure"
 _OPTIMIZER = "Optimizer.step#"
 UNKNOWN = object()
-"""In place of a sparse tensor of which it is not known how many elements it stores."""
+"""In place of a sparse tensor: how many elements it stores is not recorded."""
 _SAVE_INPUTS = frozenset(
     (
         *("aten::_grouped_mm", "aten::addbmm", "aten::addmm", "aten::addmv", "aten::baddbmm", "aten::bmm"),
@@ -59,21 +57,13 @@ _BY_NEED = "aten::mkldnn_rnn_layer_backward"
 """An op whose needed FLOPs depend on which inputs of its forward op need a gradient."""
 
 
-Priced = tuple[OpFlops, str | None]
-"""The FLOPs of an op and its compute type."""
-
-
 class _Tensor(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    stored: int | None = None
-    """How many elements a sparse tensor stores; None for a dense one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is known about the ops of one name."""
-
     overloads: tuple[Any, ...]
     formula: Formula | None
     is_free: bool
@@ -117,42 +107,15 @@ def _is_dispatched(op: OpOverload) -> bool:
     return True
 
 
-class _Names(dict[str, _Kind | None]):
-    """The kinds of ops by name. They are looked up again for each step, as a formula may have been registered since."""
-
-    def __missing__(self, name: str) -> _Kind | None:
-        self[name] = kind = _find_kind(name)
-        return kind
-
-    def has_formula(self, name: str) -> bool:
-        kind = self[name]
-        return kind is not None and kind.formula is not None
-
-    def last_product(self, events: list[Any]) -> list[int]:
-        """Return the id of the event at which what ran again in a node may have been stopped: the innermost last op."""
-        again = [each for each in events if getattr(each.extra_fields, "sequence_number", -1) >= 0]
-        while again:
-            last = again[-1]
-            if self.has_formula(last.name):
-                return [last.correlation_id]
-            again = last.children
-        return []
-
-
 class RecordedOps:
-    """Adds up the FLOPs of recorded events."""
-
     def __init__(self, attention: AttentionConvention) -> None:
         self.tally = Tally()
         self.optimizer_flops = 0
         self.doubt: str | None = None
         self._attention: AttentionConvention = attention
-        self._kinds = _Names()
-        self._prices: dict[tuple[Any, ...], Priced | None] = {}
+        self._kind = functools.cache(_find_kind)  # anew for each step, as a formula may have been registered since
+        self._prices: dict[tuple[Any, ...], OpFlops | None] = {}
         self._lists: dict[int, list[Any]] = {}
-        self._roots: list[Any] = []
-        self._stored_at: dict[int, int] | None = None
-        self._stored_by_shape: dict[tuple[int, ...], set[int]] = defaultdict(set)
         self._have_parts: set[str] = set()
         self._lack_parts: set[str] = set()
         """Names of ops that were seen to call other ops when they run, and to call none."""
@@ -172,18 +135,21 @@ class RecordedOps:
         if any(needed[each, "backward"] > 2 * needed[each, "forward"] for each in functions):
             self.doubt = self.doubt or MAY_BE_HIDDEN
 
+    def _has_formula(self, name: str) -> bool:
+        kind = self._kind(name)
+        return kind is not None and kind.formula is not None
+
     def _add(self, results: Any) -> None:
         # The tree of events lacks arguments that are lists of numbers; the flat list of events has them.
         self._lists = {
             event.correlation_id(): event.concrete_inputs()
             for event in results.events()
-            if self._kinds.has_formula(event.name())
+            if self._has_formula(event.name())
         }
-        self._roots = sorted(results.experimental_event_tree(), key=lambda event: event.start_time_ns)
-        self._stored_at = None
-        if not any(event.name == BEGIN for event in self._roots):
+        roots = sorted(results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+        if not any(event.name == BEGIN for event in roots):
             raise MeasurementError(TAKEN)
-        self._walk(self._roots, _Place())
+        self._walk(roots, _Place())
 
     def _walk(self, siblings: list[Any], place: _Place) -> int:
         """Count events that have the same parent, and return the number of products in them."""
@@ -208,7 +174,7 @@ class RecordedOps:
                 has_closure = place.has_closure or any(each.name == CLOSURE for each in event.children)
                 place = replace(place, in_optimizer=True, has_closure=has_closure)
             return self._walk(event.children, place)
-        kind = self._kinds[event.name] if scope == "FUNCTION" else None
+        kind = self._kind(event.name) if scope == "FUNCTION" else None
         if kind is not None and kind.is_free and kind.formula is None:
             return 0
         if not place.is_settled:
@@ -221,10 +187,17 @@ class RecordedOps:
         if not event.name[-1].isdigit():  # a node that is written in Python
             return self._walk(event.children, replace(place, function=event.name.removesuffix("Backward")))
         if not place.has_graph:
-            self._last_again.update(self._kinds.last_product(event.children))
+            self._note_last_product(event.children)
         elif any(each.name == "aten::detach" for each in _inside(event.children)):
             self.doubt = PASS_WITH_GRAPH  # only checkpointing detaches tensors inside torch's own nodes
         return self._walk(event.children, place)
+
+    def _note_last_product(self, events: list[Any]) -> None:
+        """Note the event at which what ran again in a node may have been stopped: the innermost last op."""
+        events = [each for each in events if getattr(each.extra_fields, "sequence_number", -1) >= 0]
+        while events and not self._has_formula(events[-1].name):
+            events = events[-1].children
+        self._last_again.update(each.correlation_id for each in events[-1:])
 
     def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
         inside = next((each for each in event.children if each.name == _SUBCLASS), None)
@@ -239,7 +212,7 @@ class RecordedOps:
                 return 1
         products = self._walk(event.children, place)
         if not kind.is_composite and not (products and event.name.startswith("aten::")):
-            self.tally.add_uncounted(event.name.removeprefix("aten::"), "", ())
+            self.tally.add_uncounted(event.name.removeprefix("aten::"), "")
         return products
 
     def _was_stopped(self, event: Any, place: _Place) -> bool:
@@ -265,14 +238,13 @@ class RecordedOps:
         lists = self._lists.get(event.correlation_id) or []
         inputs = event.extra_fields.inputs
         lists += [None] * (len(inputs) - len(lists))
-        arguments = tuple(self._frozen(each, other) for each, other in zip(inputs, lists, strict=False))
+        arguments = tuple(_frozen(each, other) for each, other in zip(inputs, lists, strict=False))
         key = (event.name, *arguments)
         if key not in self._prices:
             self._prices[key] = None if UNKNOWN in arguments else _price(kind, arguments, self._attention)
-        priced = self._prices[key]
-        if priced is None:
+        flops = self._prices[key]
+        if flops is None:
             return False
-        flops, dtype = priced
         if event.name == _BY_NEED:
             self.doubt = self.doubt or FUSED_GRADIENTS
         if place.is_product_of_optimizer and place.has_closure:
@@ -283,7 +255,7 @@ class RecordedOps:
         if place.phase == "recompute" or (place.function and self._runs_again(event, place)):
             flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
         self._by_function[place.function, place.phase] += flops.needed
-        self.tally.add(event.name.removeprefix("aten::"), "", place.phase, flops, dtype)
+        self.tally.add(event.name.removeprefix("aten::"), "", place.phase, flops)
         return True
 
     def _runs_again(self, event: Any, place: _Place) -> bool:
@@ -302,45 +274,14 @@ class RecordedOps:
             self.doubt = self.doubt or MAY_RUN_AGAIN
         return bool(again)
 
-    def _stored(self, recorded: Any) -> int | None:
-        """Return how many elements a sparse tensor stores, or None if nothing in the recording shows it.
 
-        A backward pass multiplies with a transposed copy, which stores as many elements.
-        """
-        if self._stored_at is None:
-            self._stored_at = dict(_stored_elements(self._roots))
-        shape = tuple(recorded.sizes)
-        if recorded.impl_ptr in self._stored_at:
-            self._stored_by_shape[shape].add(self._stored_at[recorded.impl_ptr])
-        counts = self._stored_by_shape[shape] | self._stored_by_shape[shape[::-1]]
-        return counts.pop() if len(counts) == 1 else None
-
-    def _frozen(self, value: Any, instead: Any) -> Any:
-        """Return an argument in a form that can be a key; a list of numbers is in `instead`."""
-        if hasattr(value, "sizes"):
-            sizes, stored = tuple(value.sizes), None
-            if value.layout is not torch.strided:
-                stored = self._stored(value)
-                if stored is None:
-                    return UNKNOWN
-            return _Tensor(sizes, value.dtype, stored)
-        if isinstance(value, list):
-            return tuple(self._frozen(each, None) for each in value)
-        return value if value is not None else tuple(instead) if isinstance(instead, list) else instead
-
-
-def _stored_elements(roots: list[Any]) -> Iterator[tuple[int, int]]:
-    """Yield the addresses of sparse tensors and how many elements they store, where ops take or copy their elements."""
-    for event in _inside(roots):
-        part = {"aten::values": "aten::alias", "aten::clone": "aten::to"}.get(event.name)
-        owner = next(iter(event.extra_fields.inputs), None) if part else None
-        if owner is None or getattr(owner, "layout", torch.strided) is torch.strided:
-            continue
-        for each in event.children:
-            elements = next(iter(each.extra_fields.inputs), None) if each.name == part else None
-            if elements is not None and elements.dtype == owner.dtype:
-                yield owner.impl_ptr, prod(elements.sizes)
-                break
+def _frozen(value: Any, instead: Any) -> Any:
+    """Return an argument in a form that can be a key; a list of numbers is in `instead`."""
+    if hasattr(value, "sizes"):
+        return _Tensor(tuple(value.sizes), value.dtype) if value.layout is torch.strided else UNKNOWN
+    if isinstance(value, list):
+        return tuple(_frozen(each, None) for each in value)
+    return value if value is not None else tuple(instead) if isinstance(instead, list) else instead
 
 
 def _inside(events: Iterable[Any]) -> Iterator[Any]:
@@ -383,7 +324,7 @@ def _tensors(event: Any) -> list[Any]:
     return [each for each in getattr(event.extra_fields, "inputs", ()) if hasattr(each, "sizes")]
 
 
-def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConvention) -> Priced | None:
+def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConvention) -> OpFlops | None:
     """Return the FLOPs and the compute type of a call; None if its formula cannot tell them from shapes."""
     values = [_stand_in(each) for each in arguments]
     func = next((op for op in kind.overloads if _fits(op, values)), None)
@@ -393,24 +334,15 @@ def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConventi
     named = dict(zip((each.name for each in op_schema(func).arguments), values, strict=True))
     call = OpCall(func, named, _result(func, named), attention)
     try:
-        is_sparse = any(isinstance(each, torch.Tensor) and each.layout is not torch.strided for each in values)
-        answer = sparse_product_flops(call) if is_sparse else formula(call)
+        return flops_of_call(call, formula)
     except Exception:  # the formula needs values, or an argument that is not recorded
         return None
-    if answer is None:
-        return None
-    flops = OpFlops(answer) if isinstance(answer, int) else answer
-    return with_complex(flops, values), type_of_product(named)
 
 
 def _stand_in(value: Any) -> Any:
     """Return a tensor without memory for a recorded one, and lists for tuples."""
     if isinstance(value, _Tensor):
-        if value.stored is None:
-            return torch.empty(value.sizes, dtype=value.dtype, device="meta")
-        indices = torch.empty(len(value.sizes), value.stored, dtype=torch.int64, device="meta")
-        stored = torch.empty(value.stored, dtype=value.dtype, device="meta")
-        return torch.sparse_coo_tensor(indices, stored, value.sizes, check_invariants=False)
+        return torch.empty(value.sizes, dtype=value.dtype, device="meta")
     return [_stand_in(each) for each in value] if isinstance(value, tuple) else value
 
 

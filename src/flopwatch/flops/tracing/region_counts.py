@@ -12,25 +12,23 @@ import torch
 from torch import fx, nn
 
 from flopwatch.flops.formulas.registry import OpFlops, find_formula
-from flopwatch.flops.tracing.custom_functions import storage_of, written
+from flopwatch.flops.tracing.counter import Phase, Tally
+from flopwatch.flops.tracing.custom_functions import Values, storage_of, written
 from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast
 from flopwatch.flops.tracing.regions import InputSpec, Region, number, spec_of
 from flopwatch.flops.tracing.scaling import Axes, Product, Scale
-from flopwatch.flops.tracing.tally import Phase, Tally
-from flopwatch.flops.tree import leaves_of, tensors_in
+from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
+from flopwatch.torch_internals import apart
 from flopwatch.torch_internals.ops import FakeTensorMode, OpOverload
-from flopwatch.torch_internals.probes import apart
 
 _MOST_SIZES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RegionCount:
-    """FLOPs of one call of compiled code, its forward and its backward pass each."""
-
     forward: StepCount
     forward_scales: Mapping[Scale | Product, int]
     backward: StepCount
@@ -214,64 +212,42 @@ def _made(spec: InputSpec | None, values: Mapping[Any, int]) -> Any:
 
 
 class _GraphMode(PassingMode):
-    """Counts a graph that runs on fake tensors."""
-
     counts_fakes = True
 
     def __init__(self, attention: AttentionConvention, weights: Iterable[torch.Tensor]) -> None:
         super().__init__(attention, weights)
         self._compiles = False
         self.writes_weights, self.knows_executed = False, True
-        self._numbers: dict[Any, int] = {}
-        self._values: dict[int, Any] = {}
-        """For each tensor, what it was computed from; equal values have equal entries."""
-        self._kept: list[Any] = []
-        """Keeps all tensors alive, so that none gets the id of another."""
+        self._values = Values()
 
     @property
     def needed(self) -> int:
         return sum(self.by_scale.values())
 
-    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+    def add(self, name: str, flops: OpFlops) -> None:
         """Add the FLOPs of an op, but not of what checkpointing runs again, which the compiler decides."""
-        if self.current_phase == "recompute" or self._runs_again:
+        if self.phase() == "recompute" or self._runs_again:
             self.knows_executed = False
         else:
-            super().add(name, flops, dtype)
+            super().add(name, flops)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(func, OpOverload) and func.namespace != "prim":
-            if any(self.weights.get(storage_of(each)) for each in written(func, args, kwargs or {})):
-                self.writes_weights = True
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            self._look_for_twin(func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            out = func(*args, **kwargs)
+            self._count_higher_order(func.name(), args, kwargs)
             return out
-        if isinstance(func, OpOverload):  # ops of `prim` only query a tensor
-            return func(*args, **kwargs or {})
-        return self._higher_order(func, args, kwargs or {})
-
-    def _look_for_twin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """A compiler computes equal products of equal values only once, so that what is executed is then not known."""
-        results = tensors_in(out) if out is not NotImplemented else []
-        self._kept.append((args, kwargs, out))
-        if any(True for _ in written(func, args, kwargs)) or torch.Tag.nondeterministic_seeded in func.tags:
-            for tensor in (*tensors_in((args, kwargs)), *results):
-                self._values[id(tensor)] = "new", len(self._kept)
-            return
-        value = func, *map(self._value_of, leaves_of((args, sorted(kwargs.items()))))
-        is_twin = value in self._numbers
-        number_of_value = self._numbers.setdefault(value, len(self._numbers))
-        for place, tensor in enumerate(results):
-            self._values.setdefault(id(tensor), (place, number_of_value))
-        if is_twin and find_formula(func) is not None:
+        if func.namespace == "prim":  # these ops only query a tensor
+            return func(*args, **kwargs)
+        if any(self.weights.get(storage_of(each)) for each in written(func, args, kwargs)):
+            self.writes_weights = True
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        # A compiler computes equal products of equal values only once, so that what is executed is then not known.
+        if self._values.follow(func, args, kwargs, out, in_backward=False) and find_formula(func) is not None:
             self.knows_executed = False
-
-    def _value_of(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return self._values.get(id(leaf), id(leaf))
-        return leaf if isinstance(leaf, int | float | bool | str | None) else str(leaf)
+        return out
 
     def taken(self) -> tuple[StepCount, dict[Scale | Product, int]]:
         """What was counted since the last time."""

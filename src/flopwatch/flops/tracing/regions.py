@@ -96,7 +96,6 @@ class Region:
         return None if self._weight is None else args[self._weight]
 
     def values(self, sizes: Sequence[int]) -> dict[Any, int]:
-        """The sizes of a call by their symbols."""
         return {source.symbol: size for source, size in zip(self.sources, sizes, strict=True)}
 
 
@@ -125,7 +124,6 @@ def _expression(size: Any) -> Any:
 
 
 def number(size: Any, values: Mapping[Any, int]) -> int:
-    """A size as a number, for a call with these values of its symbols."""
     return size if isinstance(size, int) else int(size.subs(values))
 
 

@@ -1,26 +1,28 @@
-"""Unwraps a model, follows which module of its stand-in runs, and restores the state outside of the model.
+"""Unwraps a model, copies its hooks, follows which module of its stand-in runs, and restores the state outside of it.
 
 That state (`undisturbed`) is the random generators, the autocast cache, dispatch modes and compiled code. The module
 `copies` makes the stand-in, the copy of the model that is counted.
 """
 
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flopwatch.flops.tracing.hooks import left_hooks_note
+from flopwatch.flops.tracing.outside import names_in
 from flopwatch.random_state import same_random_states
 from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
+from flopwatch.torch_internals.modules import module_tables
 from flopwatch.torch_internals.ops import modes_off
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Remove the wrappers that do not change what a model computes."""
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
@@ -110,3 +112,91 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         # 140909), so compiled functions run eagerly here, which does not change their state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+# Hooks of these libraries only use the module that they get (old-style weight norm, captured hidden states), so they
+# run without being copied.
+_COMPUTE = ("torch.nn.utils.", "transformers.")
+# Hooks of these libraries shard, move, time or count a model. The traced copy of the model does not get them.
+WATCH_OR_MOVE = (
+    *("accelerate.", "composer.", "deepspeed.", "flopwatch.", "lightning.", "lightning_fabric.", "pytorch_lightning."),
+    *("ray.", "torch._", "torch.ao.", "torch.distributed.", "torch.fx.", "torch.nn.parallel.", "torch.profiler."),
+    *("torch.utils.", "wandb."),
+)
+_PER_SAMPLE_GRADIENTS = "opacus."
+NO_PER_SAMPLE_GRADIENTS = "hardware_flops leaves out the per-sample gradients"
+_LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "breakpoint", "__import__"}
+
+
+def copy_hooks(module: nn.Module, twin: nn.Module, value: Callable[[Any], Any], left_behind: list[str]) -> None:
+    """Fill the empty tables of hooks of `twin`, the copy of `module`; add the names of those left out to `left_behind`.
+
+    `value` returns the copy of an object of the live model. A hook that prints, opens files or fails, such as by
+    reading the value of a fake tensor, is left out, and so are backward hooks. Hooks that only move data or observe are
+    left out without a note.
+    """
+    kept, names = vars(twin), module_tables()
+    for table in names.running_hooks:
+        copies = ((key, _copied(hook, value, left_behind)) for key, hook in getattr(module, table).items())
+        kept[table].update((key, hook) for key, hook in copies if hook is not None)
+    runs = {key for table in names.running_hooks for key in kept[table]}
+    for table in names.hook_options:
+        kept[table].update((key, option) for key, option in getattr(module, table).items() if key in runs)
+    for table in names.backward_hooks:
+        left_behind += [_name(hook) for hook in getattr(module, table).values() if not _is_quiet(hook)]
+
+
+def _copied(hook: Any, value: Callable[[Any], Any], left_behind: list[str]) -> Any:
+    if _home(hook).startswith(_COMPUTE):
+        return hook
+    if _is_quiet(hook):
+        return None
+    if _home(hook).startswith(_PER_SAMPLE_GRADIENTS) or _leaves_traces(hook):
+        left_behind.append(_name(hook))
+        return None
+    return functools.partial(_run_or_leave_out, value(hook), _name(hook), left_behind)
+
+
+def left_hooks_note(left_behind: list[str]) -> str | None:
+    """Return a note that names the hooks which were not run; None if there are none."""
+    if not left_behind:
+        return None
+    names = ", ".join(dict.fromkeys(left_behind))
+    text = f"{len(left_behind)} hooks of the model were left out, and what they compute is not counted: {names}"
+    if any(name.startswith(_PER_SAMPLE_GRADIENTS) for name in left_behind):
+        text += f" ({NO_PER_SAMPLE_GRADIENTS})"
+    return text
+
+
+def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return hook(*args, **kwargs)
+    except Exception:
+        left_behind.append(name)
+        return None
+
+
+def _is_quiet(hook: Any) -> bool:
+    return _home(hook).startswith(WATCH_OR_MOVE)
+
+
+def _home(hook: Any) -> str:
+    hook = _function(hook)
+    return str(getattr(hook, "__module__", None) or type(hook).__module__) + "."
+
+
+def _name(hook: Any) -> str:
+    hook = _function(hook)
+    return _home(hook) + getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _function(hook: Any) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return hook
+
+
+def _leaves_traces(hook: Any) -> bool:
+    """Return whether the code of a hook names a function whose effects outlive the call."""
+    code = getattr(_function(hook), "__code__", None)
+    return code is not None and not _LEAVE_TRACES.isdisjoint(names_in(code)[0])

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from flopwatch.flops.formulas.matrices import FACTORS
 from flopwatch.flops.formulas.registry import OpCall
-from flopwatch.torch_internals.ops import GROUPED_MM, op_packet, short_op_name
+from flopwatch.torch_internals.ops import GROUPED_MM, short_op_name
 
 _MATRICES, _BATCHED = ("mm", "addmm", "_addmm_activation"), ("bmm", "baddbmm")
 _GROUPED = "grouped"
@@ -67,7 +67,7 @@ def product_of(call: OpCall, is_weight: Sequence[bool]) -> Product | None:
     name = short_op_name(call.func).removesuffix("_")
     if name in _MATRICES or name in _BATCHED:
         return Product(name, tuple(tuple(factor.shape) for factor in factors_of(call)), tuple(is_weight))
-    if op_packet(call.func) is GROUPED_MM:
+    if call.func.overloadpacket is GROUPED_MM:
         return Product(_GROUPED, (tuple(call.arguments["self"].shape),))
     if "scaled_dot_product" in name:
         is_causal = call.attention == "causal" and bool(call.arguments.get("is_causal"))
@@ -90,7 +90,7 @@ def scale_of(product: Product | None, axes: Axes | None) -> Scale:
         return _of_matrices(left, right, axes, product.is_weight)
     if product.name in _BATCHED:
         return _of_batched(left, right, axes, product.is_weight)
-    return _of_lengths([left[-2]], [right[-2]], left[0], axes, is_causal=product.is_causal)
+    return _of_attention(left, right, axes, is_causal=product.is_causal)
 
 
 def factors_of(call: OpCall) -> tuple[Any, ...]:
@@ -106,14 +106,12 @@ def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool
     rows, contracted, columns = left[0], left[1], right[1]
     # The sizes of a weight are never lengths, even if they are equal to one.
     sizes = [columns] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, columns]
-    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == axes.batch * length]
+    positions = _places(sizes, [axes.batch * length for length in axes.lengths])
     if len(positions) == 1:
         return Scale("positions", axes, positions[0])
     if len(positions) == 2 and axes.batch == 1 and len(sizes) == 3 and len(set(sizes)) == 2:
         return Scale("pairs", axes, positions[0], positions[1])
-    shifted = [
-        index for size in sizes for index, length in enumerate(axes.lengths) if size == axes.batch * (length - 1)
-    ]
+    shifted = _places(sizes, [axes.batch * (length - 1) for length in axes.lengths])
     if not positions and len(shifted) == 1 and axes.batch not in sizes:
         return Scale("shifted", axes, shifted[0])
     return FIXED if not positions and len(sizes) == 1 and sizes[0] == axes.batch else UNCLEAR
@@ -130,7 +128,7 @@ def _of_batched(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]
     if all(is_weight):
         return FIXED
     sizes = [right[2]] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, right[2]]
-    positions = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
+    positions = _places(sizes, axes.lengths)
     # Three equal sizes are attention whose heads are as wide as the rows are long: one of them is no length.
     if len(positions) >= 2:
         return Scale("pairs", axes, positions[0], positions[1])
@@ -139,21 +137,24 @@ def _of_batched(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]
 
 def _of_shared(sizes: Shape, axes: Axes) -> Scale:
     """The product of two vectors, computed once for all rows of the batch."""
-    lengths = [index for size in sizes for index, length in enumerate(axes.lengths) if size == length]
+    lengths = _places(sizes, axes.lengths)
     is_clear = len(lengths) == 1 and not any(size == axes.batch * length for size in sizes for length in axes.lengths)
     return Scale("longest", axes, lengths[0]) if is_clear else UNCLEAR
 
 
-def _of_lengths(query: list[int], key: list[int], batch: int, axes: Axes, *, is_causal: bool) -> Scale:
-    if batch != axes.batch:
+def _of_attention(query: Shape, key: Shape, axes: Axes, *, is_causal: bool) -> Scale:
+    if query[0] != axes.batch:
         return UNCLEAR
-    found = [[index for index, length in enumerate(axes.lengths) if [length] == side] for side in (query, key)]
-    if any(len(each) > 1 for each in found):
-        return UNCLEAR
-    if found[0] and found[1]:
-        return Scale("pairs", axes, found[0][0], found[1][0], is_causal)
-    positions = found[0] or found[1]
+    # No two sequences are equally long, so each size is the length of one at most.
+    positions = _places((query[-2], key[-2]), axes.lengths)
+    if len(positions) == 2:
+        return Scale("pairs", axes, positions[0], positions[1], is_causal)
     return Scale("positions", axes, positions[0]) if positions else FIXED
+
+
+def _places(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """For each size that is a length, the index of this length."""
+    return [index for size in sizes for index, length in enumerate(lengths) if size == length]
 
 
 class RowLengths(NamedTuple):
@@ -195,7 +196,6 @@ def needed_flops(by_scale: Mapping[Scale, int], batches: Sequence[RowLengths]) -
 
 
 def _share(scale: Scale, batches: Sequence[RowLengths]) -> tuple[int, int]:
-    """The real positions or pairs of these micro-batches, and all of them with padding."""
     assert scale.axes is not None
     rows, lengths = scale.axes.batch * len(batches), scale.axes.lengths
     if scale.kind == "positions":

@@ -17,6 +17,8 @@ from flopwatch.flops.count import is_padded, with_full_masks
 from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.law import FlopLaw, StepShape
 from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.tracing.counter import phases_of
+from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models import dummy_batch
 from flopwatch.monitor.pricing.batch_reader import BatchLayout, Work
@@ -71,11 +73,8 @@ class EstimatedCosts:
             self._laws[description.structure] = law
         estimate = _by_law(law, description, remark)
         if estimate is None:
-            count = count_as_is(
-                model, example, method="estimate", attention=self._attention, loss_fn=None, training=True
-            )
-            phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
-            estimate = _Estimate(phases, remark=remark)
+            count = count_as_is(model, example, CountOptions(self._attention, method="estimate"))
+            estimate = _Estimate(phases_of(count), remark=remark)
         self._known[id(plan)] = plan, estimate
 
     @property
@@ -96,9 +95,7 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     values = law.layout.match(description) if law.layout is not None and law.coefficients else None
     if values is None:
         return None
-    samples = values.get(SAMPLES, 1)
-    others = tuple((name, values[name]) for name in sorted(values) if name not in (SAMPLES, "s"))
-    shape = StepShape(samples, values.get("s"), law.sample_grids * samples, others)
+    shape = StepShape.of(values, law.sample_grids * values.get(SAMPLES, 1))
     if not law.covers_shape(shape):
         return None
     return _Estimate(law.cost(shape), law, shape, remark)
