@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from flopwatch.monitor.ranks import exchange
+from flopwatch.monitor.ranks.job_store import RunKey
 from ranks import teardowns
 
 COUNT = 2
@@ -37,7 +38,7 @@ def test_a_hang_is_told_by_the_main_thread(tmp_path, monkeypatch):
         answers.wait()
 
     monkeypatch.setattr(exchange, "find_job_store", find_no_store)
-    link = exchange.RankLink(exchange.RunKey(0, 1, "log"), 1, 2)  # its thread is always there, and never a hang
+    link = exchange.RankLink(RunKey(0, 1, "log"), 1, 2)  # its thread is always there, and never a hang
     asked.wait()
     with open(tmp_path / "stacks", "w+") as file:
         faulthandler.dump_traceback(file)

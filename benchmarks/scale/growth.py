@@ -44,9 +44,9 @@ def work(folder: Path) -> None:
     import torch.distributed as dist
 
     from flopwatch.monitor.measured_step import MeasuredStep
+    from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+    from flopwatch.monitor.ranks.job_store import RunKey
     from flopwatch.monitor.ranks.layout import children
-    from flopwatch.monitor.ranks.link import RankLink, RunPlan
-    from flopwatch.monitor.ranks.meeting import RunKey
     from flopwatch.monitor.ranks.reports import Profile, report_of
 
     dist.init_process_group("gloo")

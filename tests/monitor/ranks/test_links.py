@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks import exchange
-from flopwatch.monitor.ranks.exchange import RankLink, RunKey, RunPlan
+from flopwatch.monitor.ranks import exchange, job_store
+from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks.job_store import RunKey
 from flopwatch.monitor.ranks.reports import RankDoubt, report_of
 from testbeds.wait_until import wait_until
 
@@ -172,7 +173,7 @@ def test_a_rank_of_a_second_training_does_not_join_the_first(open_links):
 def test_ranks_with_different_releases_do_not_meet(open_links, monkeypatch):
     first = open_links(tcp_store(), 2, range(1))[0]
     wait_until_published(first)
-    monkeypatch.setattr(exchange, "__version__", "another release")
+    monkeypatch.setattr(job_store, "__version__", "another release")
     other = RankLink(RunKey(0, 1, "log"), 1, 2)
     first.announce(RunPlan(5))
     assert not other.wait_for_plan(0.5)

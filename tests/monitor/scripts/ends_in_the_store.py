@@ -11,7 +11,8 @@ import time
 
 import torch.distributed as dist
 
-from flopwatch.monitor.ranks.exchange import RankLink, RunKey
+from flopwatch.monitor.ranks.exchange import RankLink
+from flopwatch.monitor.ranks.job_store import RunKey
 
 STORE = """
 import time

@@ -1,39 +1,53 @@
 """Sends a rank's reports to the logging rank through the key-value store that the training's ranks share anyway.
 
-The ranks form a tree with the logging rank at its root (`layout.parent`): ranks of one host first, then hosts. Each rank
-merges the reports of the ranks below it with its own. A rank writes to its slot in the store only while the slot is
-empty, and the rank above empties it after reading. So nothing is lost or read twice, and a run has a fixed number of
+The ranks form a tree with the logging rank at its root (`layout.children`): ranks of one host first, then hosts. Each
+rank merges the reports of the ranks below it with its own. A rank writes to its slot in the store only while the slot
+is empty, and the rank above empties it after reading. So nothing is lost or read twice, and a run has a fixed number of
 keys.
 
-All of this is done by a thread of its own. The training's thread only puts reports into a queue and checks for results.
-The thread never waits inside the store for a key that may not be there: it asks again after a pause, which `give_up` ends.
+A thread of its own does all of this. The training's thread only puts reports into a queue and checks for results.
+It never waits inside the store for a key that may not be there: it asks again after a pause that `give_up` ends.
 """
 
 import atexit
 import ctypes
 import json
 import os
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import layout
+from flopwatch.monitor.ranks.job_store import (
+    ON_ANY_DEVICE,
+    OVER,
+    PLAN,
+    PUBLISHED,
+    RunKey,
+    alive,
+    check_single,
+    find_job_store,
+    find_run,
+    open_slots,
+    pauses,
+    peek,
+    prefix,
+    probe,
+    read_slots,
+    write_slot,
+)
 from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, aligned, extend
 from flopwatch.text import first_line
-from flopwatch.torch_internals.modules import default_store
-from flopwatch.version import __version__
 
 _MOST_WAITING = 64
 """The maximum number of reports that wait to be sent; each further report is joined with the last one."""
@@ -45,15 +59,9 @@ _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 10.0
 """When to look for a sign of life of a rank whose report is late, first and then again."""
 _END_SECONDS = 1.0
 """How long to wait for the thread after `give_up`. It takes longer only if the store does not answer."""
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _LONGEST_PAUSE_FOR_REPORTS_SECONDS = 0.02, 2.0, 0.5
-_MOST_POLLS_PER_SECOND = 8000
-"""How many polls per second, of all ranks together, the store's single thread answers without delaying the training."""
-_PLAN, _PUBLISHED, _OVER, _ON_ANY_DEVICE = "plan", "published", "over", "on_any_device"
+_LONGEST_PAUSE_SECONDS, _RETRY_SECONDS = 0.5, 2.0
+"""The longest pause between two looks for reports, and the pause before writing again to a slot that was not empty."""
 _links: "WeakSet[RankLink]" = WeakSet()
-
-
-def is_possible() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +73,6 @@ class RunPlan:
     """
 
     window_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunKey:
-    """Identifies a monitor of this process for the monitors of the other ranks.
-
-    Attributes:
-        logging_rank: The rank that writes the run's log.
-        number: How many monitors with this logging rank the process has started, including this one.
-        log: The log's path on this rank, with a number appended, because several monitors may write to one path.
-        known_logs: The logs of all monitors of this process, including those started later.
-    """
-
-    logging_rank: int
-    number: int
-    log: str
-    known_logs: Collection[str] = ()
-
-    @property
-    def run(self) -> str:
-        return f"{self.logging_rank}/{self.number}"
-
-    @property
-    def by_log(self) -> str:
-        return f"log/{self.logging_rank}/{self.log}"
 
 
 @dataclass(slots=True)
@@ -237,7 +220,7 @@ class RankLink:
 
     def _run(self) -> None:
         try:
-            job_store = PrefixStore(_prefix(os.environ, self._world_size), find_job_store())
+            job_store = PrefixStore(prefix(os.environ, self._world_size), find_job_store())
             probe(job_store)
             ranks_per_host = self._lead(job_store) if self._is_logging else self._follow(job_store)
             self._exchange(ranks_per_host)
@@ -253,12 +236,12 @@ class RankLink:
     def _enter(self, job_store: Any, run: str) -> None:
         self._store = PrefixStore(run, job_store)
         self._store.add(self._on_device, 1)
-        self._store.add(_ON_ANY_DEVICE, 1)
+        self._store.add(ON_ANY_DEVICE, 1)
 
     def _lead(self, job_store: Any) -> int:
         """On the logging rank, publish the run, wait for the plan and publish it; return the ranks per host."""
         self._enter(job_store, self._key.run)
-        self._store.add(_PUBLISHED, 1)
+        self._store.add(PUBLISHED, 1)
         check_single(self._store)
         self._store.set("log", self._key.log)
         job_store.set(self._key.by_log, self._key.run)
@@ -271,7 +254,7 @@ class RankLink:
         self._look_at_devices(at_least=self._ranks_by_launcher)
         check_single(self._store)  # the device count may already contain ranks of another training
         ranks_per_host = layout.ranks_per_host(self._world_size)  # all ranks derive the tree from this one's number
-        self._store.set(_PLAN, json.dumps([self.plan and self.plan.window_steps, ranks_per_host]))
+        self._store.set(PLAN, json.dumps([self.plan and self.plan.window_steps, ranks_per_host]))
         return ranks_per_host
 
     def _follow(self, job_store: Any) -> int:
@@ -285,13 +268,13 @@ class RankLink:
             if run is None and (run := find_run(job_store, self._key, self._rank)) is not None:
                 if run != self._key.run:
                     self._enter(job_store, run)
-                self._store.set(_alive(self._rank), "0")
-            if run is not None and self._store.check([_PLAN]):
+                self._store.set(alive(self._rank), "0")
+            if run is not None and self._store.check([PLAN]):
                 break
             if self._is_given_up.wait(pause):
                 raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
         self._look_at_devices(at_least=self._ranks_by_launcher)
-        window_steps, ranks_per_host = json.loads(_peek(self._store, _PLAN) or "")
+        window_steps, ranks_per_host = json.loads(peek(self._store, PLAN) or "")
         with self._changed:
             self.plan = None if window_steps is None else RunPlan(window_steps)
             self._changed.notify_all()
@@ -304,7 +287,7 @@ class RankLink:
         """
         if self.ranks_on_device is not None:
             return
-        is_complete = int(self._store.add(_ON_ANY_DEVICE, 0)) >= self._world_size
+        is_complete = int(self._store.add(ON_ANY_DEVICE, 0)) >= self._world_size
         if is_complete or at_least is not None:
             counted = min(int(self._store.add(self._on_device, 0)), self._world_size)
             self.ranks_on_device = counted if is_complete else max(counted, at_least or 1)
@@ -326,7 +309,7 @@ class RankLink:
         self._has_all_reports = True
         if self._is_logging:
             with suppress(RuntimeError):  # all reports are there, so it does not matter if the store has ended
-                self._store.set(_OVER, "")  # so that later monitors do not join this run
+                self._store.set(OVER, "")  # so that later monitors do not join this run
                 check_single(self._store)
             return
         waiting = pauses(self._world_size)
@@ -334,13 +317,13 @@ class RankLink:
             pass
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # The store is probably in this process, and the logging rank in another one still reads from it.
-            while not self._store.check([_OVER]) and self._pause(next(waiting)):
+            while not self._store.check([OVER]) and self._pause(next(waiting)):
                 pass
 
     def _own_reports(self) -> Iterator[RankReport]:
         while True:
             with self._changed:
-                seconds = _LONGEST_PAUSE_FOR_REPORTS_SECONDS if self._unsent else _BEAT_SECONDS
+                seconds = _RETRY_SECONDS if self._unsent else _BEAT_SECONDS
                 self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished.is_set(), seconds)
                 report = self._waiting.popleft() if self._waiting else None
             if report is not None:
@@ -352,7 +335,7 @@ class RankLink:
 
     def _reports_of(self, child: _Below) -> Iterator[RankReport]:
         while True:
-            waiting = pauses(self._world_size // layout.FAN_OUT, _LONGEST_PAUSE_FOR_REPORTS_SECONDS)
+            waiting = pauses(self._world_size // layout.FAN_OUT, _LONGEST_PAUSE_SECONDS)
             while not child.reports and not child.is_over:
                 pause = next(waiting)
                 if not self._pause(pause):
@@ -387,7 +370,7 @@ class RankLink:
         if below.silent_seconds < below.next_look_seconds:
             return
         below.next_look_seconds = below.silent_seconds + _LOOK_SECONDS
-        beat = _peek(self._store, _alive(rank))
+        beat = peek(self._store, alive(rank))
         below.is_here |= beat is not None
         if beat != below.beat:
             below.beat, below.silent_seconds, below.next_look_seconds = beat, 0.0, _LOOK_SECONDS
@@ -400,7 +383,7 @@ class RankLink:
             self._send()
         elif time.monotonic() - self._wrote_at >= _BEAT_SECONDS:
             self._beats += 1
-            self._store.set(_alive(self._rank), str(self._beats))
+            self._store.set(alive(self._rank), str(self._beats))
             self._wrote_at = time.monotonic()
 
     def _send(self, *, is_last: bool = False) -> bool:
@@ -420,136 +403,11 @@ def _queue(reports: deque[RankReport], report: RankReport) -> None:
     reports.append(report)
 
 
-def find_job_store() -> Any:
-    """The store of the default process group, which all ranks of the training share, for use in another thread.
-
-    A `TCPStore` answers one call after the other on each connection, so the link opens one of its own: its calls do not
-    delay those of the training, nor does a wait of the training delay them. The other stores lock themselves for each
-    call and have no connection.
-    """
-    try:
-        shared = store = default_store()
-    except FlopwatchError:  # this torch has no such function, so use the address that torchrun sets
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if not host or not port.isdigit():
-            raise FlopwatchError("the store of the process group cannot be found in this release of torch") from None
-        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, FileStore | HashStore):
-        return shared
-    if not isinstance(store, TCPStore):
-        raise FlopwatchError(f"the process group's store is a {type(store).__name__}, which flopwatch cannot use")
-    if hasattr(shared, "clone"):  # a new connection with the same prefixes
-        return shared.clone()
-    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-
-
-def _prefix(environment: Mapping[str, str], world_size: int) -> str:
-    """The prefix of all keys. torchrun may keep a store across restarts, so it differs after each restart.
-
-    It also differs between releases of flopwatch, because the layout of their reports may differ.
-
-    >>> _prefix({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2"}, 8).replace(__version__, "1.0")
-    'flopwatch/1.0/a/2/8'
-    """
-    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-    return "/".join(["flopwatch", __version__, *(environment.get(name, "") for name in names), str(world_size)])
-
-
-def probe(store: Any) -> None:
-    """Raise an error unless the store keeps what is written to it. For torch's `FakeStore`, every key exists."""
-    key, value = f"probe/{secrets.token_hex(8)}", secrets.token_hex(8)
-    is_there_before = store.check([key])
-    store.set(key, value)
-    is_kept = not is_there_before and _peek(store, key) == value
-    store.delete_key(key)
-    if not is_kept:
-        raise FlopwatchError("the store of the process group does not keep what is written to it")
-
-
-def _peek(store: Any, key: str) -> str | None:
-    """The value of a key, None if it is missing; `get` would wait for it. Such a comparison never changes a value."""
-    missing = "\0missing"
-    found = store.compare_set(key, missing, missing).decode()
-    return None if found == missing else found
-
-
-def check_single(store: Any) -> None:
-    """Raise an error if another training has published the same run.
-
-    For example, two trainings share one store and differ only by a prefix that the user has given it, in a release of
-    torch whose stores have no `clone`; or ranks were restarted on a store that still has the keys of the last attempt.
-    """
-    if int(store.add(_PUBLISHED, 0)) != 1:
-        raise FlopwatchError("another training uses the same store, so ranks of both could be mixed up")
-
-
-def find_run(job_store: Any, key: RunKey, rank: int) -> str | None:
-    """Find the run to which this rank's monitor belongs; None while that is not certain.
-
-    A run with the same log path is the right one. If ranks write to different paths (`out/rank3`, a disk of the node),
-    the n-th monitor of this rank takes the n-th run of the logging rank, or the next one that has not ended and that
-    this rank has not joined. That could be the run of another monitor, so it is taken only if its log belongs to no
-    other monitor of this process, and only once the logging rank has sent its `RunPlan`. By then, all monitors that
-    were started together have published their runs.
-    """
-    if (run := _peek(job_store, key.by_log)) is not None:
-        return run
-    while (store := PrefixStore(key.run, job_store)).check([_OVER]) or store.check([_alive(rank)]):
-        key = replace(key, number=key.number + 1)
-    is_certain = store.check([_PLAN]) and int(store.add(_PUBLISHED, 0)) == 1
-    return key.run if is_certain and _peek(store, "log") not in key.known_logs else None
-
-
-def pauses(ranks: int, longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[float]:
-    """Yield the pauses between polls of so many ranks, in seconds: a tenth of the time waited so far, within limits."""
-    began = time.monotonic()
-    shortest = max(_SHORTEST_PAUSE_SECONDS, ranks / _MOST_POLLS_PER_SECOND)
-    while True:
-        waited = time.monotonic() - began
-        yield max(shortest, min(0.1 * waited, longest_seconds))
-
-
-def _alive(rank: int) -> str:
-    """The key by which a rank says that it has joined the run and is alive."""
-    return f"alive/{rank}"
-
-
-def _slot(rank: int) -> str:
-    return f"slot/{rank}"
-
-
-def open_slots(store: Any, ranks: Sequence[int]) -> None:
-    """Make sure that the slots exist, so that reading them does not wait."""
-    for rank in ranks:
-        store.compare_set(_slot(rank), "", "")
-
-
-def write_slot(store: Any, rank: int, message: Message) -> bool:
-    """Write a message to the slot of a rank; False if the slot is not empty."""
-    text = message.to_json()
-    return bool(store.compare_set(_slot(rank), "", text).decode() == text)
-
-
-def read_slots(store: Any, ranks: Sequence[int]) -> dict[int, Message]:
-    """Read and empty the slots of these ranks. Nobody writes to a slot that is not empty, so nothing gets lost."""
-    texts = store.multi_get([_slot(rank) for rank in ranks])
-    messages = {rank: Message.from_json(text) for rank, text in zip(ranks, texts, strict=True) if text}
-    emptied = [_slot(rank) for rank, message in messages.items() if not message.is_last]
-    if emptied:
-        store.multi_set(emptied, [""] * len(emptied))
-    for rank, message in messages.items():
-        if message.is_last:
-            store.delete_key(_slot(rank))
-    return messages
-
-
 def _park(thread: threading.Thread) -> None:
     """Let a thread that waits for an answer of the store wait until the process has ended.
 
     If the answer came while the interpreter ends, Python would end the thread inside of torch's C++ code, which aborts
-    the process; Python 3.14 lets such threads wait by itself. The thread is parked in a signal handler of the C library.
+    the process; Python 3.14 lets such threads wait by itself. The thread is parked in a signal handler of libc.
     """
     if sys.version_info >= (3, 14) or not hasattr(signal, "SIGRTMAX") or thread.ident is None:
         return
