@@ -185,7 +185,7 @@ class Job:
 
     def _follow(self, rank: int) -> None:
         assert peek(self._job_store, KEY.by_log) == KEY.run
-        self._store.set(alive(rank), "0")
+        self._store.add(alive(rank), 1)
         assert self._store.check([PLAN])
         assert peek(self._store, PLAN) is not None
 

@@ -156,6 +156,27 @@ def test_two_trainings_with_the_same_keys_both_say_that_they_may_be_mixed_up(ope
     assert "another training" in opened[0].failure
 
 
+def test_two_processes_never_write_to_the_slot_of_one_rank(open_links):
+    opened = open_links(tcp_store(), 2, range(2))
+    opened[0].announce(RunPlan(5))
+    assert opened[1].wait_for_plan(SECONDS)
+    second = RankLink(RunKey(0, 1, "log"), 1, 2)
+    second.send(window(5, 0))
+    second._thread.join(SECONDS)
+    assert "another process" in second.failure
+    send_window(opened, 0)
+    assert summed(opened[0], 0) == (2, 1)
+
+
+def test_a_rank_that_leaves_before_the_plan_delays_no_row(open_links):
+    opened = open_links(tcp_store(), 2, range(2))
+    wait_until(lambda: opened[1]._has_joined, "it has joined", every=0.01)
+    opened[1].leave()
+    opened[0].announce(RunPlan(5))
+    opened[0].send(window(0, 0))
+    assert summed(opened[0], 0) == (1, 0)
+
+
 def test_a_rank_of_a_second_training_does_not_join_the_first(open_links):
     opened = open_links(tcp_store(), 2, range(1))
     wait_until_published(opened[0])

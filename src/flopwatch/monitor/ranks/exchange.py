@@ -125,7 +125,7 @@ class RankLink:
         self._doubt: RankDoubt | None = None
         """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
         self._below: dict[int, _Below] = {}
-        self._beats = 0
+        self._has_joined = False
         self._wrote_at = time.monotonic()
         self._has_all_reports = False
         self.merged: deque[RankReport] = deque()
@@ -228,7 +228,7 @@ class RankLink:
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
-            if self._store is not None and not self._is_logging:
+            if self._has_joined:
                 with suppress(Exception):
                     self._send(is_last=True)  # so that nobody waits for this rank
         self.cpu_seconds = time.thread_time()
@@ -268,7 +268,9 @@ class RankLink:
             if run is None and (run := find_run(job_store, self._key, self._rank)) is not None:
                 if run != self._key.run:
                     self._enter(job_store, run)
-                self._store.set(alive(self._rank), "0")
+                if int(self._store.add(alive(self._rank), 1)) != 1:
+                    raise FlopwatchError(f"another process uses the same store as rank {self._rank} of this run")
+                self._has_joined = True
             if run is not None and self._store.check([PLAN]):
                 break
             if self._is_given_up.wait(pause):
@@ -382,8 +384,7 @@ class RankLink:
         if self._unsent:
             self._send()
         elif time.monotonic() - self._wrote_at >= _BEAT_SECONDS:
-            self._beats += 1
-            self._store.set(alive(self._rank), str(self._beats))
+            self._store.add(alive(self._rank), 1)
             self._wrote_at = time.monotonic()
 
     def _send(self, *, is_last: bool = False) -> bool:

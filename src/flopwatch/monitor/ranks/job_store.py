@@ -146,7 +146,7 @@ def pauses(ranks: int, longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Itera
 
 
 def alive(rank: int) -> str:
-    """The key by which a rank says that it has joined the run and is alive."""
+    """The counter by which a rank says that it has joined the run, and then that it is alive."""
     return f"alive/{rank}"
 
 
