@@ -156,8 +156,8 @@ def ranks() -> str:
     ]
     arrows = [
         Arrow((160, 170), (350, 98)),
-        Arrow((335, 170), (410, 98), "512 bytes per window"),
-        Arrow((640, 170), (510, 98), "TCP between hosts"),
+        Arrow((335, 170), (410, 98), "500 bytes per window"),
+        Arrow((640, 170), (510, 98), "through the job's store"),
         Arrow((525, 300), (610, 232)),
         Arrow((725, 300), (680, 232)),
         Arrow((300, 63), (202, 63)),

@@ -243,9 +243,9 @@ def end_hanging(teardown: Teardown) -> None:
 def place_of_hang(stacks: str) -> str:
     """Where the main thread is, from the output of `faulthandler`, to distinguish hangs of the monitor and of torch.
 
-    >>> place_of_hang('Thread 0x1: File "/flopwatch/monitor/link.py" Thread 0x2: File "/torch/c10d.py" File "a.py"')
+    >>> place_of_hang('Thread 0x1: File "/flopwatch/monitor/exchange.py" Thread 0x2: File "/torch/c10d.py" File "a.py"')
     'in torch'
-    >>> place_of_hang('Thread 0x2: File "/threading.py" File "/flopwatch/monitor/link.py" File "a.py"')
+    >>> place_of_hang('Thread 0x2: File "/threading.py" File "/flopwatch/monitor/exchange.py" File "a.py"')
     'in flopwatch'
     """
     frames = stacks.rpartition("hread 0x")[2]  # the main thread, the oldest one, comes last

@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from flopwatch.monitor.ranks import wire
+from flopwatch.monitor.ranks import exchange
+from flopwatch.monitor.ranks.job_store import RunKey
 from ranks import teardowns
 
 COUNT = 2
@@ -28,22 +29,23 @@ def torn_down(kinds, folder):
     return [kind["kind"] for kind in found if kind["as_without"] < COUNT], done.stderr
 
 
-def test_a_hang_is_told_by_the_main_thread(tmp_path):
+def test_a_hang_is_told_by_the_main_thread(tmp_path, monkeypatch):
     assert doctest.testmod(teardowns).failed == 0
-    sockets = wire.Sockets()
-    listener = wire.listen("127.0.0.1", sockets)
-    connection = wire.connect(*listener.getsockname(), 30.0, sockets)
-    thread = threading.Thread(target=wire.receive, args=(connection, 1), daemon=True)  # always there, and never a hang
-    thread.start()
+    asked, answers = threading.Event(), threading.Event()
+
+    def find_no_store():
+        asked.set()
+        answers.wait()
+
+    monkeypatch.setattr(exchange, "find_job_store", find_no_store)
+    link = exchange.RankLink(RunKey(0, 1, "log"), 1, 2)  # its thread is always there, and never a hang
+    asked.wait()
     with open(tmp_path / "stacks", "w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         stacks = file.read()
-    accepted, _ = listener.accept()
-    with accepted:
-        accepted.sendall(b"x")
-        thread.join()
-    sockets.close()
+    answers.set()
+    link.leave()
     assert "/flopwatch/monitor/" in stacks
     assert teardowns.place_of_hang(stacks) == "in Python"
 

@@ -44,9 +44,9 @@ def work(folder: Path) -> None:
     import torch.distributed as dist
 
     from flopwatch.monitor.measured_step import MeasuredStep
+    from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+    from flopwatch.monitor.ranks.job_store import RunKey
     from flopwatch.monitor.ranks.layout import children
-    from flopwatch.monitor.ranks.link import RankLink, RunPlan
-    from flopwatch.monitor.ranks.meeting import RunKey
     from flopwatch.monitor.ranks.reports import Profile, report_of
 
     dist.init_process_group("gloo")
@@ -127,9 +127,6 @@ def as_text(points: list[Point]) -> str:
         "of which there are at most 16 (8 of the same host, 8 of others), in a training of any size. The most of line "
         "and points is "
         f"{1e6 * busiest:.0f} µs, {100 * busiest / 10:.4f} % of a core with a window of 10 s.",
-        "",
-        f"Latency at 16,384 ranks, each with a core of its own, computed: 5 levels of {1e6 * busiest:.0f} µs and a "
-        f"message each; with 0.1 ms per message {1e3 * (5 * (busiest + 1e-4)):.1f} ms.",
     ]
     return "\n".join(lines)
 

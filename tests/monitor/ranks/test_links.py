@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,11 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks import job_store, meeting, wire
-from flopwatch.monitor.ranks import link as links
-from flopwatch.monitor.ranks.link import RankLink, RunPlan
-from flopwatch.monitor.ranks.meeting import RunKey
-from flopwatch.monitor.ranks.reports import report_of
+from flopwatch.monitor.ranks import exchange, job_store
+from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks.job_store import RunKey
+from flopwatch.monitor.ranks.reports import RankDoubt, report_of
 from testbeds.wait_until import wait_until
 
 SECONDS = 60.0
@@ -43,6 +43,10 @@ def open_links():
 
 def tcp_store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def wait_until_published(link: RankLink) -> None:
+    wait_until(lambda: link._store is not None and link._store.check(["log"]), "its run is published", every=0.01)
 
 
 def window(rank: int, step: int):
@@ -86,7 +90,7 @@ def test_a_store_that_does_not_answer_at_the_end_does_not_make_the_ranks_late(op
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
     answers = threading.Event()
-    monkeypatch.setattr(meeting, "end_run", lambda *_: answers.wait(SECONDS))
+    monkeypatch.setattr(exchange, "check_single", lambda _: answers.wait(SECONDS))
     assert opened[1].finish(SECONDS)
     assert opened[0].finish(1.0)
     answers.set()
@@ -139,7 +143,7 @@ def test_with_a_fake_process_group_the_log_has_this_ranks_own_numbers_and_says_s
 @pytest.mark.parametrize("moment", ["before the plan", "after the plan"])
 def test_two_trainings_with_the_same_keys_both_say_that_they_may_be_mixed_up(open_links, moment):
     opened = open_links(tcp_store(), 2, range(2))
-    wait_until(lambda: opened[0]._sockets._open, "it listens", every=0.01)  # it listens, so it has published its run
+    wait_until(lambda: opened[1].ranks_on_device is not None, "both are there", every=0.01)
     if moment == "after the plan":
         opened[0].announce(RunPlan(5))
         assert opened[1].wait_for_plan(SECONDS)
@@ -152,9 +156,30 @@ def test_two_trainings_with_the_same_keys_both_say_that_they_may_be_mixed_up(ope
     assert "another training" in opened[0].failure
 
 
+def test_two_processes_never_write_to_the_slot_of_one_rank(open_links):
+    opened = open_links(tcp_store(), 2, range(2))
+    opened[0].announce(RunPlan(5))
+    assert opened[1].wait_for_plan(SECONDS)
+    second = RankLink(RunKey(0, 1, "log"), 1, 2)
+    second.send(window(5, 0))
+    second._thread.join(SECONDS)
+    assert "another process" in second.failure
+    send_window(opened, 0)
+    assert summed(opened[0], 0) == (2, 1)
+
+
+def test_a_rank_that_leaves_before_the_plan_delays_no_row(open_links):
+    opened = open_links(tcp_store(), 2, range(2))
+    wait_until(lambda: opened[1]._has_joined, "it has joined", every=0.01)
+    opened[1].leave()
+    opened[0].announce(RunPlan(5))
+    opened[0].send(window(0, 0))
+    assert summed(opened[0], 0) == (1, 0)
+
+
 def test_a_rank_of_a_second_training_does_not_join_the_first(open_links):
     opened = open_links(tcp_store(), 2, range(1))
-    wait_until(lambda: opened[0]._sockets._open, "it listens", every=0.01)
+    wait_until_published(opened[0])
     second = RankLink(RunKey(0, 1, "other log"), 0, 2)
     second._thread.join(SECONDS)
     stranger = RankLink(RunKey(0, 1, "other log"), 1, 2)
@@ -168,7 +193,7 @@ def test_a_rank_of_a_second_training_does_not_join_the_first(open_links):
 
 def test_ranks_with_different_releases_do_not_meet(open_links, monkeypatch):
     first = open_links(tcp_store(), 2, range(1))[0]
-    wait_until(lambda: first._sockets._open, "it listens", every=0.01)
+    wait_until_published(first)
     monkeypatch.setattr(job_store, "__version__", "another release")
     other = RankLink(RunKey(0, 1, "log"), 1, 2)
     first.announce(RunPlan(5))
@@ -177,13 +202,102 @@ def test_ranks_with_different_releases_do_not_meet(open_links, monkeypatch):
     assert "no monitor of this run" in other.failure
 
 
-def test_a_rank_whose_parent_goes_before_it_has_a_plan_ends_with_the_reason(open_links):
+def test_ranks_meet_without_a_clone_of_the_store_too(open_links, monkeypatch):
+    """`Store.clone` is newer than the oldest torch that flopwatch supports."""
+    monkeypatch.delattr(dist.Store, "clone", raising=False)
+    opened = open_links(dist.PrefixStore("a", tcp_store()), 2, range(2))
+    opened[0].announce(RunPlan(5))
+    send_window(opened, 0)
+    assert summed(opened[0], 0) == (2, 1)
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="only a clone has the prefix of the training's store")
+def test_two_trainings_that_a_prefix_keeps_apart_have_their_own_sums(open_links):
+    store = tcp_store()
+    first = open_links(dist.PrefixStore("a", store), 2, range(2))
+    wait_until(lambda: first[1].ranks_on_device is not None, "both are there", every=0.01)
+    first = dict(first)
+    dist.destroy_process_group()
+    second = open_links(dist.PrefixStore("b", store), 2, range(2))
+    for opened in (first, second):
+        opened[0].announce(RunPlan(5))
+        send_window(opened, 0)
+        assert summed(opened[0], 0) == (2, 1)
+
+
+def test_a_run_has_a_fixed_number_of_keys_and_leaves_no_report_behind(open_links):
+    store = tcp_store()
+    opened = open_links(store, 4, range(4))
+    opened[0].announce(RunPlan(5))
+    keys = set()
+    for step in range(5):
+        send_window(opened, step)
+        assert summed(opened[0], step) == (4, 6)
+        keys.add(store.num_keys())
+    assert len(keys) == 1
+    with ThreadPoolExecutor(4) as together:
+        assert all(together.map(lambda link: link.finish(SECONDS), opened.values()))
+    assert not any(opened[0]._store.check([f"slot/{rank}"]) for rank in range(4))
+
+
+def test_a_rank_that_is_ahead_of_the_one_above_it_loses_nothing(open_links):
     opened = open_links(tcp_store(), 2, range(2))
-    wait_until(lambda: opened[1]._sockets._open, "it has called its parent", every=0.01)
-    opened[1]._thread.join(0.5)
-    opened[0]._sockets.close()  # as if the process were killed
-    opened[1]._thread.join(SECONDS)
-    assert opened[1].failure.startswith("Connection")
+    opened[0].announce(RunPlan(5))
+    windows = 3 * exchange._MOST_WAITING
+    for step in range(windows):
+        opened[1].send(window(1, step))
+    opened[1].add_doubt(RankDoubt(3, 1))
+    opened[1]._finish()
+    wait_until(lambda: not opened[1]._waiting, "its thread has them all", every=0.01)
+    for step in range(windows):
+        opened[0].send(window(0, step))
+    assert opened[0].finish(SECONDS)
+    assert opened[1].finish(SECONDS)
+    assert sum(report.total("tokens").total for report in opened[0].merged) == windows
+    assert opened[0].merged[-1].last_step == windows - 1
+    assert opened[0].take_doubt() == RankDoubt(3, 1)
+
+
+def test_a_rank_that_shows_no_sign_of_life_is_left_out_after_a_while(open_links, monkeypatch):
+    opened = open_links(tcp_store(), 3, range(3))
+    opened[0].announce(RunPlan(5))
+    send_window(opened, 0)
+    assert summed(opened[0], 0) == (3, 3)
+    monkeypatch.setattr(opened[1], "_keep_in_touch", lambda: None)  # as if its process were killed
+    for name in ("_FIRST_LOOK_SECONDS", "_LOOK_SECONDS", "_BEAT_SECONDS"):
+        monkeypatch.setattr(exchange, name, 0.1)
+    monkeypatch.setattr(exchange, "_LOST_SECONDS", 1.0)
+    opened[2].send(window(2, 1))  # its thread waits with the new times from now on
+    opened[0].send(window(0, 1))
+    assert summed(opened[0], 1) == (2, 2)
+    opened[0].send(window(0, 2))
+    assert not opened[0].wait_for(2, 3.0)  # it has nothing to report, but is alive
+    opened[2].send(window(2, 2))
+    assert summed(opened[0], 2) == (2, 2)
+    assert opened[0].absent == ()
+
+
+def test_a_rank_that_never_joins_is_named_and_left_out(open_links, monkeypatch):
+    monkeypatch.setattr(exchange, "_ABSENT_SECONDS", 1.0)
+    opened = open_links(tcp_store(), 3, (0, 1))
+    opened[0].announce(RunPlan(5))
+    send_window(opened, 0)
+    assert summed(opened[0], 0) == (2, 1)
+    assert opened[0].absent == (2,)
+
+
+def test_the_first_rank_whose_process_has_the_store_ends_after_the_logging_rank_has_read_all(open_links):
+    opened = open_links(tcp_store(), 2, range(2), logging_rank=1)
+    opened[1].announce(RunPlan(5))
+    send_window(opened, 0)
+    assert summed(opened[1], 0) == (2, 1)
+    closing = threading.Thread(target=opened[0].finish, args=(SECONDS,))
+    closing.start()
+    closing.join(1.0)
+    assert closing.is_alive()
+    assert opened[1].finish(SECONDS)
+    closing.join(SECONDS)
+    assert not closing.is_alive()
 
 
 class DistantStore:
@@ -232,49 +346,25 @@ def distant_store():
     store.die()
 
 
-def test_a_store_that_dies_after_the_ranks_have_met_is_not_missed(open_links, distant_store):
+def test_a_store_that_dies_ends_the_exchange_and_the_reason_is_known(open_links, distant_store):
     opened = open_links(distant_store.client, 2, range(2))
     opened[0].announce(RunPlan(5))
     assert opened[1].wait_for_plan(SECONDS)
     distant_store.die()
     send_window(opened, 0)
-    assert summed(opened[0], 0) == (2, 1)
+    assert opened[0].wait_for(0, SECONDS)
+    assert "store" in opened[0].failure or "onnection" in opened[0].failure or "ecv" in opened[0].failure
     for link in reversed(opened.values()):
         assert link.finish(SECONDS)
-        assert link.failure is None
 
 
 def test_a_rank_that_has_not_met_the_others_when_the_store_dies_says_so(open_links, distant_store):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._census is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
     distant_store.die()
     link._thread.join(SECONDS)
     assert link.is_over
     assert link.failure is not None
-
-
-def test_a_store_that_dies_while_it_is_opened_delays_the_exit_no_longer_than_a_close(monkeypatch):
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def die() -> None:
-        connection, _ = server.accept()
-        connection.close()
-        server.close()
-
-    limits = []
-
-    def noted_store(*place, timeout, **options):
-        limits.append(timeout.total_seconds())
-        return dist.TCPStore(*place, timeout=timeout, **options)
-
-    monkeypatch.setattr(job_store, "TCPStore", noted_store)
-    threading.Thread(target=die, daemon=True).start()
-    host, port = server.getsockname()
-    with pytest.raises((RuntimeError, OSError)), job_store.JobStore(host, port).open(wire.Sockets()):
-        pass
-    # torch tries for up to three times the limit, and there is nothing to try again once the store is gone
-    assert len(limits) == 1
-    assert 3 * limits[0] <= links._END_SECONDS
 
 
 @pytest.mark.parametrize("moment", ["in the meeting", "before"])
@@ -283,20 +373,21 @@ def test_a_store_that_does_not_answer_keeps_nobody_from_ending(open_links, dista
         distant_store.stop_answering()
     link = open_links(distant_store.client, 2, [1])[1]
     if moment == "in the meeting":
-        wait_until(lambda: link._census is not None, "it has reached the store", every=0.01)
+        wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
         distant_store.stop_answering()
     else:
         link._thread.join(0.2)
     assert not link.is_over
+    began = time.monotonic()
     link.leave()
-    assert link.is_over
+    assert time.monotonic() - began < exchange._END_SECONDS + 1
 
 
 def test_the_close_of_a_link_that_was_given_up_does_not_wait_for_a_store_that_does_not_answer(
     open_links, distant_store
 ):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._census is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
     distant_store.stop_answering()
     link._thread.join(1.0)  # by then it has asked the store again
     link.give_up()
@@ -304,44 +395,25 @@ def test_the_close_of_a_link_that_was_given_up_does_not_wait_for_a_store_that_do
     closing.start()
     closing.join(SECONDS / 2)
     assert not closing.is_alive()
-    assert link.is_over
-
-
-def no_store_threads() -> bool:
-    return not any(thread.name == "flopwatch-store" for thread in threading.enumerate())
-
-
-def test_once_the_ranks_have_met_nothing_is_left_of_the_meeting(open_links):
-    opened = open_links(tcp_store(), 2, range(2))
-    opened[0].announce(RunPlan(5))
-    assert opened[1].wait_for_plan(SECONDS)
-    send_window(opened, 0)
-    summed(opened[0], 0)
-    for thread in threading.enumerate():
-        if thread.name == "flopwatch-store":
-            thread.join(SECONDS)
-    assert no_store_threads()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.parametrize("moment", ["before the plan", "after the plan"])
-def test_a_forked_process_closes_its_copies_and_the_ranks_go_on(open_links, moment):
+def test_a_forked_process_forgets_its_copies_and_the_ranks_go_on(open_links, moment):
     opened = open_links(tcp_store(), 2, range(2))
     wait_until(lambda: opened[1].ranks_on_device is not None, "both are counted", every=0.01)
     if moment == "after the plan":
         opened[0].announce(RunPlan(5))
         assert opened[1].wait_for_plan(SECONDS)
-    connections = [each for link in opened.values() for each in link._sockets._open]
-    assert connections
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads, which is why the process ends at once
         pid = os.fork()
     if pid == 0:
-        is_right = all(each.fileno() == -1 for each in connections) and not links._links
+        is_right = not exchange._links
         for link in opened.values():
             link.give_up()
             is_right &= link.finish(0.1)
-        links._leave_all()
+        exchange._leave_all()
         os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     opened[0].announce(RunPlan(5))

@@ -1,11 +1,9 @@
 """Nothing is asked of the other ranks on an ordinary step, and little at the end of a window."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from flopwatch.monitor.ranks.reports import REPORT_BYTES
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "count_messages.py"
@@ -32,19 +30,16 @@ def test_the_training_asks_the_same_of_c10d_with_and_without_the_monitor(bare, m
 
 
 @pytest.mark.requirement("R13")
-def test_per_window_one_report_of_at_most_512_bytes_goes_up_and_what_was_counted_comes_down_once(monitored):
+def test_per_window_one_message_of_less_than_a_kilobyte_goes_up(monitored):
     root, other = ([(kind, size) for kind, size, _ in rank["messages"]] for rank in monitored)
-    reports = Counter(other)[("send", REPORT_BYTES)]
-    down = [size for kind, size in other if kind == "recv"]
 
-    assert REPORT_BYTES <= 512
-    assert reports == WINDOWS + 1  # and one to say goodbye
-    assert len(down) == 3  # the proof that the parent belongs to the run, the length of the plan, and the plan
-    assert next(size for kind, size in other if kind == "send") < 100  # the greeting, which the parent reads in pieces
-    assert Counter(root) == Counter(("recv" if kind == "send" else "send", size) for kind, size in other[1:])
+    # Windows that end before the last one was read go together; and one message says goodbye.
+    assert 2 <= len(other) <= WINDOWS + 1
+    assert sum(size for _, size in other) < WINDOWS * 1024
+    assert root == [("read", size) for _, size in other]
 
 
-def test_the_trainings_thread_sends_and_receives_nothing(monitored):
+def test_the_trainings_thread_writes_and_reads_nothing(monitored):
     assert {thread for rank in monitored for _, _, thread in rank["messages"]} == {"flopwatch-ranks"}
 
 

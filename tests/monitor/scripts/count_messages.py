@@ -7,7 +7,6 @@ flight recorder, which notes every collective of registered groups.
 import json
 import os
 import pickle
-import socket
 import sys
 import threading
 from collections import Counter
@@ -17,7 +16,8 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 import flopwatch
-from flopwatch.monitor.ranks import wire
+from flopwatch.monitor.ranks import exchange
+from flopwatch.monitor.ranks.reports import Message
 from support.forbidden_calls import forbidden_calls
 
 STEPS, WINDOW_STEPS = 40, 10
@@ -26,18 +26,21 @@ messages: list[tuple[str, int, str]] = []
 
 
 def count_messages() -> None:
-    """Note what is sent and received between ranks; the flight recorder sees only the training's groups."""
-    send, receive = wire.send, wire.receive
+    """Note what is written and read between ranks; the flight recorder sees only the training's groups."""
+    write, read = exchange.write_slot, exchange.read_slots
 
-    def noted_send(connection: socket.socket, message: bytes) -> None:
-        messages.append(("send", len(message), threading.current_thread().name))
-        send(connection, message)
+    def noted_write(store: object, rank: int, message: Message) -> bool:
+        is_written = write(store, rank, message)
+        if is_written:
+            messages.append(("write", len(message.to_json()), threading.current_thread().name))
+        return is_written
 
-    def noted_receive(connection: socket.socket, size: int) -> bytes:
-        messages.append(("recv", size, threading.current_thread().name))
-        return receive(connection, size)
+    def noted_read(store: object, ranks: list[int]) -> dict[int, Message]:
+        found = read(store, ranks)
+        messages.extend(("read", len(each.to_json()), threading.current_thread().name) for each in found.values())
+        return found
 
-    wire.send, wire.receive = noted_send, noted_receive
+    exchange.write_slot, exchange.read_slots = noted_write, noted_read
 
 
 def main(is_monitored: bool, folder: str) -> None:

@@ -1,43 +1,28 @@
-"""Opens the key-value store of the training's process group over a connection that can be shut down.
+"""The key-value store that the ranks of a training share: how it is opened, and how ranks find each other in it.
 
-A `TCPStore` waits for the store's answers in C++ code, which cannot be interrupted. If the interpreter exits meanwhile,
-Python ends the thread inside C++ code, which aborts the process. The monitor therefore has a connection of its own,
-which is forwarded through sockets of this process: when these are shut down, the call in torch fails at once. On a
-connection of its own, the monitor's calls also do not delay those of the training.
+Nothing here waits inside the store for a key that may not be there.
 """
 
-import datetime as dt
 import os
 import secrets
-import selectors
-import socket
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor.ranks import wire
-from flopwatch.monitor.ranks.wire import Sockets
+from flopwatch.monitor.ranks.reports import Message
 from flopwatch.torch_internals.modules import default_store
 from flopwatch.version import __version__
 
-_CONNECT_SECONDS = 30.0
-OPEN_SECONDS = 10.0
-_OPEN_TRIES_SECONDS = 1.0, 3.0, OPEN_SECONDS
-"""Limits of torch's first, second and third try to connect to a listening socket of this process.
-
-The first limit is short: if the store dies or the process exits meanwhile, torch retries for up to three times the
-limit in C++ code that cannot be interrupted, and the process cannot exit before. The last one is long, because torch
-looks up the name of the address before it connects, which takes 5 s if a packet to the name server is lost.
-"""
-_ANSWER_TIMEOUT = dt.timedelta(hours=1)
-"""The limit of a call to the store. It can be long, because shutting the sockets down ends a call earlier."""
-_COPY_BYTES = 65536
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 2.0
+_MOST_POLLS_PER_SECOND = 8000
+"""How many polls per second, of all ranks together, the store's single thread answers without delaying the training."""
+PLAN, PUBLISHED, OVER, ON_ANY_DEVICE = "plan", "published", "over", "on_any_device"
+"""Keys of a run: its plan, how many logging ranks have published it, whether it has ended, how many ranks there are."""
 
 
 def is_possible() -> bool:
@@ -45,82 +30,61 @@ def is_possible() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class JobStore:
-    """Where the job's store is.
+class RunKey:
+    """Identifies a monitor of this process for the monitors of the other ranks.
 
     Attributes:
-        host: The host of a `TCPStore`; None for a store that is used directly.
-        port: Its port.
-        direct: A store that needs no connection, such as a `FileStore`; None for a `TCPStore`.
-        world_size: Number of ranks, part of the prefix of all keys. It must stay the same when the training has
-            destroyed its process group, which a monitor that closes at exit outlives.
+        logging_rank: The rank that writes the run's log.
+        number: How many monitors with this logging rank the process has started, including this one.
+        log: The log's path on this rank, with a number appended, because several monitors may write to one path.
+        known_logs: The logs of all monitors of this process, including those started later.
     """
 
-    host: str | None
-    port: int = 0
-    direct: Any = None
-    world_size: int = field(default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 0)
+    logging_rank: int
+    number: int
+    log: str
+    known_logs: Collection[str] = ()
 
-    @contextmanager
-    def open(self, sockets: Sockets) -> Iterator[Any]:
-        """Open the store for the keys of the monitors; `sockets.end()` ends every call that waits for the store."""
-        prefix = _prefix(os.environ, self.world_size)
-        if self.host is None:
-            yield PrefixStore(prefix, self.direct)
-            return
-        store, near, far = _open_tcp_store(self.host, self.port, sockets)
-        try:
-            yield PrefixStore(prefix, store)
-            is_set(store, prefix)  # waits for an answer, unlike `set`, so the last `set` has arrived
-        finally:
-            wire.shut_down(near, far)  # its thread closes them
+    @property
+    def run(self) -> str:
+        return f"{self.logging_rank}/{self.number}"
+
+    @property
+    def by_log(self) -> str:
+        return f"log/{self.logging_rank}/{self.log}"
 
 
-def _open_tcp_store(host: str, port: int, sockets: Sockets) -> tuple[Any, socket.socket, socket.socket]:
-    for seconds in _OPEN_TRIES_SECONDS:
-        near, far = _open_forwarder(host, port, sockets)
-        near_host, near_port = near.getsockname()
-        limit = dt.timedelta(seconds=seconds)
-        try:
-            store = TCPStore(near_host, near_port, is_master=False, wait_for_workers=False, timeout=limit)
-        except RuntimeError:
-            wire.shut_down(near, far)
-            if seconds == OPEN_SECONDS or sockets.ended.is_set():
-                raise
-        else:
-            store.set_timeout(_ANSWER_TIMEOUT)
-            return store, near, far
-    raise AssertionError("unreachable")
+def find_job_store() -> Any:
+    """The store of the default process group, which all ranks of the training share, for use in another thread.
 
-
-def find_job_store() -> JobStore:
-    """Find the store of the default process group, which all ranks of the training share."""
+    A `TCPStore` answers one call after the other on each connection, so the link opens one of its own: its calls do not
+    delay those of the training, nor does a wait of the training delay them. The other stores lock themselves for each
+    call and have no connection.
+    """
     try:
-        outer = store = default_store()
+        shared = store = default_store()
     except FlopwatchError:  # this torch has no such function, so use the address that torchrun sets
-        return _by_environment(os.environ)
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if not host or not port.isdigit():
+            raise FlopwatchError("the store of the process group cannot be found in this release of torch") from None
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return JobStore(store.host, store.port)
     if isinstance(store, FileStore | HashStore):
-        return JobStore(None, direct=outer)
-    raise FlopwatchError(f"the process group's store is a {type(store).__name__}, which flopwatch cannot use")
+        return shared
+    if not isinstance(store, TCPStore):
+        raise FlopwatchError(f"the process group's store is a {type(store).__name__}, which flopwatch cannot use")
+    if hasattr(shared, "clone"):  # a new connection with the same prefixes
+        return shared.clone()
+    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
-def _by_environment(environment: Mapping[str, str]) -> JobStore:
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
-        raise FlopwatchError("the store of the process group cannot be found in this release of torch")
-    return JobStore(host, int(port))
-
-
-def _prefix(environment: Mapping[str, str], world_size: int) -> str:
+def prefix(environment: Mapping[str, str], world_size: int) -> str:
     """The prefix of all keys. torchrun may keep a store across restarts, so it differs after each restart.
 
     It also differs between releases of flopwatch, because the layout of their reports may differ.
 
-    >>> _prefix({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2"}, 8).replace(__version__, "1.0")
+    >>> prefix({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2"}, 8).replace(__version__, "1.0")
     'flopwatch/1.0/a/2/8'
     """
     names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
@@ -129,39 +93,87 @@ def _prefix(environment: Mapping[str, str], world_size: int) -> str:
 
 def probe(store: Any) -> None:
     """Raise an error unless the store keeps what is written to it. For torch's `FakeStore`, every key exists."""
-    key, value = f"probe/{secrets.token_hex(8)}", secrets.token_bytes(8).hex()
-    is_there_before = is_set(store, key)
+    key, value = f"probe/{secrets.token_hex(8)}", secrets.token_hex(8)
+    is_there_before = store.check([key])
     store.set(key, value)
-    is_kept = not is_there_before and is_set(store, key) and store.get(key) == value.encode()
+    is_kept = not is_there_before and peek(store, key) == value
     store.delete_key(key)
     if not is_kept:
         raise FlopwatchError("the store of the process group does not keep what is written to it")
 
 
-def is_set(store: Any, key: str) -> bool:
-    """Whether the store has the key. `get` would wait for a key that is not there."""
-    return bool(store.check([key]))
+def peek(store: Any, key: str) -> str | None:
+    """The value of a key, None if it is missing; `get` would wait for it. Such a comparison never changes a value."""
+    missing = "\0missing"
+    found = store.compare_set(key, missing, missing).decode()
+    return None if found == missing else found
 
 
-def _open_forwarder(host: str, port: int, sockets: Sockets) -> tuple[socket.socket, socket.socket]:
-    """Connect to the store, and listen on a socket of this process for the connection of torch."""
-    far = wire.connect(host, port, _CONNECT_SECONDS, sockets)
-    near = sockets.add(socket.create_server(("127.0.0.1", 0), backlog=1))
-    threading.Thread(target=_forward, args=(near, far, sockets), name="flopwatch-store", daemon=True).start()
-    return near, far
+def check_single(store: Any) -> None:
+    """Raise an error if another training has published the same run.
+
+    For example, two trainings share one store and differ only by a prefix that the user has given it, in a release of
+    torch whose stores have no `clone`; or ranks were restarted on a store that still has the keys of the last attempt.
+    """
+    if int(store.add(PUBLISHED, 0)) != 1:
+        raise FlopwatchError("another training uses the same store, so ranks of both could be mixed up")
 
 
-def _forward(near: socket.socket, far: socket.socket, sockets: Sockets) -> None:
-    """Copy bytes between torch and the store until one of them closes the connection, or one is shut down."""
-    used = [near, far]
-    with suppress(OSError), selectors.DefaultSelector() as selector:
-        used.append(torchs := sockets.add(near.accept()[0]))
-        selector.register(torchs, selectors.EVENT_READ, far)
-        selector.register(far, selectors.EVENT_READ, torchs)
-        while True:
-            for ready, _ in selector.select():
-                received = ready.fileobj.recv(_COPY_BYTES)  # type: ignore[union-attr]
-                if not received:
-                    raise ConnectionError
-                ready.data.sendall(received)
-    sockets.drop(*used)
+def find_run(job_store: Any, key: RunKey, rank: int) -> str | None:
+    """Find the run to which this rank's monitor belongs; None while that is not certain.
+
+    A run with the same log path is the right one. If ranks write to different paths (`out/rank3`, a disk of the node),
+    the n-th monitor of this rank takes the n-th run of the logging rank, or the next one that has not ended and that
+    this rank has not joined. That could be the run of another monitor, so it is taken only if its log belongs to no
+    other monitor of this process, and only once the logging rank has sent its `RunPlan`. By then, all monitors that
+    were started together have published their runs.
+    """
+    if (run := peek(job_store, key.by_log)) is not None:
+        return run
+    while (store := PrefixStore(key.run, job_store)).check([OVER]) or store.check([alive(rank)]):
+        key = replace(key, number=key.number + 1)
+    is_certain = store.check([PLAN]) and int(store.add(PUBLISHED, 0)) == 1
+    return key.run if is_certain and peek(store, "log") not in key.known_logs else None
+
+
+def pauses(ranks: int, longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[float]:
+    """Yield the pauses between polls of so many ranks, in seconds: a tenth of the time waited so far, within limits."""
+    began = time.monotonic()
+    shortest = max(_SHORTEST_PAUSE_SECONDS, ranks / _MOST_POLLS_PER_SECOND)
+    while True:
+        waited = time.monotonic() - began
+        yield max(shortest, min(0.1 * waited, longest_seconds))
+
+
+def alive(rank: int) -> str:
+    """The counter by which a rank says that it has joined the run, and then that it is alive."""
+    return f"alive/{rank}"
+
+
+def _slot(rank: int) -> str:
+    return f"slot/{rank}"
+
+
+def open_slots(store: Any, ranks: Sequence[int]) -> None:
+    """Make sure that the slots exist, so that reading them does not wait."""
+    for rank in ranks:
+        store.compare_set(_slot(rank), "", "")
+
+
+def write_slot(store: Any, rank: int, message: Message) -> bool:
+    """Write a message to the slot of a rank; False if the slot is not empty."""
+    text = message.to_json()
+    return bool(store.compare_set(_slot(rank), "", text).decode() == text)
+
+
+def read_slots(store: Any, ranks: Sequence[int]) -> dict[int, Message]:
+    """Read and empty the slots of these ranks. Nobody writes to a slot that is not empty, so nothing gets lost."""
+    texts = store.multi_get([_slot(rank) for rank in ranks])
+    messages = {rank: Message.from_json(text) for rank, text in zip(ranks, texts, strict=True) if text}
+    emptied = [_slot(rank) for rank, message in messages.items() if not message.is_last]
+    if emptied:
+        store.multi_set(emptied, [""] * len(emptied))
+    for rank, message in messages.items():
+        if message.is_last:
+            store.delete_key(_slot(rank))
+    return messages

@@ -140,49 +140,25 @@ FAN_OUT = 8
 """A rank has at most this many children on its own host, and at most this many on other hosts."""
 
 
-def parent(rank: int, root: int, world_size: int, per_host: int = 1) -> int | None:
-    """The rank to which this rank sends its reports; None for the root.
+def children(rank: int, root: int, world_size: int, per_host: int = 1) -> list[int]:
+    """The ranks that send their reports to this rank.
 
     The ranks of a host form a tree below its first rank, or below the root on the root's host. The first ranks of the
     hosts form a tree below the root.
-
-    >>> parent(9, 0, 64), parent(0, 0, 64)
-    (1, None)
-    >>> parent(9, 0, 64, per_host=8), parent(8, 0, 64, per_host=8)
-    (8, 0)
-    """
-    host, place, hosts, first = _place(rank, root, world_size, per_host)
-    if place > 0:
-        return host * per_host + (first + (place - 1) // FAN_OUT) % per_host
-    root_host = root // per_host
-    host_place = (host - root_host) % hosts
-    if host_place == 0:
-        return None
-    above = (root_host + (host_place - 1) // FAN_OUT) % hosts
-    return root if above == root_host else above * per_host
-
-
-def children(rank: int, root: int, world_size: int, per_host: int = 1) -> list[int]:
-    """The ranks that send their reports to this rank.
 
     >>> children(0, 0, 4), children(1, 0, 11)
     ([1, 2, 3], [9, 10])
     >>> children(4, 1, 8, per_host=4), children(1, 1, 8, per_host=4)
     ([5, 6, 7], [2, 3, 0, 4])
     """
-    host, place, hosts, first = _place(rank, root, world_size, per_host)
+    host, local = divmod(rank, per_host)
+    root_host, first_of_root_host = divmod(root, per_host)
+    first = first_of_root_host if host == root_host else 0
+    place, hosts = (local - first) % per_host, world_size // per_host
     below = range(place * FAN_OUT + 1, min((place + 1) * FAN_OUT + 1, per_host))
     own_host = [host * per_host + (first + each) % per_host for each in below]
     if place > 0:
         return own_host
-    root_host = root // per_host
     host_place = (host - root_host) % hosts
     hosts_below = range(host_place * FAN_OUT + 1, min((host_place + 1) * FAN_OUT + 1, hosts))
     return [*own_host, *((root_host + each) % hosts * per_host for each in hosts_below)]
-
-
-def _place(rank: int, root: int, world_size: int, per_host: int) -> tuple[int, int, int, int]:
-    """Number of the rank's host, its place in the tree of the host, number of hosts, first rank on the host."""
-    host, local = divmod(rank, per_host)
-    first = root % per_host if host == root // per_host else 0
-    return host, (local - first) % per_host, world_size // per_host, first

@@ -12,10 +12,9 @@ from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.output import Notify
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
-from flopwatch.monitor.ranks.job_store import is_possible
+from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks.job_store import RunKey, is_possible
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
-from flopwatch.monitor.ranks.link import RankLink, RunPlan
-from flopwatch.monitor.ranks.meeting import RunKey
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, RankReport, report_of
 
 _runs_of: Counter[int] = Counter()

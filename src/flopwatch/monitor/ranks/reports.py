@@ -1,20 +1,17 @@
-"""The report that a rank sends once per logging window: sums, extremes and the rank of each extreme, in 512 bytes.
+"""The report that a rank sends once per logging window: sums, extremes and the rank of each extreme, as JSON.
 
-Sums are 128-bit integers, because the FLOPs of a window of 16,384 ranks can exceed 64 bits.
+Sums are integers of any size, because the FLOPs of a window of 16,384 ranks can exceed 64 bits.
 """
 
-import struct
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
 
 RATED = AMOUNTS[:4]
 """Amounts that are also logged per second."""
-REPORT_BYTES = 512
-_INT_BYTES = 16
-_NO_RANK = -1
 
 
 class RankDoubt(NamedTuple):
@@ -65,7 +62,6 @@ class RankReport:
         first_step: The window's first step.
         last_step: The window's last step.
         ranks: Number of ranks in the report.
-        is_last: True for the message that ends a rank's reports.
         totals: Amounts of all steps, in the order of `AMOUNTS`.
         timed: Amounts of the timed steps: those that have a time and are not warm-up.
         timed_steps: Number of timed steps.
@@ -83,13 +79,11 @@ class RankReport:
         fastest: The rank with the shortest busy time.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
-        doubt: What the ranks of this report doubt since their last one, also of earlier windows. The link fills it in.
     """
 
     first_step: int
     last_step: int
     ranks: int = 1
-    is_last: bool = False
     totals: tuple[Amount, ...] = (_NOTHING,) * len(AMOUNTS)
     timed: tuple[Amount, ...] = (_NOTHING,) * len(AMOUNTS)
     timed_steps: int = 0
@@ -107,7 +101,6 @@ class RankReport:
     fastest: Extreme | None = None
     longest_wait: Extreme | None = None
     exact_ranks: int = 0
-    doubt: RankDoubt | None = None
 
     def total(self, name: str) -> Amount:
         return self.totals[AMOUNTS.index(name)]
@@ -115,74 +108,51 @@ class RankReport:
     def timed_total(self, name: str) -> Amount:
         return self.timed[AMOUNTS.index(name)]
 
-    def pack(self) -> bytes:
-        """Convert the report to `REPORT_BYTES` bytes."""
-        slowest, profile = self.slowest or (_NO_RANK, _NO_TIME)
-        steps = self.timed_steps, self.batch_steps, self.counted_steps, self.exact_ranks
-        doubt = self.doubt or (0, _NO_RANK)
-        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps, *doubt)
-        amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
-        capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
-        times = _TIMES.pack(
-            *self.known_seconds,
-            *(self.seconds, self.counted_seconds, capacity),
-            *(self.profiled_ranks, *self.profile, self.busy_squares),
-        )
-        extremes = _EXTREMES.pack(
-            slowest, *profile, *(self.fastest or (_NO_RANK, 0.0)), *(self.longest_wait or (_NO_RANK, 0.0))
-        )
-        return (head + amounts + times + extremes).ljust(REPORT_BYTES, b"\0")
+    def to_list(self) -> list[Any]:
+        """The values of all fields in order, for JSON."""
+        return [getattr(self, name) for name in _FIELDS]
 
     @classmethod
-    def unpack(cls, packed: bytes) -> "RankReport":
-        first, last, ranks, is_last, *counts, doubted, doubting = _HEAD.unpack_from(packed)
-        timed_steps, batch_steps, counted_steps, exact_ranks = counts
-        at = _HEAD.size
-        amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
-        at += len(amounts) * _AMOUNT_BYTES
-        times = _TIMES.unpack_from(packed, at)
-        seconds, counted, capacity, profiled, *profile, squares = times[len(RATED) :]
-        slowest, *slow_profile, fastest, fast, waiting, wait = _EXTREMES.unpack_from(packed, at + _TIMES.size)
-        return cls(
-            first,
-            last,
-            ranks,
-            is_last,
-            tuple(amounts[: len(AMOUNTS)]),
-            tuple(amounts[len(AMOUNTS) : -1]),
-            timed_steps,
-            seconds,
-            amounts[-1],
-            times[: len(RATED)],
-            batch_steps,
-            counted_steps,
-            counted,
-            None if capacity != capacity else capacity,
-            profiled,
-            Profile(*profile),
-            squares,
-            None if slowest == _NO_RANK else (slowest, Profile(*slow_profile)),
-            None if fastest == _NO_RANK else Extreme(fastest, fast),
-            None if waiting == _NO_RANK else Extreme(waiting, wait),
-            exact_ranks,
-            None if doubting == _NO_RANK else RankDoubt(doubted, doubting),
-        )
+    def from_list(cls, values: list[Any]) -> "RankReport":
+        """The report whose `to_list` was this before it went through JSON."""
+        found = dict(zip(_FIELDS, values, strict=True))
+        for name in ("totals", "timed"):
+            found[name] = tuple(Amount(*amount) for amount in found[name])
+        for name in ("fastest", "longest_wait"):
+            found[name] = None if found[name] is None else Extreme(*found[name])
+        found["input_wait"] = Amount(*found["input_wait"])
+        found["known_seconds"] = tuple(found["known_seconds"])
+        found["profile"] = Profile(*found["profile"])
+        if found["slowest"] is not None:
+            rank, profile = found["slowest"]
+            found["slowest"] = rank, Profile(*profile)
+        return cls(**found)
 
 
-_HEAD = struct.Struct("<qqi?3qiqi")
-_TIMES = struct.Struct("<4d3di3dd")
-_EXTREMES = struct.Struct("<i3didid")
-_AMOUNT_BYTES = _INT_BYTES + 4
+_FIELDS = tuple(field.name for field in fields(RankReport))
 
 
-def _pack_amount(amount: Amount) -> bytes:
-    return amount.total.to_bytes(_INT_BYTES, "little", signed=True) + amount.ranks.to_bytes(4, "little")
+class Message(NamedTuple):
+    """What a rank writes for the rank above it.
 
+    Attributes:
+        reports: Its reports since the last message, each merged with those of the ranks below it.
+        doubt: What it and the ranks below it doubt since the last message, also of earlier windows.
+        is_last: True if no further message will come.
+    """
 
-def _unpack_amount(packed: bytes, at: int) -> Amount:
-    middle = at + _INT_BYTES
-    total = int.from_bytes(packed[at:middle], "little", signed=True)
-    return Amount(total, int.from_bytes(packed[middle : middle + 4], "little"))
+    reports: list[RankReport]
+    doubt: RankDoubt | None
+    is_last: bool
+
+    def to_json(self) -> str:
+        content = [[report.to_list() for report in self.reports], self.doubt, self.is_last]
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Message":
+        reports, doubt, is_last = json.loads(text)
+        return cls([*map(RankReport.from_list, reports)], None if doubt is None else RankDoubt(*doubt), is_last)
 
 
 def report_of(
@@ -247,7 +217,6 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         min(a.first_step, b.first_step),
         max(a.last_step, b.last_step),
         a.ranks + b.ranks,
-        a.is_last and b.is_last,
         tuple(map(Amount.__add__, a.totals, b.totals)),
         tuple(map(Amount.__add__, a.timed, b.timed)),
         a.timed_steps + b.timed_steps,
@@ -274,7 +243,6 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
     return replace(
         joined,
         ranks=later.ranks,
-        is_last=later.is_last,
         totals=tuple(map(_sum_over_time, earlier.totals, later.totals)),
         timed=tuple(map(_sum_over_time, earlier.timed, later.timed)),
         input_wait=_sum_over_time(earlier.input_wait, later.input_wait),

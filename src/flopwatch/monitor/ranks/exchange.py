@@ -1,0 +1,436 @@
+"""Sends a rank's reports to the logging rank through the key-value store that the training's ranks share anyway.
+
+The ranks form a tree with the logging rank at its root (`layout.children`): ranks of one host first, then hosts. Each
+rank merges the reports of the ranks below it with its own. A rank writes to its slot in the store only while the slot
+is empty, and the rank above empties it after reading. So nothing is lost or read twice, and a run has a fixed number of
+keys.
+
+A thread of its own does all of this. The training's thread only puts reports into a queue and checks for results.
+It never waits inside the store for a key that may not be there: it asks again after a pause that `give_up` ends.
+"""
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from flopwatch.errors import FlopwatchError
+from flopwatch.monitor.ranks import layout
+from flopwatch.monitor.ranks.job_store import (
+    ON_ANY_DEVICE,
+    OVER,
+    PLAN,
+    PUBLISHED,
+    RunKey,
+    alive,
+    check_single,
+    find_job_store,
+    find_run,
+    open_slots,
+    pauses,
+    peek,
+    prefix,
+    probe,
+    read_slots,
+    write_slot,
+)
+from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, aligned, extend
+from flopwatch.text import first_line
+
+_MOST_WAITING = 64
+"""The maximum number of reports that wait to be sent; each further report is joined with the last one."""
+_ABSENT_SECONDS = 30.0
+"""A rank below this one that has not joined the run by then is left out."""
+_BEAT_SECONDS, _LOST_SECONDS = 20.0, 120.0
+"""A rank with nothing to report says after 20 s that it is alive. After 120 s without a sign of life it is left out."""
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 10.0
+"""When to look for a sign of life of a rank whose report is late, first and then again."""
+_END_SECONDS = 1.0
+"""How long to wait for the thread after `give_up`. It takes longer only if the store does not answer."""
+_LONGEST_PAUSE_SECONDS, _RETRY_SECONDS = 0.5, 2.0
+"""The longest pause between two looks for reports, and the pause before writing again to a slot that was not empty."""
+_links: "WeakSet[RankLink]" = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What the logging rank sends once to all other ranks.
+
+    Attributes:
+        window_steps: Steps per window. A window ends after each step whose number plus one is a multiple of this.
+    """
+
+    window_steps: int
+
+
+@dataclass(slots=True)
+class _Below:
+    """A rank that reports to this one.
+
+    Attributes:
+        reports: Reports that were read and not yet merged.
+        is_here: Whether it has joined the run.
+        is_over: True once it has sent its last report, or was lost.
+        beat: Its last sign of life besides reports.
+        silent_seconds: How long this rank has waited for a sign of life. A pause in which this process was itself
+            stopped counts with its intended length.
+        next_look_seconds: When to look for a sign of life, in `silent_seconds`.
+    """
+
+    reports: deque[RankReport] = field(default_factory=deque)
+    is_here: bool = False
+    is_over: bool = False
+    beat: str | None = None
+    silent_seconds: float = 0.0
+    next_look_seconds: float = _FIRST_LOOK_SECONDS
+
+
+class RankLink:
+    """The link of one rank to the other ranks of a run.
+
+    Attributes:
+        merged: On the logging rank, a queue of the merged reports of all ranks.
+        plan: The `RunPlan` from the logging rank; None until it arrives.
+        failure: Why the link has failed; None while it works.
+        cpu_seconds: Processor time of the link's thread.
+        ranks_on_device: How many ranks compute on this rank's device; None until that is known.
+    """
+
+    def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "", ranks_by_launcher: int = 1) -> None:
+        self._key = key
+        self._rank = rank
+        self._world_size = world_size
+        self._on_device = f"on_device/{device}"
+        self._ranks_by_launcher = ranks_by_launcher
+        self._store: Any = None
+        """The run's part of the job's store."""
+        self._changed = threading.Condition()
+        self._is_finished, self._is_given_up = threading.Event(), threading.Event()
+        self._waiting: deque[RankReport] = deque()
+        """Reports of this rank for its thread."""
+        self._unsent: deque[RankReport] = deque()
+        """Reports of this rank and those below it that the rank above has no room for yet."""
+        self._doubt: RankDoubt | None = None
+        """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
+        self._below: dict[int, _Below] = {}
+        self._has_joined = False
+        self._wrote_at = time.monotonic()
+        self._has_all_reports = False
+        self.merged: deque[RankReport] = deque()
+        self.plan: RunPlan | None = None
+        self.failure: str | None = None
+        self.cpu_seconds = 0.0
+        self.ranks_on_device: int | None = None
+        self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
+        self._thread.start()
+        _links.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks directly below this one that have not joined the run, once the plan has arrived."""
+        return tuple(sorted(rank for rank, below in self._below.items() if not below.is_here))
+
+    def announce(self, plan: RunPlan) -> None:
+        """Send the plan from the logging rank to all others."""
+        with self._changed:
+            self.plan = plan
+            self._changed.notify()
+
+    def send(self, report: RankReport) -> None:
+        with self._changed:
+            _queue(self._waiting, report)
+            self._changed.notify()
+
+    def add_doubt(self, doubt: RankDoubt | None) -> None:
+        """Doubt steps that were called exact, also those of windows that were sent."""
+        with self._changed:
+            self._doubt = min((each for each in (self._doubt, doubt) if each is not None), default=None)
+
+    def take_doubt(self) -> RankDoubt | None:
+        with self._changed:
+            doubt, self._doubt = self._doubt, None
+        return doubt
+
+    def finish(self, seconds: float) -> bool:
+        """End this rank's reports and wait for the other ranks; False if they took longer than `seconds`."""
+        self._finish()
+        # After `give_up` this rank sends no more reports, and its thread may be waiting for the store.
+        if not self._is_given_up.is_set():
+            self._thread.join(seconds)
+        is_in_time = self.is_over or self._has_all_reports  # else the thread waits for the store, not for a rank
+        self.give_up()
+        self._thread.join(_END_SECONDS)
+        return is_in_time
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks, and let the link's thread end."""
+        self._is_given_up.set()
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._is_finished.set()
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """End the link when the process exits, even if its thread waits for a store that does not answer."""
+        self.give_up()
+        self._thread.join(_END_SECONDS)
+        if not self.is_over:
+            _park(self._thread)
+
+    def forget(self) -> None:
+        """In a forked process, which has no thread of this link, replace what that thread may have held at the fork."""
+        self._changed = threading.Condition()
+        self._is_finished, self._is_given_up = threading.Event(), threading.Event()
+        self.give_up()
+
+    def wait_for(self, last_step: int, seconds: float) -> bool:
+        """On the logging rank, wait until all ranks have sent their windows up to this step; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.failure is not None or any(report.last_step >= last_step for report in self.merged),
+                seconds,
+            )
+
+    def wait_for_plan(self, seconds: float) -> bool:
+        """Wait for the plan (the length of windows) from the logging rank; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
+
+    @property
+    def _is_logging(self) -> bool:
+        return self._rank == self._key.logging_rank
+
+    def _run(self) -> None:
+        try:
+            job_store = PrefixStore(prefix(os.environ, self._world_size), find_job_store())
+            probe(job_store)
+            ranks_per_host = self._lead(job_store) if self._is_logging else self._follow(job_store)
+            self._exchange(ranks_per_host)
+        except Exception as error:  # for example, the store has died, or the logging rank has no monitor
+            with self._changed:
+                self.failure = f"{type(error).__name__}: {first_line(error)}"
+                self._changed.notify_all()
+            if self._has_joined:
+                with suppress(Exception):
+                    self._send(is_last=True)  # so that nobody waits for this rank
+        self.cpu_seconds = time.thread_time()
+
+    def _enter(self, job_store: Any, run: str) -> None:
+        self._store = PrefixStore(run, job_store)
+        self._store.add(self._on_device, 1)
+        self._store.add(ON_ANY_DEVICE, 1)
+
+    def _lead(self, job_store: Any) -> int:
+        """On the logging rank, publish the run, wait for the plan and publish it; return the ranks per host."""
+        self._enter(job_store, self._key.run)
+        self._store.add(PUBLISHED, 1)
+        check_single(self._store)
+        self._store.set("log", self._key.log)
+        job_store.set(self._key.by_log, self._key.run)
+        for pause in pauses(self._world_size):
+            with self._changed:
+                seconds = None if self.ranks_on_device is not None else pause
+                if self._changed.wait_for(lambda: self.plan is not None or self._is_finished.is_set(), seconds):
+                    break
+            self._look_at_devices()
+        self._look_at_devices(at_least=self._ranks_by_launcher)
+        check_single(self._store)  # the device count may already contain ranks of another training
+        ranks_per_host = layout.ranks_per_host(self._world_size)  # all ranks derive the tree from this one's number
+        self._store.set(PLAN, json.dumps([self.plan and self.plan.window_steps, ranks_per_host]))
+        return ranks_per_host
+
+    def _follow(self, job_store: Any) -> int:
+        """On another rank, find and join the run, and wait for its plan; return the ranks per host."""
+        # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
+        # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
+        self._enter(job_store, self._key.run)
+        run: str | None = None
+        for pause in pauses(self._world_size):
+            self._look_at_devices()
+            if run is None and (run := find_run(job_store, self._key, self._rank)) is not None:
+                if run != self._key.run:
+                    self._enter(job_store, run)
+                if int(self._store.add(alive(self._rank), 1)) != 1:
+                    raise FlopwatchError(f"another process uses the same store as rank {self._rank} of this run")
+                self._has_joined = True
+            if run is not None and self._store.check([PLAN]):
+                break
+            if self._is_given_up.wait(pause):
+                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
+        self._look_at_devices(at_least=self._ranks_by_launcher)
+        window_steps, ranks_per_host = json.loads(peek(self._store, PLAN) or "")
+        with self._changed:
+            self.plan = None if window_steps is None else RunPlan(window_steps)
+            self._changed.notify_all()
+        return int(ranks_per_host)
+
+    def _look_at_devices(self, *, at_least: int | None = None) -> None:
+        """Count the ranks on this rank's device, once all are there. With `at_least`, the larger of it and those there.
+
+        A rank that was registered in two runs of one name is counted twice, so there are never more than all ranks.
+        """
+        if self.ranks_on_device is not None:
+            return
+        is_complete = int(self._store.add(ON_ANY_DEVICE, 0)) >= self._world_size
+        if is_complete or at_least is not None:
+            counted = min(int(self._store.add(self._on_device, 0)), self._world_size)
+            self.ranks_on_device = counted if is_complete else max(counted, at_least or 1)
+
+    def _exchange(self, ranks_per_host: int) -> None:
+        """Pass the reports of this rank and of those below it on, until all of them have ended."""
+        children = layout.children(self._rank, self._key.logging_rank, self._world_size, ranks_per_host)
+        open_slots(self._store, children)
+        self._below = {child: _Below() for child in children}
+        for report in aligned([self._own_reports(), *map(self._reports_of, self._below.values())]):
+            if self._is_logging:
+                with self._changed:
+                    self.merged.append(report)
+                    self._changed.notify_all()
+            else:
+                _queue(self._unsent, report)
+                self._send()
+            self.cpu_seconds = time.thread_time()
+        self._has_all_reports = True
+        if self._is_logging:
+            with suppress(RuntimeError):  # all reports are there, so it does not matter if the store has ended
+                self._store.set(OVER, "")  # so that later monitors do not join this run
+                check_single(self._store)
+            return
+        waiting = pauses(self._world_size)
+        while not self._send(is_last=True) and self._pause(next(waiting)):
+            pass
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # The store is probably in this process, and the logging rank in another one still reads from it.
+            while not self._store.check([OVER]) and self._pause(next(waiting)):
+                pass
+
+    def _own_reports(self) -> Iterator[RankReport]:
+        while True:
+            with self._changed:
+                seconds = _RETRY_SECONDS if self._unsent else _BEAT_SECONDS
+                self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished.is_set(), seconds)
+                report = self._waiting.popleft() if self._waiting else None
+            if report is not None:
+                yield report
+            elif self._is_finished.is_set():
+                return
+            else:
+                self._keep_in_touch()
+
+    def _reports_of(self, child: _Below) -> Iterator[RankReport]:
+        while True:
+            waiting = pauses(self._world_size // layout.FAN_OUT, _LONGEST_PAUSE_SECONDS)
+            while not child.reports and not child.is_over:
+                pause = next(waiting)
+                if not self._pause(pause):
+                    return
+                self._read(pause)
+                self._keep_in_touch()
+            if not child.reports:
+                return
+            yield child.reports.popleft()
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait, but only until this rank finishes; False once it has given up."""
+        (self._is_given_up if self._is_finished.is_set() else self._is_finished).wait(seconds)
+        return not self._is_given_up.is_set()
+
+    def _read(self, waited_seconds: float) -> None:
+        """Read what those ranks below have written whose next report is missing."""
+        missing = {rank: below for rank, below in self._below.items() if not (below.is_over or below.reports)}
+        messages = read_slots(self._store, list(missing))
+        for rank, below in missing.items():
+            if (message := messages.get(rank)) is None:
+                self._listen(rank, below, waited_seconds)
+                continue
+            below.reports.extend(message.reports)
+            below.is_here, below.is_over = True, message.is_last
+            below.silent_seconds, below.next_look_seconds = 0.0, _FIRST_LOOK_SECONDS
+            self.add_doubt(message.doubt)
+
+    def _listen(self, rank: int, below: _Below, waited_seconds: float) -> None:
+        """Look, from time to time, whether a silent rank is alive."""
+        below.silent_seconds += waited_seconds
+        if below.silent_seconds < below.next_look_seconds:
+            return
+        below.next_look_seconds = below.silent_seconds + _LOOK_SECONDS
+        beat = peek(self._store, alive(rank))
+        below.is_here |= beat is not None
+        if beat != below.beat:
+            below.beat, below.silent_seconds, below.next_look_seconds = beat, 0.0, _LOOK_SECONDS
+        below.is_over = below.silent_seconds >= (_LOST_SECONDS if below.is_here else _ABSENT_SECONDS)
+
+    def _keep_in_touch(self) -> None:
+        if self._is_logging:
+            return
+        if self._unsent:
+            self._send()
+        elif time.monotonic() - self._wrote_at >= _BEAT_SECONDS:
+            self._store.add(alive(self._rank), 1)
+            self._wrote_at = time.monotonic()
+
+    def _send(self, *, is_last: bool = False) -> bool:
+        """Write what is unsent for the rank above; False if that has not read the last message yet."""
+        message = Message(list(self._unsent), self.take_doubt(), is_last)
+        if not write_slot(self._store, self._rank, message):
+            self.add_doubt(message.doubt)
+            return False
+        self._unsent.clear()
+        self._wrote_at = time.monotonic()
+        return True
+
+
+def _queue(reports: deque[RankReport], report: RankReport) -> None:
+    if len(reports) >= _MOST_WAITING:
+        report = extend(reports.pop(), report)
+    reports.append(report)
+
+
+def _park(thread: threading.Thread) -> None:
+    """Let a thread that waits for an answer of the store wait until the process has ended.
+
+    If the answer came while the interpreter ends, Python would end the thread inside of torch's C++ code, which aborts
+    the process; Python 3.14 lets such threads wait by itself. The thread is parked in a signal handler of libc.
+    """
+    if sys.version_info >= (3, 14) or not hasattr(signal, "SIGRTMAX") or thread.ident is None:
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGRTMAX, ctypes.cast(libc.pause, ctypes.c_void_p))
+    signal.pthread_kill(thread.ident, signal.SIGRTMAX)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """End all links at exit. Runs after all monitors are closed, because it is registered before any monitor exists."""
+    for link in list(_links):
+        link.leave()
+
+
+def _forget_all() -> None:
+    """In a forked process, such as a worker of a DataLoader, drop the links, which belong to its parent process."""
+    for link in list(_links):
+        link.forget()
+    _links.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
