@@ -32,7 +32,7 @@ def test_a_folder_of_several_runs_is_listed_and_their_rows_are_exported(tmp_path
 
 
 def test_a_run_that_waits_for_input_is_told_what_to_change():
-    sentence = "67 % of the step waits for input: prepare batches ahead, in other processes"
+    sentence = "67 % of the step waits for input: prepare batches ahead, in other processes or in more of them"
     values = {"perf/input_wait_percent": 67.2, "perf/padding_percent": 40.0}
     assert ("advice", sentence) in summary_lines(Summary(9, 0.0, values))
     run = WatchedRun()

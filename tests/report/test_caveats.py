@@ -57,7 +57,7 @@ def forms(summary):
 @pytest.mark.parametrize(
     "caveat",
     [
-        "its step time is unstable, and so are 1 of the 1 others",
+        "its step time is unstable, and so is that of the other one",
         "the step times of 2 of the 3 others are unstable",
         "it has no 95 % interval (fewer than 6 step times), so differences below 10 % do not count",
         "barely fits into memory: the allocator had to free its cache to make room",

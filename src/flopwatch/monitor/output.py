@@ -164,8 +164,9 @@ def doubt_of_rank(rank: int) -> str:
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
-    why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split())
-    return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why[0].lower()}{why[1:]}")
+    why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
+    why = f"{why[0].lower()}{why[1:]}; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
+    return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why}")
 
 
 _log = logging.getLogger("flopwatch")

@@ -134,7 +134,10 @@ _ALL = (
 METRICS = {metric.key: metric for metric in _ALL}
 
 _LEAST_ADVISED_PERCENT = {
-    "perf/input_wait_percent": (10.0, "of the step waits for input: prepare batches ahead, in other processes"),
+    "perf/input_wait_percent": (
+        10.0,
+        "of the step waits for input: prepare batches ahead, in other processes or in more of them",
+    ),
     "perf/padding_percent": (30.0, "of the tokens are padding: pack sequences, or batch similar lengths"),
     "perf/recompute_percent": (30.0, "of the FLOPs are recomputed: checkpoint fewer layers if memory allows"),
 }
@@ -144,7 +147,7 @@ def advice(values: Mapping[str, float]) -> str | None:
     """One sentence about what costs a training most, and what to change; None if nothing costs much.
 
     >>> advice({"perf/input_wait_percent": 67.2, "perf/padding_percent": 5.0})
-    '67 % of the step waits for input: prepare batches ahead, in other processes'
+    '67 % of the step waits for input: prepare batches ahead, in other processes or in more of them'
     >>> advice({"perf/input_wait_percent": 2.0}) is None
     True
     """

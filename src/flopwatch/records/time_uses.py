@@ -16,7 +16,8 @@ class Use:
         key: Its stable name in logs and JSON.
         name: Its name for people.
         measured: What the seconds are, in words that follow "9 min of 1 h 15 min"; empty if no waterfall shows it.
-        advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's folder.
+        advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's
+            folder, `{trace}` how to trace it.
         costs: Begins a sentence about it that goes on with what it costs.
         meaning: What it means if it costs much.
         of_trace: The field of a `TraceSplit` with its seconds.
@@ -124,8 +125,8 @@ _ROWS = (
         "input_wait",
         "input wait",
         "waiting for batches",
-        "Prepare batches ahead, in other processes (num_workers and prefetch_factor of a DataLoader), or once before "
-        "the training.",
+        "Prepare batches ahead, in other processes or in more of them (num_workers and prefetch_factor of a "
+        "DataLoader), or once before the training.",
         "Waiting for input costs",
         "the loader cannot keep up",
     ),
@@ -222,7 +223,8 @@ _ROWS = (
         "slow_matmuls",
         "slow matmuls",
         "by which matrix products and attention took longer than at the peak",
-        "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type.",
+        "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type if "
+        "this device computes it faster (`flopwatch peak --dtype bf16`).",
         "Slow matmuls cost",
         "their shapes or their compute type do not suit the device",
         without_peak="matmuls and attention",
@@ -239,7 +241,7 @@ _ROWS = (
         "below_peak",
         "forward and backward below the peak",
         "by which forward and backward pass took longer than at the peak",
-        "`flopwatch trace {path}` divides this time while the training runs: matmuls, other kernels, idle time.",
+        "{trace} divides this time: matmuls, other kernels, idle time.",
         "Slow forward and backward passes cost",
         "only a trace can tell why",
         without_peak="forward and backward pass",

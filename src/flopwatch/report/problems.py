@@ -288,7 +288,6 @@ def _repeated(repeated: Sequence[TrialResult]) -> Iterator[str]:
         f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
         "intervals contain the truth in about 92 % of cases, not 95 %"
     )
-    # A sweep's folder does not store --until and --max-repeats, so which of them ended the repeats is not known here.
     wide = [
         f"{result.name} ±{percent((steps.high - steps.low) / 2 / steps.median, decimals=0)} "
         f"after {len(result.measured.run_medians)} runs"
@@ -296,4 +295,5 @@ def _repeated(repeated: Sequence[TrialResult]) -> Iterator[str]:
         if (steps := result.measured.steps) and steps.unstable
     ]
     if wide:
-        yield f"repeats stopped at a wide interval: {listed(wide)}; to narrow it, raise --max-repeats or lower --until"
+        advice = "to narrow it, raise --max-repeats, or measure more steps"
+        yield f"repeats stopped at a wide interval: {listed(wide)}; {advice}"

@@ -169,8 +169,8 @@ def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) ->
     if fastest.alloc_retries:
         yield "barely fits into memory: the allocator had to free its cache to make room"
     if unstable := sum(cell.is_unstable for cell in others):
-        of_all = f"{unstable} of the {len(others)} others"
-        its = f"its step time is unstable, and so are {of_all}"
+        of_all = "the other one" if len(others) == 1 else f"{unstable} of the {len(others)} others"
+        its = f"its step time is unstable, and so {'is' if unstable == 1 else 'are'} that of {of_all}"
         yield its if fastest.is_unstable else f"the step times of {of_all} are unstable"
     elif fastest.is_unstable:
         yield "its step time is unstable"

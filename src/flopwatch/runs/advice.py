@@ -16,6 +16,7 @@ from flopwatch.runs.waterfall import (
     Waterfall,
     divided_wall_time,
     exactness_of,
+    how_to_trace,
     in_shell,
     seconds_of,
     undivided_note,
@@ -110,7 +111,7 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     verdict = verdict_of(log, waterfall)
     losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
     # The advice of this loss says the same.
-    said = undivided_note(str(log.path.parent)) if any(loss.key == "below_peak" for loss in losses) else None
+    said = undivided_note(how_to_trace(log)) if any(loss.key == "below_peak" for loss in losses) else None
     notes = tuple(note for note in waterfall.notes if note != said)
     if isinstance(verdict, str):
         return Conclusion(verdict, losses=losses, notes=notes)

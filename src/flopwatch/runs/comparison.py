@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
 from flopwatch.records.run import Number
+from flopwatch.runs.explain import what_ran
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
 from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
@@ -53,6 +54,7 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
     peak: Mapping[str, Any] = (provenance and provenance.peak) or {}
     environment: Mapping[str, Any] = start.environment if start else {}
     known = [row.exact for row in log.rows if row.exact is not None]
+    ran = dict(what_ran(start))
     return [
         ("device", peak.get("device") or environment.get("device"), _ALL),
         ("world size", getattr(start, "world_size", None), _ALL),
@@ -65,6 +67,7 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
         ("coverage", getattr(provenance, "coverage", None), _FLOPS),
         *((name, environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
         ("flopwatch", environment.get("flopwatch"), _FLOPS),
+        *((name, ran.get(name), _ALL) for name in ("script", "arguments", "git commit")),
     ]
 
 

@@ -240,6 +240,7 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "times_passes": goodput is not None and "between" in goodput.lost_seconds,
         "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
+        "trace": how_to_trace(log),
     }
 
 
@@ -256,11 +257,18 @@ _LEAST_UNDIVIDED_POINTS = 1.0
 _LONGEST_REASON = 300
 
 
-def undivided_note(run_dir: str) -> str:
+def how_to_trace(log: RunLog) -> str:
+    """Who traces the run; a run that has ended cannot be traced any more. Begins a sentence."""
+    if log.summary is not None:
+        return "In the next run, while it trains, `flopwatch trace RUN_DIR`"
+    return f"While the training runs, `flopwatch trace {in_shell(str(log.path.parent))}`"
+
+
+def undivided_note(trace: str) -> str:
     """The note about the loss that only a trace can divide."""
     return (
-        f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. `flopwatch trace {in_shell(run_dir)}` divides it '
-        "into slow matmuls, other kernels, idle time and communication, while the training runs."
+        f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. {trace} divides it into slow matmuls, other '
+        "kernels, idle time and communication."
     )
 
 
@@ -283,7 +291,7 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
         rates = ", ".join(flop_rate(rate) for rate in facts["peaks"])
         notes.append(f"The peak has changed during this run ({rates}). Each step counts at the peak of its own time.")
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
-        notes.append(undivided_note(facts["path"]))
+        notes.append(undivided_note(facts["trace"]))
     if facts["peak_kind"] == "measured":
         notes.append(
             f"The peak is no datasheet's figure; it was measured on such a device: {facts['peak_source']}. MFU "
@@ -434,7 +442,7 @@ def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any
         evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
     if use.key == "straggler" and facts["straggler"] is not None:
         evidence += f"; in the newest row it is rank {facts['straggler']}"
-    advice = use.advice.replace("{path}", in_shell(facts["path"]))
+    advice = use.advice.replace("{path}", in_shell(facts["path"])).replace("{trace}", facts["trace"])
     if use.key in ("idle", "below_peak") and not facts["times_passes"]:
         advice = f"{_MEASURE_WAIT} {advice}"
     return Loss(use.key, use.name, points, seconds, f"{evidence}.", advice)

@@ -41,6 +41,8 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
         parts.append(("input wait", _percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
         parts.append(("", f"{count(values['perf/tokens_per_second']):>5}", " tok/s"))
+    elif "perf/samples_per_second" in values:
+        parts.append(("", f"{count(values['perf/samples_per_second']):>5}", " samples/s"))
     if "perf/step_time" in values:
         figure, _, unit = step_time(values["perf/step_time"]).partition(" ")
         parts.append(("", f"{figure:>3}", f" {unit}/step"))

@@ -21,6 +21,7 @@ from flopwatch.text import plural
 _POLL_SECONDS = 0.3
 _OTHER_RANKS_SECONDS = 5.0
 """How long to wait for the traces of other ranks; ranks on machines without a shared folder never write one here."""
+_LEAST_IDLE_SHARE = 0.1
 _REFUSED = "trace_not_taken"
 
 
@@ -156,6 +157,8 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
             Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
             Table(("", *numbers("", "")), rows),
         ]
+        if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
+            said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))
         if split.hidden_communication_seconds:
             hidden = step_time(split.hidden_communication_seconds / split.steps)
             said.append(Text(f"Another {hidden} per step of communication ran behind computation and cost no time."))

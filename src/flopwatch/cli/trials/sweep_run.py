@@ -101,7 +101,9 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> Matrix:
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise InputError(f"name only one YAML file, got {', '.join(files)}; write settings as batch_size=1,2,4")
+        advice = "to compare two sweeps, use `flopwatch compare A B`" if files[0] == "compare" else ""
+        advice = advice or "write settings as batch_size=1,2,4"
+        raise InputError(f"name only one YAML file, got {', '.join(files)}; {advice}")
     overrides = parse_overrides([word for word in words if "=" in word])
     return read_matrix(Path(files[0]) if files else None, layered(overrides, flags, _QUICK if quick else {}))
 

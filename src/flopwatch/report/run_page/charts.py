@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from flopwatch.numbers import count
+from flopwatch.numbers import count, number
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Table
 from flopwatch.report.run_page.contents import Curve, Kind, Moment, Point, merged
@@ -49,7 +49,7 @@ def line_chart(
     y, over = _value_scale(points, style)
     ticks = svg.linear_ticks(y.low, y.high)
     parts = [
-        svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: style.write(tick) if tick else "0"),
+        svg.axes(_LEFT, _RIGHT, y, ticks, _tick_text(ticks, style)),
         svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
         *_step_labels(x, _LEFT - 14, _BOTTOM + 24),
         *_marks(moments, x),
@@ -60,6 +60,14 @@ def line_chart(
     remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
     legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
     return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend, behind)
+
+
+def _tick_text(ticks: Sequence[float], style: ChartStyle) -> Callable[[float], str]:
+    """How to write the ticks: an axis with a narrow range needs more digits, so that no two of them look equal."""
+    if style.from_zero:
+        return lambda tick: style.write(tick) if tick else "0"
+    digits = next((n for n in range(3, 9) if len({number(tick, n) for tick in ticks}) == len(ticks)), 9)
+    return lambda tick: number(tick, digits) if tick else "0"
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:

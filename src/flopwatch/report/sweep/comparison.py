@@ -19,9 +19,9 @@ _MOST_NAMES = 10
 HOW_DECIDED = (
     "Ratios are B / A. B is called faster or slower only if the 95 % intervals of the median step times do not overlap "
     "after each was widened by 2 %, because two processes that run the same trial differ by that much. Memory is "
-    "called more or less if it differs by more than 1 %. ≈ means no measurable difference. ? means that fewer than 6 "
-    "steps were measured, which is too few for an interval. Among many pairs, a few differ by chance: repeat the sweep "
-    "before you rely on a single pair."
+    "called more or less if it differs by more than 1 %. ≈ means no measurable difference. ? means that there "
+    "are fewer than 6 steps, or fewer than 3 runs of a repeated trial, which is too few for an interval. Among many "
+    "pairs, a few differ by chance: repeat the sweep before you rely on a single pair."
 )
 
 

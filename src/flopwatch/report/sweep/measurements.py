@@ -198,7 +198,8 @@ def _crossovers(group: Group) -> Iterator[doc.Part]:
     if len(digest) < len(claimed):
         folded.append((f"All {len(claimed):,} crossovers, one by one", doc.Lazy(claimed, crossover_sentence)))
     if undecided:
-        said = f"{len(undecided):,} more are uncertain: medians cross, but their intervals overlap"
+        more = " more" if digest else ""
+        said = f"{len(undecided):,}{more} uncertain: medians cross, but no interval tells them apart"
         parts.append(doc.Only(("terminal", "markdown"), [doc.Text(said, "note")]))
         folded.append((said, undecided))
     parts.append(doc.Only(("html",), [doc.Section(title, [doc.Items(all_)], is_open=False) for title, all_ in folded]))
