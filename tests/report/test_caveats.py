@@ -65,7 +65,7 @@ def forms(summary):
         "~10,240 tokens/s",
         "1 trial has no result yet; run the same sweep command again to resume",
         "A batch ran although a smaller one ran out of memory: the limit is unclear.",
-        "1 more uncertain: medians cross, but no interval tells them apart",
+        " uncertain: medians cross, but no interval tells them apart",
         NO_NOISE,
         "Private trainers are never compared with trainers that are not private.",
         "~ marks an unstable step time: ignore small differences.",

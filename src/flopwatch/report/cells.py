@@ -154,6 +154,7 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         hardware_flops=positive(cost.hardware_flops),
         is_lower_bound=cost.is_lower_bound,
         why_no_epsilon=_why_no_epsilon(result),
+        epsilon=positive(measured.privacy.epsilon) if measured.privacy else None,
     )
 
 

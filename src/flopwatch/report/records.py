@@ -31,6 +31,7 @@ class Cell:
         hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
+        epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
     """
 
     trial: str
@@ -55,6 +56,7 @@ class Cell:
     hardware_flops: int | None = None
     is_lower_bound: bool = False
     why_no_epsilon: str = ""
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +216,9 @@ class Choice:
     """The best configurations at one sequence length, among private or among not private trainers.
 
     Attributes:
-        fastest: The trial with the most samples per second.
-        tied: Trials that are not measurably slower than `fastest`, the fastest first.
+        fastest: The trial with the most samples per second; if others are not measurably slower, the one of them with
+            the smallest epsilon.
+        tied: The other trials that are not measurably slower, the fastest first.
         lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
             memory is unknown.
         candidates: The number of trials compared. Private trials without epsilon are left out if others have one.

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, pairwise, product
-from math import exp, log
+from math import exp, inf, log
 from typing import NamedTuple, TypeAlias
 
 from flopwatch.records.repeats import FEWEST_STEPS
@@ -138,12 +138,19 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
     known = [cell for cell in members if not cell.why_no_epsilon]
     left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
     ranked = sorted(known or members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
-    fastest = ranked[0]
-    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(fastest, cell)]
-    tied = tuple(cell for cell in ranked[1:] if _overlap(fastest, cell))
+    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(ranked[0], cell)]
+    equal = [ranked[0], *(cell for cell in ranked[1:] if _overlap(ranked[0], cell))]
+    fastest = min(equal, key=_epsilon)  # of equal ones, `min` takes the fastest
+    tied = tuple(cell for cell in equal if cell is not fastest)
+    others = [cell for cell in ranked if cell is not fastest]
     lightest = min(near, key=lambda cell: cell.peak_bytes or 0) if near else None
-    verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, ranked[1:], left_out))
+    verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, others, left_out))
     return Choice(seq_len, privacy, fastest, tied, lightest, len(ranked), verdict, caveats)
+
+
+def _epsilon(cell: Cell) -> float:
+    """Epsilon with two digits, because a search for the same target ends at slightly different values."""
+    return inf if cell.epsilon is None else float(f"{cell.epsilon:.2g}")
 
 
 def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
@@ -155,7 +162,9 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
         f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell) for cell in tied[:2]
     ]
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
-    return f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+    said = f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+    is_least = _epsilon(fastest) < max(map(_epsilon, tied))
+    return f"{said}; {configuration(fastest)} has the smallest epsilon" if is_least else said
 
 
 def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
