@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from flopwatch.records.repeats import interval_of_runs
 from support.few_results import GIB, ended, group_of, ran
 
 
@@ -38,8 +41,30 @@ def test_intervals_that_do_not_overlap_decide():
 
 
 def test_what_two_processes_of_the_same_trial_differ_by_decides_nothing():
-    seeds = [ran("ghost", 8, 64, seconds, spread=0.002, seed=seed) for seed, seconds in enumerate((0.100, 0.103))]
-    assert len(choices(*seeds)[64, "private"].tied) == 1
+    pair = [ran(trainer, 8, 64, seconds, spread=0.002) for trainer, seconds in (("ghost", 0.100), ("dpsgd", 0.103))]
+    assert len(choices(*pair)[64, "private"].tied) == 1
+
+
+def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_their_largest_memory():
+    found = [
+        ran("ghost", 8, 64, seconds, seed=seed, gib=1 + seed, mfu=0.1 * 2**seed)
+        for seed, seconds in enumerate((1.0, 2.0, 4.0))
+    ]
+    (choice,) = choices(*found, ended("ghost", 8, 64, "error", seed=3), ran("ghost", 4, 64)).values()
+    (_, cell) = sorted(group_of(*found, ran("ghost", 4, 64)).cells, key=lambda cell: cell.batch_size)
+
+    assert (choice.candidates, choice.fastest.seeds, choice.fastest.batch_size) == (2, 1, 4)
+    assert (cell.trainer, cell.seeds, cell.peak_bytes, cell.is_unstable) == ("ghost", 3, 3 * GIB, True)
+    assert (cell.seconds, cell.samples_per_s, cell.mfu) == pytest.approx((2.0, 4.0, 0.2))
+    assert (cell.low_seconds, cell.seconds, cell.high_seconds) == pytest.approx(
+        tuple(interval_of_runs((1.0, 2.0, 4.0))[place] for place in (1, 0, 2))
+    )
+
+
+def test_two_seeds_span_both_of_their_intervals():
+    (cell,) = group_of(*(ran("ghost", 8, 64, 1.0 + 0.02 * seed, seed=seed) for seed in (0, 1))).cells
+    assert (cell.low_seconds, cell.high_seconds) == pytest.approx((0.99, 1.02 * 1.01))
+    assert not cell.is_unstable
 
 
 def test_five_steps_are_too_few_to_decide():

@@ -15,9 +15,11 @@ Axis: TypeAlias = Literal["sequence", "batch"]
 class Cell:
     """The measurements of one trial. They are finite and positive, and None unless the outcome is `ok`.
 
+    Trials that differ only in their seeds are one cell of a group, with their mean time and their largest memory.
+
     Attributes:
-        trial: Name of the trial.
-        trainer: Column of the trial in tables: its trainer, and options or seeds where they vary.
+        trial: Name of the trial; of several seeds, that of the first one that is `ok`.
+        trainer: Column of the trial in tables: its trainer, and settings such as options where they vary.
         privacy: Whether the trainer is differentially private; `unknown` for a user's trainer that does not say so.
         outcome: How the trial ended; `missing` if it has no result yet.
         seconds: Median step time; `low_seconds` and `high_seconds` are the ends of its 95 % interval.
@@ -32,6 +34,7 @@ class Cell:
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
         epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
+        seeds: Number of `ok` trials with different seeds in this cell.
     """
 
     trial: str
@@ -57,6 +60,7 @@ class Cell:
     is_lower_bound: bool = False
     why_no_epsilon: str = ""
     epsilon: float | None = None
+    seeds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +263,7 @@ class Group:
         settings: The settings that all trials share.
         parameters: Number of parameters of the model.
         trainers: The columns of the tables, in order.
-        cells: The measurements of all trials.
+        cells: The measurements of all trials, those of several seeds combined.
         choices: The best configurations at each sequence length.
         cost_factors: The costs of each trainer divided by those of `standard`.
         frontier: The largest batch that fits, for each trainer and sequence length.

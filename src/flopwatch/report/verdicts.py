@@ -211,17 +211,25 @@ def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell
 
 
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
-    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length."""
+    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length.
+
+    If options vary, `standard` has several columns: the baseline is the one without options if there is one, else for
+    each trainer the one with the same options.
+    """
     ran = [cell for cell in cells if cell.outcome == "ok"]
-    # If seeds or options vary, `standard` has several columns. Then only the column named `standard` is the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
-    baseline = next(iter(columns)) if len(columns) == 1 else "standard"
-    standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
-    return tuple(
-        _factor(cell, standard[cell.seq_len, cell.batch_size])
-        for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size))
-        if cell.trainer != baseline and (cell.seq_len, cell.batch_size) in standard
-    )
+    names = {column.partition(" ")[0] for column in columns}
+    name = names.pop() if len(names) == 1 else "standard"
+    only = columns.pop() if len(columns) == 1 else name if name in columns else None
+    standard = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in ran if cell.privacy == "not private"}
+    found = []
+    for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size)):
+        own, space, options = cell.trainer.partition(" ")
+        column = only or f"{name}{space}{options}"
+        baseline = standard.get((cell.seq_len, cell.batch_size, column))
+        if baseline is not None and cell.trainer != column and (only or own != name):
+            found.append(_factor(cell, baseline))
+    return tuple(found)
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:

@@ -91,6 +91,8 @@ def _matrix_notes(group: Group) -> Iterator[str]:
         yield from [_BOLD, _TIMES] if len(group.trainers) > 1 else [_TIMES]
     if any(outcome_class(cell.outcome) == "oom" or cell.outcome == "unsupported" for cell in group.cells):
         yield _ENDINGS
+    if any(cell.seeds > 1 for cell in group.cells):
+        yield "Of several seeds, the time is the geometric mean and the memory the largest."
     if any(cell.is_lower_bound for cell in group.cells):
         yield "> marks a lower bound: some ops have no FLOPs formula."
     if group.denominators:
@@ -123,7 +125,7 @@ def frontier_words(point: FrontierPoint) -> str:
     return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
 
 
-def _factors(group: Group) -> Iterator[doc.Table]:
+def _factors(group: Group) -> Iterator[doc.Part]:
     by_place: dict[tuple[int, int], dict[str, CostFactor]] = defaultdict(dict)
     for one in group.cost_factors:
         by_place[one.seq_len, one.batch_size][one.trainer] = one
@@ -148,6 +150,15 @@ def _factors(group: Group) -> Iterator[doc.Table]:
     if by_place:
         rows = doc.Lazy(list(by_place), lambda place: list(cells(place)))
         yield _sized([*_SIZES, *columns], rows, "Cost relative to standard: time, memory, FLOPs", note)
+    ran = [cell for cell in group.cells if cell.outcome == "ok"]
+    without = {cell.trainer for cell in ran if cell.privacy != "not private"} - set(trainers)
+    if without and any(cell.privacy == "not private" for cell in ran):
+        names = ", ".join(name for name in group.trainers if name in without)
+        yield doc.Text(
+            f"No cost relative to standard for {names}: the standard trainer did not run with the same options, batch "
+            "size and sequence length.",
+            "note",
+        )
 
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
