@@ -201,6 +201,7 @@ class Crossover:
         at: The crossover, interpolated in logarithms; None if values between `low` and `high` were measured too.
         equal_at: Measured values between `low` and `high`, at which no difference is measurable.
         is_claimed: False if the medians cross but the 95 % intervals overlap, so that there may be no crossover.
+        is_unstable: Whether a step time at `low` or `high` is unstable; False for memory.
     """
 
     quantity: Quantity
@@ -213,6 +214,7 @@ class Crossover:
     at: float | None
     equal_at: tuple[int, ...] = ()
     is_claimed: bool = True
+    is_unstable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class _Point(NamedTuple):
     value: int
     log_ratio: float  # log(cost of the first trainer / cost of the second); below 0 the first is better.
     is_decided: bool
+    is_unstable: bool
 
 
 _Line: TypeAlias = dict[int, Cell]
@@ -61,7 +62,8 @@ def _points(first: _Line, second: _Line, quantity: Quantity) -> Iterator[_Point]
         a, b = first[value], second[value]
         amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
         if amounts[0] and amounts[1]:
-            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity))
+            is_unstable = quantity == "time" and (a.is_unstable or b.is_unstable)
+            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity), is_unstable)
 
 
 def _along(points: Sequence[_Point], first: str, second: str, make: Callable[..., Crossover]) -> Iterator[Crossover]:
@@ -74,10 +76,12 @@ def _along(points: Sequence[_Point], first: str, second: str, make: Callable[...
             between = tuple(point.value for point in points[low + 1 : high])
             share = a.log_ratio / (a.log_ratio - b.log_ratio)
             at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
-            yield make(*_better_first(a, first, second), a.value, b.value, at, between)
+            is_unstable = a.is_unstable or b.is_unstable
+            yield make(*_better_first(a, first, second), a.value, b.value, at, between, is_unstable=is_unstable)
     for place, (a, b) in enumerate(pairwise(points)):
         if place not in covered and a.log_ratio * b.log_ratio < 0:
-            yield make(*_better_first(a, first, second), a.value, b.value, None, is_claimed=False)
+            how = {"is_claimed": False, "is_unstable": a.is_unstable or b.is_unstable}
+            yield make(*_better_first(a, first, second), a.value, b.value, None, **how)
 
 
 def _better_first(point: _Point, first: str, second: str) -> tuple[str, str]:

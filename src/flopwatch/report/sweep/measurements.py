@@ -197,13 +197,19 @@ _PRIVACY: Mapping[str, Callable[[PrivacyRow], str]] = {
 }
 
 
+_INTERPOLATED = "Values are interpolated between two measured ones, in logarithms."
+_UNSTABLE = "A crossover of unstable step times may lie elsewhere: measure these trials again on an idle machine."
+
+
 def _crossovers(group: Group) -> Iterator[doc.Part]:
     if not group.crossovers:
         return
     claimed = [crossover for crossover in group.crossovers if crossover.is_claimed]
     undecided = [crossover_sentence(one) for one in group.crossovers if not one.is_claimed]
     digest = crossover_digest(claimed)
-    parts: list[doc.Part] = [doc.Text("Values are interpolated between two measured ones, in logarithms.", "note")]
+    parts: list[doc.Part] = [doc.Text(_INTERPOLATED, "note")]
+    if any(crossover.is_unstable for crossover in group.crossovers):
+        parts.append(doc.Text(_UNSTABLE, "note"))
     parts += [doc.Items(digest)] if digest else []
     folded: list[tuple[str, Sequence[str]]] = []
     if len(digest) < len(claimed):
@@ -220,7 +226,7 @@ def _crossovers(group: Group) -> Iterator[doc.Part]:
 def crossover_sentence(one: Crossover) -> str:
     """Return a text such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
     where, beats = f"at {_other(one)} {one.fixed}", f"{one.below} beats {one.above}"
-    measured = f"(between {one.low} and {one.high} measured; {one.quantity})"
+    measured = f"(between {one.low} and {one.high} measured; {_quantity([one])})"
     if not one.is_claimed:
         return f"perhaps {beats} below some {one.axis} {where}, but the intervals overlap {measured}"
     if one.at is None:
@@ -250,7 +256,11 @@ def _many(same: Sequence[Crossover]) -> str:
     high = max(min(rounded(one.at), one.high) if one.at is not None else one.high for one in same)
     values = ", ".join(map(str, fixed)) if len(fixed) <= 4 else f"{fixed[0]} to {fixed[-1]}, {len(fixed)} of them"
     span = str(low) if low == high else f"{low} to {high}"
-    return f"{first.below} beats {first.above} below {first.axis} {span} ({_other(first)} {values}; {first.quantity})"
+    return f"{first.below} beats {first.above} below {first.axis} {span} ({_other(first)} {values}; {_quantity(same)})"
+
+
+def _quantity(same: Sequence[Crossover]) -> str:
+    return f"{same[0].quantity}, unstable" if any(one.is_unstable for one in same) else same[0].quantity
 
 
 def rounded(value: float) -> int:
