@@ -36,7 +36,10 @@ _UTILISATION = (
     "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
     "trainers ran."
 )
-_PHASES = "The peak in each phase of a step. Peaks of different phases do not add up."
+_PHASES = (
+    "The peak in each phase of a step. Peaks of different phases do not add up. They are those of one more step after "
+    "the measured ones, so a phase can lie a little above the peak of the trial."
+)
 
 
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
