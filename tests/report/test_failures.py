@@ -77,7 +77,7 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
     )
     (failure,) = summary.failures
     assert failure.advice[0] == (
-        "Keep the batch, on which epsilon depends, and use smaller micro-batches: micro_batch_sizes=4."
+        "Keep the batch, because epsilon depends on it, and add micro_batch_sizes=4 to the sweep."
     )
     assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512; epsilon changes with it."
     assert any("Try ghost" in line for line in failure.advice)
@@ -110,7 +110,7 @@ def test_smaller_micro_batches_are_advised_to_private_trainers_only_and_below_th
         for trainer, more in (("standard", {}), ("ghost", {"micro_batch_size": 16}), ("ghost", {"micro_batch_size": 1}))
     ]
     assert ["micro_batch_sizes=8" in text for text in advice] == [False, True, False]
-    assert ["micro-batches" in text for text in advice] == [False, True, False]
+    assert ["micro_batch" in text for text in advice] == [False, True, False]
 
 
 def test_checkpointing_is_not_advised_to_a_private_trainer_which_cannot_have_it():

@@ -148,7 +148,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]
     spec, is_dp = result.spec, privacy_of(result.spec, result) == "private"
     parts = spec.micro_batch_size or spec.batch_size
     if is_dp and parts > 1:
-        yield f"Keep the batch, on which epsilon depends, and use smaller micro-batches: micro_batch_sizes={parts // 2}."
+        yield f"Keep the batch, because epsilon depends on it, and add micro_batch_sizes={parts // 2} to the sweep."
     ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
     other = "; epsilon changes with it" if is_dp else ""
     yield f"Use a batch below {spec.batch_size}{ran}{other}." if spec.batch_size > 1 else "Even batch 1 is too large."
