@@ -271,7 +271,7 @@ class Group:
         frontier: The largest batch that fits, for each trainer and sequence length.
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
         pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
-            throughput and less memory.
+            throughput and less memory. Private trials without epsilon are left out if others have one.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
         privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.

@@ -117,6 +117,7 @@ def ratio_interval(a: Interval, b: Interval) -> Interval:
 
 NEAR = 0.9
 """The trial with the least memory is chosen among those with at least this share of the highest throughput."""
+_MOST_LEFT_OUT = 16
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
@@ -126,22 +127,31 @@ def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`."""
+    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`.
+
+    As in `choose`, a private trial without an epsilon is left out if others have one.
+    """
     places = _by_place(cell for cell in cells if cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():
         most = 0.0
-        for cell in sorted(members, key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
+        for cell in sorted(_with_epsilon(members), key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
             if (cell.samples_per_s or 0) > most:
                 most = cell.samples_per_s or 0
                 best.append(cell.trial)
     return tuple(best)
 
 
+def _with_epsilon(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells without those whose epsilon is unknown or infinite; all of them if none has an epsilon."""
+    members = list(cells)
+    return [cell for cell in members if not cell.why_no_epsilon] or members
+
+
 def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
-    known = [cell for cell in members if not cell.why_no_epsilon]
-    left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
-    ranked = sorted(known or members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
+    known = _with_epsilon(members)
+    left_out = [cell for cell in members if cell.why_no_epsilon] if len(known) < len(members) else []
+    ranked = sorted(known, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
     near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(ranked[0], cell)]
     equal = [ranked[0], *(cell for cell in ranked[1:] if _overlap(ranked[0], cell))]
     fastest = min(equal, key=_epsilon)  # of equal ones, `min` takes the fastest
@@ -178,7 +188,7 @@ def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) ->
         # A trainer may have an epsilon with some batch sizes only: a batch can be larger than the data set.
         kept = {cell.trainer for cell in (fastest, *others)}
         names = dict.fromkeys(configuration(cell) if cell.trainer in kept else cell.trainer for cell in left_out)
-        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), 3)}"
+        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), _MOST_LEFT_OUT)}"
     if fastest.alloc_retries:
         yield "barely fits into memory: the allocator had to free its cache to make room"
     if unstable := sum(cell.is_unstable for cell in others):

@@ -227,13 +227,9 @@ def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]
             if not is_known and (is_trainer or difflib.get_close_matches(value, known, n=1)):
                 hint = did_you_mean(value, sorted(known))
                 raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{hint}")
-        is_left_out = value in _KNOWN.get(name, ()) or name == "trainer"  # a file may be used for some of its trainers
-        if (
-            specs
-            and comparison == "="
-            and not is_left_out
-            and not any(_holds(spec, name, "=", value) for spec in specs)
-        ):
+        # A file may be used for some of its trainers, models, dtypes and devices only.
+        may_be_absent = not specs or name == "trainer" or value in _KNOWN.get(name, ())
+        if comparison == "=" and not (may_be_absent or any(_holds(spec, name, "=", value) for spec in specs)):
             raise InputError(
                 f"`exclude` names {name}={value}, which no trial has; correct it, or delete that condition"
             )
