@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.records.repeats import interval_of_runs
-from support.few_results import GIB, ended, group_of, ran
+from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
 def choices(*results):
@@ -50,7 +50,10 @@ def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_the
         ran("ghost", 8, 64, seconds, seed=seed, gib=1 + seed, mfu=0.1 * 2**seed)
         for seed, seconds in enumerate((1.0, 2.0, 4.0))
     ]
-    (choice,) = choices(*found, ended("ghost", 8, 64, "error", seed=3), ran("ghost", 4, 64)).values()
+    failed = ended("ghost", 8, 64, "error", seed=3)
+    (choice,) = choices(*found, failed, ran("ghost", 4, 64)).values()
+    (alone,) = group_of(failed, ended("ghost", 8, 64, "oom_host", seed=4)).cells
+    assert (alone.outcome, alone.seeds) == ("oom_host", 2)
     (_, cell) = sorted(group_of(*found, ran("ghost", 4, 64)).cells, key=lambda cell: cell.batch_size)
 
     assert (choice.candidates, choice.fastest.seeds, choice.fastest.batch_size) == (2, 1, 4)
@@ -59,6 +62,11 @@ def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_the
     assert (cell.low_seconds, cell.seconds, cell.high_seconds) == pytest.approx(
         tuple(interval_of_runs((1.0, 2.0, 4.0))[place] for place in (1, 0, 2))
     )
+
+
+def test_seeds_do_not_add_to_the_configurations_that_every_trainer_ran():
+    trials = [ran(trainer, 8, 64, seed=seed, gib=1) for trainer in ("ghost", "dpsgd") for seed in (0, 1)]
+    assert [one.shared_peaks for one in summary_of(*trials).trainers] == [1, 1]
 
 
 def test_two_seeds_span_both_of_their_intervals():

@@ -166,8 +166,8 @@ def over_seeds(cells: Sequence[Cell]) -> Cell:
     """
     ran = [cell for cell in cells if cell.outcome == "ok"]
     if len(ran) < 2:
-        too_large = (cell for cell in cells if cell.outcome in OUT_OF_MEMORY)
-        return ran[0] if ran else next(too_large, cells[0])
+        too_large = [cell for cell in cells if cell.outcome in OUT_OF_MEMORY]
+        return replace([*ran, *too_large, *cells][0], seeds=len(cells))
 
     def known(name: str) -> list[Any]:
         """The values of all trials; empty if one is unknown."""
@@ -191,7 +191,7 @@ def over_seeds(cells: Sequence[Cell]) -> Cell:
         is_unstable=high - low > UNSTABLE_WIDTH * mean if mean and low and high else any(c.is_unstable for c in ran),
         bytes_by_phase={name: max(cell.bytes_by_phase.get(name, 0) for cell in ran) for name in phases},
         is_lower_bound=any(cell.is_lower_bound for cell in ran),
-        seeds=len(ran),
+        seeds=len(cells),
     )
 
 

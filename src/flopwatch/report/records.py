@@ -34,7 +34,7 @@ class Cell:
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
         epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
-        seeds: Number of `ok` trials with different seeds in this cell.
+        seeds: Number of trials in this cell, which differ only in their seeds; the means are those of the `ok` ones.
     """
 
     trial: str

@@ -174,7 +174,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
         mean_peak_bytes=fmean(peaks) if peaks else None,
         peaks=len(peaks),
         shared_mean_peak_bytes=fmean(shared_peaks) if shared_peaks else None,
-        shared_peaks=len(shared_peaks),
+        shared_peaks=len(shared) if shared_peaks else 0,  # several seeds or options are one configuration
         by_outcome=Counter(str(result.outcome) for result in results) + Counter(missing=missing),
     )
 

@@ -178,7 +178,7 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
     said = f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
     is_least = _epsilon(fastest) < max(map(_epsilon, tied))
-    return f"{said}; {configuration(fastest)} has the smallest epsilon" if is_least else said
+    return f"{said}; none of them has a smaller epsilon than {configuration(fastest)}" if is_least else said
 
 
 def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:

@@ -246,7 +246,7 @@ def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Map
 
 def _size(group: Group) -> str:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
-    return f"{parameters}, {len(group.cells):,} trials"
+    return f"{parameters}, {sum(cell.seeds for cell in group.cells):,} trials"
 
 
 def _failures(summary: SweepSummary) -> doc.Section:
