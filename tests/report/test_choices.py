@@ -64,6 +64,11 @@ def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_the
     )
 
 
+def test_seeds_with_damaged_step_times_do_not_end_the_report():
+    (cell,) = group_of(*(ran("ghost", 8, 64, 10.0**power, seed=power) for power in (-300, 0, 300))).cells
+    assert cell.is_unstable
+
+
 def test_seeds_do_not_add_to_the_configurations_that_every_trainer_ran():
     trials = [ran(trainer, 8, 64, seed=seed, gib=1) for trainer in ("ghost", "dpsgd") for seed in (0, 1)]
     assert [one.shared_peaks for one in summary_of(*trials).trainers] == [1, 1]

@@ -1,5 +1,6 @@
 """Decide which trials of a sweep can be compared, name their columns, collect their measurements, and write these."""
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -180,7 +181,8 @@ def over_seeds(cells: Sequence[Cell]) -> Cell:
     largest: dict[str, Any] = {name: max(known(name), default=None) for name in held}
     low, high = min(known("low_seconds"), default=None), max(known("high_seconds"), default=None)
     if len(ran) >= FEWEST_RUNS and (medians := known("seconds")):
-        _, low, high = interval_of_runs(medians)
+        with contextlib.suppress(OverflowError):  # a damaged file may have any number
+            _, low, high = interval_of_runs(medians)
     mean, phases = means["seconds"], dict.fromkeys(name for cell in ran for name in cell.bytes_by_phase)
     return replace(
         ran[0],
