@@ -68,7 +68,7 @@ def test_json_and_markdown_do_not_share_standard_output(flopwatch, sweeps):
 def test_a_sweep_is_not_told_apart_from_itself(flopwatch, sweeps):
     status, out, _ = flopwatch("compare", sweeps[0], sweeps[0], "--fail-if-slower", "0")
     assert status == 0
-    assert "Both sweeps have the same settings" in out
+    assert "The compared trials have the same settings" in out
     assert "0 faster, 0 slower, 11 without a measurable difference" in " ".join(out.split())
 
 

@@ -52,6 +52,10 @@ def checked(settings):
         ({"exclude": [""]}, "would remove all trials"),
         ({"exclude": ["options.typo=1"]}, "`exclude` names 'options.typo', which no trial has"),
         ({"exclude": ["trainer=ghst"]}, "did you mean 'ghost'?"),
+        ({"exclude": ["batch_size=61"]}, "`exclude` names batch_size=61, which no trial has"),
+        ({"exclude": [{"checkpointing": True, "trainer": "standard"}]}, "`exclude` names checkpointing=True, which no"),
+        ({"exclude": ["model=llama"]}, "`exclude` names model=llama, which no trial has"),
+        ({"options": {"lr": 0.1}, "exclude": ["options.lr=0.2"]}, "`exclude` names options.lr=0.2, which no trial has"),
         ({"trainers": [{"command": "run {bacth_size}"}]}, "did you mean {batch_size}?"),
         ({"batchsize": 4}, "there is no setting 'batchsize'"),
         ({"limits": {"memroy": "4GiB"}}, "did you mean 'memory'?"),
@@ -87,6 +91,7 @@ def test_a_wrong_name_is_told(settings, told):
         },
         {"device": "cuda:1"},
         {"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost-clipping"]},
+        {"trainers": "standard", "exclude": ["trainer=ghost seq_len>=4096", "dtype=bf16"]},  # of a file, with flags
     ],
 )
 def test_a_right_name_is_taken(settings):

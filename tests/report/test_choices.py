@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from support.few_results import GIB, ended, group_of, ran
+import pytest
+
+from flopwatch.records.repeats import interval_of_runs
+from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
 def choices(*results):
@@ -38,8 +41,43 @@ def test_intervals_that_do_not_overlap_decide():
 
 
 def test_what_two_processes_of_the_same_trial_differ_by_decides_nothing():
-    seeds = [ran("ghost", 8, 64, seconds, spread=0.002, seed=seed) for seed, seconds in enumerate((0.100, 0.103))]
-    assert len(choices(*seeds)[64, "private"].tied) == 1
+    pair = [ran(trainer, 8, 64, seconds, spread=0.002) for trainer, seconds in (("ghost", 0.100), ("dpsgd", 0.103))]
+    assert len(choices(*pair)[64, "private"].tied) == 1
+
+
+def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_their_largest_memory():
+    found = [
+        ran("ghost", 8, 64, seconds, seed=seed, gib=1 + seed, mfu=0.1 * 2**seed)
+        for seed, seconds in enumerate((1.0, 2.0, 4.0))
+    ]
+    failed = ended("ghost", 8, 64, "error", seed=3)
+    (choice,) = choices(*found, failed, ran("ghost", 4, 64)).values()
+    (alone,) = group_of(failed, ended("ghost", 8, 64, "oom_host", seed=4)).cells
+    assert (alone.outcome, alone.seeds) == ("oom_host", 2)
+    (_, cell) = sorted(group_of(*found, ran("ghost", 4, 64)).cells, key=lambda cell: cell.batch_size)
+
+    assert (choice.candidates, choice.fastest.seeds, choice.fastest.batch_size) == (2, 1, 4)
+    assert (cell.trainer, cell.seeds, cell.peak_bytes, cell.is_unstable) == ("ghost", 3, 3 * GIB, True)
+    assert (cell.seconds, cell.samples_per_s, cell.mfu) == pytest.approx((2.0, 4.0, 0.2))
+    assert (cell.low_seconds, cell.seconds, cell.high_seconds) == pytest.approx(
+        tuple(interval_of_runs((1.0, 2.0, 4.0))[place] for place in (1, 0, 2))
+    )
+
+
+def test_seeds_with_damaged_step_times_do_not_end_the_report():
+    (cell,) = group_of(*(ran("ghost", 8, 64, 10.0**power, seed=power) for power in (-300, 0, 300))).cells
+    assert cell.is_unstable
+
+
+def test_seeds_do_not_add_to_the_configurations_that_every_trainer_ran():
+    trials = [ran(trainer, 8, 64, seed=seed, gib=1) for trainer in ("ghost", "dpsgd") for seed in (0, 1)]
+    assert [one.shared_peaks for one in summary_of(*trials).trainers] == [1, 1]
+
+
+def test_two_seeds_span_both_of_their_intervals():
+    (cell,) = group_of(*(ran("ghost", 8, 64, 1.0 + 0.02 * seed, seed=seed) for seed in (0, 1))).cells
+    assert (cell.low_seconds, cell.high_seconds) == pytest.approx((0.99, 1.02 * 1.01))
+    assert not cell.is_unstable
 
 
 def test_five_steps_are_too_few_to_decide():

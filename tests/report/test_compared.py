@@ -2,7 +2,11 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 
+from rich.console import Console
+
+from flopwatch.cli.trials.trial_run import print_result
 from flopwatch.files import write_json
 from flopwatch.present.markdown import fenced, to_markdown
 from flopwatch.records.trial import MemoryUse
@@ -43,9 +47,23 @@ def test_host_memory_is_not_compared_with_a_devices():
 def test_the_peak_behind_mfu_is_named_and_one_above_it_is_warned_of():
     group = group_of(with_peak(ran("standard", 8, 64, mfu=1.3, hfu=1.4), A100))
     assert group.denominators == ("312 TFLOP/s (A100, bf16, datasheet)",)
-    assert any("140 %" in warning for warning in group.warnings)
+    assert group.warnings == (
+        "standard_bs8_seq64_tiny_0: HFU is 140.0 %, which cannot be: the peak is too low, or the FLOPs are wrong",
+    )
+    assert group_of(with_peak(ran("standard", 8, 64, mfu=1.03), A100)).warnings
+    assert not group_of(with_peak(ran("standard", 8, 64, mfu=0.99), A100)).warnings
     markdown = to_markdown(sweep_document(summary_of(with_peak(ran("standard", 8, 64, mfu=0.4), A100))))
     assert "A100, bf16, datasheet" in markdown
+
+
+def test_a_trial_warns_of_an_mfu_above_its_peak_too():
+    def printed(result):
+        with StringIO() as text:
+            print_result(result, Console(file=text, width=120))
+            return text.getvalue()
+
+    assert "warning" not in printed(with_peak(ran("standard", 8, 64, mfu=0.99), A100))
+    assert "MFU is 134.0 %, which cannot be" in printed(with_peak(ran("standard", 8, 64, mfu=1.34), A100))
 
 
 def test_different_denominators_are_warned_of():

@@ -1,9 +1,13 @@
 """Crossovers are interpolated in logarithms, and claimed only where the measurement decides."""
 
+from dataclasses import replace
+
 import pytest
 
+from flopwatch.report.sweep.document import sweep_document
 from flopwatch.report.sweep.measurements import crossover_digest, crossover_sentence
-from support.few_results import ended, group_of, ran
+from support.few_results import ended, group_of, ran, summary_of
+from testbeds.documents import document_text
 
 
 def crossovers(*results, quantity="time"):
@@ -41,6 +45,23 @@ def test_nothing_is_claimed_where_intervals_overlap_at_a_neighbour():
     assert not found.is_claimed
     assert found.at is None
     assert "but the intervals overlap" in crossover_sentence(found)
+
+
+@pytest.mark.parametrize("spreads", [(0.1, 0.01, 0.01, 0.01), (0.01, 0.01, 0.01, 0.1)])
+def test_a_crossover_of_unstable_step_times_is_marked_and_one_of_memory_is_not(spreads):
+    figures = (("ghost", 256, 1.0, 1), ("dpsgd", 256, 2.0, 2), ("ghost", 1024, 8.0, 8), ("dpsgd", 1024, 4.0, 4))
+    trials = [
+        ran(trainer, 8, length, seconds, gib=gib, spread=spread)
+        for (trainer, length, seconds, gib), spread in zip(figures, spreads, strict=True)
+    ]
+    (found,), (memory,) = crossovers(*trials), crossovers(*trials, quantity="memory")
+    assert (found.is_claimed, found.is_unstable, memory.is_unstable) == (True, True, False)
+    assert crossover_sentence(found).endswith("(between 256 and 1024 measured; time, unstable)")
+    assert crossover_digest([found, replace(found, fixed=16)]) == [
+        "ghost beats dpsgd below sequence 510 (batch 8, 16; time, unstable)"
+    ]
+    text = " ".join(document_text(sweep_document(summary_of(*trials)), 120).split())
+    assert "A crossover of unstable step times may lie elsewhere" in text
 
 
 def test_a_measured_value_between_that_decides_nothing_widens_the_bracket():

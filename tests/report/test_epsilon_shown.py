@@ -79,3 +79,32 @@ def test_a_bound_is_never_rounded_down():
     assert epsilon_text(0.123400001) == "0.1235"
     assert epsilon_text(123456.0) == "1.235e+05"
     assert epsilon_text(2.5) == "2.5"
+
+
+def test_what_to_run_shows_the_epsilon_of_both_trials_that_it_recommends():
+    summary = summary_of(
+        ran("standard", 8, 32),
+        spending("ghost", 16, replace(SPENT, epsilon=2.71823), gib=4, seconds=1.0),
+        spending("ghost", 8, SPENT, gib=2, seconds=0.55),
+    )
+    for form, text in texts(summary).items():
+        words = " ".join(text.replace("\\", "").split())
+        assert words.index("2.719") < words.index("1.839"), form
+    assert "epsilon" not in texts(summary_of(ran("standard", 8, 32)))["markdown"]
+
+
+def test_of_trials_that_are_equally_fast_the_one_with_the_smaller_epsilon_is_recommended():
+    larger = spending("ghost", 16, replace(SPENT, epsilon=2.5), seconds=1.0)
+    (choice,) = summary_of(larger, spending("dpsgd", 8, SPENT, seconds=0.505)).groups[0].choices
+    assert (choice.fastest.trainer, [cell.trainer for cell in choice.tied]) == ("dpsgd", ["ghost"])
+    assert choice.verdict == (
+        "no measurable difference between dpsgd batch 8 and ghost batch 16; "
+        "none of them has a smaller epsilon than dpsgd batch 8"
+    )
+
+    (clear,) = summary_of(larger, spending("dpsgd", 8, SPENT, seconds=0.7)).groups[0].choices
+    assert clear.fastest.trainer == "ghost"
+
+    targeted = spending("dpsgd", 8, replace(SPENT, epsilon=2.4951), seconds=0.505)
+    (searched,) = summary_of(larger, targeted).groups[0].choices
+    assert searched.fastest.trainer == "ghost", "two searches for the same target end at slightly different values"

@@ -26,6 +26,35 @@ def test_factors_are_ratios_at_the_same_batch_and_sequence():
     assert factor.high_time == pytest.approx(3.3 / 0.9)
 
 
+def test_several_seeds_have_the_factor_of_their_means():
+    seeds = [
+        ran(trainer, 8, 64, seconds * 2**seed, seed=seed)
+        for trainer, seconds in (("standard", 1.0), ("ghost", 3.0))
+        for seed in (0, 1, 2)
+    ]
+    (factor,) = group_of(*seeds).cost_factors
+    assert (factor.trainer, factor.time) == ("ghost", pytest.approx(3.0))
+
+
+def test_with_an_axis_of_options_each_column_is_divided_by_standard_with_the_same_options():
+    def with_lr(trainer, seconds, lr):
+        return ran(trainer, 8, 64, seconds, options={"lr": lr}, name=f"{trainer}_{lr}")
+
+    trials = [
+        with_lr(trainer, seconds * factor, lr)
+        for trainer, seconds in (("standard", 1.0), ("ghost", 3.0), ("fast", 2.0))
+        for lr, factor in ((0.1, 1), (0.2, 10))
+    ]
+    found = {one.trainer: one.time for one in group_of(*trials).cost_factors}
+    assert found == {"ghost lr=0.1": 3.0, "ghost lr=0.2": 3.0, "fast lr=0.1": 2.0, "fast lr=0.2": 2.0}
+
+
+def test_a_trainer_without_a_factor_is_told():
+    summary = summary_of(ran("standard", 8, 64), ran("ghost", 8, 64, 2.0), ran("fast", 16, 64))
+    text = " ".join(document_text(sweep_document(summary), 120).split())
+    assert "No cost relative to standard for fast: the standard trainer did not run with the same options" in text
+
+
 @pytest.mark.parametrize(
     ("spread_of_standard", "spread", "mark"), [(0.1, 0.01, "~"), (0.01, 0.1, "~"), (0.01, 0.01, "")]
 )
@@ -145,14 +174,13 @@ def test_results_of_different_environments_are_compared_with_a_warning():
     assert alike.warnings == ()
 
 
-def test_hundreds_of_seeds_are_not_laid_side_by_side():
-    summary = summary_of(*(ran("ghost", 4, seq, seed=seed, gib=1) for seed in range(300) for seq in (64, 128)))
+def test_hundreds_of_options_are_not_laid_side_by_side():
+    trials = ((seq, lr) for lr in range(300) for seq in (64, 128))
+    summary = summary_of(*(ran("ghost", 4, seq, options={"lr": lr}, gib=1, name=f"{seq}_{lr}") for seq, lr in trials))
     (group,) = summary.groups
     assert len(group.trainers) == 300
     assert group.crossovers == ()
-    assert (
-        "there are 300 combinations of trainers, options and seeds: only the first 16 are shown" in summary.warnings[0]
-    )
+    assert "there are 300 combinations of trainers and options: only the first 16 are shown" in summary.warnings[0]
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32
 

@@ -76,7 +76,10 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
         ran("dpsgd", 4, 512), ran("dpsgd", 32, 128), ended("dpsgd", 8, 512, "oom_device"), ran("standard", 8, 512)
     )
     (failure,) = summary.failures
-    assert failure.advice[0] == "Use a batch below 8: 4 ran at sequence 512."
+    assert failure.advice[0] == (
+        "Keep the batch, because epsilon depends on it, and add micro_batch_sizes=4 to the sweep."
+    )
+    assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512; epsilon changes with it."
     assert any("Try ghost" in line for line in failure.advice)
     assert failure.advice[-1].endswith("flopwatch fit --trainer dpsgd --model tiny --seq-len 512")
 
@@ -99,6 +102,15 @@ def test_out_of_memory_advice_is_for_this_very_configuration():
     assert "Use a batch below 8." in failure.advice
     command = "flopwatch fit --trainer mine:Own --model 'my model.json' --seq-len 512 --dtype bf16 --checkpoint"
     assert failure.advice[-1].endswith(f"{command} options.rank=64")
+
+
+def test_smaller_micro_batches_are_advised_to_private_trainers_only_and_below_the_present_ones():
+    advice = [
+        " ".join(summary_of(ended(trainer, 64, 512, "oom_device", **more)).failures[0].advice)
+        for trainer, more in (("standard", {}), ("ghost", {"micro_batch_size": 16}), ("ghost", {"micro_batch_size": 1}))
+    ]
+    assert ["micro_batch_sizes=8" in text for text in advice] == [False, True, False]
+    assert ["micro_batch" in text for text in advice] == [False, True, False]
 
 
 def test_checkpointing_is_not_advised_to_a_private_trainer_which_cannot_have_it():

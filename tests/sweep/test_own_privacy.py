@@ -130,6 +130,23 @@ def test_a_target_needs_no_declared_noise():
     assert found.epsilon == by_opacus(4, found.noise_multiplier)
 
 
+def test_poisson_sampling_may_be_written_as_the_name_that_it_is():
+    assert Privacy(1.0, 1.0, "Poisson").why_unknown() == ""
+    assert "declares the sampling 'poison'" in Privacy(1.0, 1.0, "poison").why_unknown()
+
+
+def test_declared_noise_keeps_its_epsilon_whatever_the_target():
+    pytest.importorskip("opacus")
+    targeted = {**PLAN, "target_epsilon": 0.3}
+    found = declared_spent(targeted, 4, Privacy(0.8, 1.0))
+    searched = declared_spent(targeted, 4, Privacy(1.0, 1.0), is_builtin=True)
+
+    assert (found.noise_multiplier, found.epsilon) == (0.8, by_opacus(4))
+    assert found.note == "the trainer declares its noise, so the target epsilon of 0.3 does not change it"
+    assert searched.epsilon <= 0.3
+    assert searched.note == ""
+
+
 class Declares:
     def __init__(self, privacy):
         self.privacy = privacy

@@ -9,9 +9,10 @@ import pytest
 
 from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
+from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.comparison import compare_sweeps
+from flopwatch.report.comparison import Difference, compare_sweeps
 from flopwatch.report.sweep.comparison import comparison_document
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
@@ -244,3 +245,28 @@ def test_hostile_text_stays_text_in_markdown_and_json():
     assert "@somebody" not in text
     text.encode("utf-8")
     json.loads(to_json(found))
+
+
+def test_only_what_differs_between_compared_trials_is_told():
+    def at(trainer, batch, torch, flops_per_s):
+        result = ran(trainer, batch, 64, mfu=0.5, environment={"torch": torch})
+        cost = replace(result.measured.cost, peak={"flops_per_s": flops_per_s, "device": "x", "dtype": "fp32"})
+        return replace(result, measured=replace(result.measured, cost=cost))
+
+    alike = at("standard", 1, "2.13", 1e12)
+    found = compared([alike, at("ghost", 1, "2.12", 3e12)], [alike, at("fast", 1, "2.14", 2e12)])
+    assert (found.environment, found.notes) == ((), ())
+    assert "The compared trials have the same settings" in to_markdown(comparison_document(found))
+
+
+def test_a_pair_with_another_epsilon_is_told_and_is_no_pair_by_name():
+    def spending(epsilon):
+        result = ran("ghost", 1, 64)
+        spent = PrivacySpent(epsilon, 1e-5, 0.8, 0.01, 100, "prv")
+        return replace(result, measured=replace(result.measured, privacy=spent))
+
+    found = compared([spending(1.83831)], [spending(2.5)])
+    assert found.pairs[0].differences == (Difference("epsilon", "1.839", "2.5"),)
+    assert found.notes == ()
+    assert "epsilon 1.839 → 2.5" in to_markdown(comparison_document(found))
+    assert only_pair(spending(2.5), spending(2.5)).differences == ()

@@ -35,7 +35,7 @@ class Privacy:
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             return f"epsilon is unknown: the trainer declares no {' and no '.join(missing)}"
-        if self.sampling not in (None, "poisson"):
+        if self.sampling is not None and str(self.sampling).lower() != "poisson":
             return (
                 f"epsilon is unknown: the trainer declares the sampling {self.sampling!r}, and Opacus's accountants "
                 "are for Poisson sampling"

@@ -1,14 +1,17 @@
 """Decide which trials of a sweep can be compared, name their columns, collect their measurements, and write these."""
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import ROUND_CEILING, Context
+from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple
 
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.records.repeats import has_interval
+from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, Group, PrivacyClass, Quantity, TrialRow
 from flopwatch.report.verdicts import differ_measurably
@@ -58,7 +61,7 @@ def place_key(spec: TrialSpec) -> tuple[Any, ...]:
 
 
 def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
-    """Return the column name of each trial: its trainer, and the options or seeds that vary for this trainer."""
+    """Return the column name of each trial: its trainer, and the settings that vary for this trainer."""
     variants: dict[tuple[Any, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for name, spec in specs.items():
         variants[(*group_key(spec), trainer_name(spec))][name] = _variant_settings(spec)
@@ -108,7 +111,6 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
 
 def _variant_settings(spec: TrialSpec) -> dict[str, str]:
     settings = {
-        "seed": spec.seed,
         "steps": spec.steps,
         "warmup": spec.warmup_steps,
         "command": spec.command,
@@ -154,6 +156,44 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         hardware_flops=positive(cost.hardware_flops),
         is_lower_bound=cost.is_lower_bound,
         why_no_epsilon=_why_no_epsilon(result),
+        epsilon=positive(measured.privacy.epsilon) if measured.privacy else None,
+    )
+
+
+def over_seeds(cells: Sequence[Cell]) -> Cell:
+    """Combine the trials of one configuration, which differ only in their seeds: the mean time, the largest memory.
+
+    With three seeds, the interval is that of a repeated trial; two of them span both intervals.
+    """
+    ran = [cell for cell in cells if cell.outcome == "ok"]
+    if len(ran) < 2:
+        too_large = [cell for cell in cells if cell.outcome in OUT_OF_MEMORY]
+        return replace([*ran, *too_large, *cells][0], seeds=len(cells))
+
+    def known(name: str) -> list[Any]:
+        """The values of all trials; empty if one is unknown."""
+        values = [getattr(cell, name) for cell in ran]
+        return [] if None in values else values
+
+    rates = ("seconds", "samples_per_s", "tokens_per_s", "mfu", "hfu")
+    means: dict[str, Any] = {name: geometric_mean(values) if (values := known(name)) else None for name in rates}
+    held = ("peak_bytes", "above_start_bytes", "alloc_retries")
+    largest: dict[str, Any] = {name: max(known(name), default=None) for name in held}
+    low, high = min(known("low_seconds"), default=None), max(known("high_seconds"), default=None)
+    if len(ran) >= FEWEST_RUNS and (medians := known("seconds")):
+        with contextlib.suppress(OverflowError):  # a damaged file may have any number
+            _, low, high = interval_of_runs(medians)
+    mean, phases = means["seconds"], dict.fromkeys(name for cell in ran for name in cell.bytes_by_phase)
+    return replace(
+        ran[0],
+        **means,
+        **largest,
+        low_seconds=low,
+        high_seconds=high,
+        is_unstable=high - low > UNSTABLE_WIDTH * mean if mean and low and high else any(c.is_unstable for c in ran),
+        bytes_by_phase={name: max(cell.bytes_by_phase.get(name, 0) for cell in ran) for name in phases},
+        is_lower_bound=any(cell.is_lower_bound for cell in ran),
+        seeds=len(cells),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.cells import MOST_FINITE, make_cell, trainer_name
+from flopwatch.report.cells import MOST_FINITE, epsilon_text, make_cell, trainer_name
 from flopwatch.report.problems import counted_values, denominators, environment_facts
 from flopwatch.report.records import Cell
 from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, rate_interval, ratio_interval, time_interval
@@ -67,8 +67,8 @@ class Pair:
         outcome_a: Outcome in A; `missing` if the trial has no result. `outcome_b` is the outcome in B.
         reason_a: Why the trial ended in A, in one line; `reason_b` is the reason in B.
         ratios: The ratio of each quantity; empty unless both trials are `ok`.
-        differences: Settings that differ between these two trials, except those in `SweepComparison.settings`. Empty
-            unless the trials were paired by their names.
+        differences: Settings that differ between these two trials, except those in `SweepComparison.settings`, if the
+            trials were paired by their names; and `epsilon`, if both have one and it differs.
         is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median. The usual
             cause is another program on the same machine.
     """
@@ -120,7 +120,7 @@ class SweepComparison:
     Attributes:
         settings: Settings with one value in all trials of A and another value in all trials of B. Trials that differ
             only in these are still paired.
-        environment: Versions, devices and hosts that differ.
+        environment: Versions, devices, hosts and peaks that differ between the trials of the pairs.
         pairs: Trials with the same configuration in both sweeps, in the order of A.
         overall: The mean ratio of each quantity over all pairs.
         by_trainer: The mean ratio of each quantity for each trainer.
@@ -146,6 +146,7 @@ _SIZES = ("model", "batch_size", "seq_len")
 _NO_SETTINGS = ("label", "trace", "limits", "options")
 _LONGEST_VALUE = 300
 _PEAK = "peak of MFU"
+_EPSILON = "epsilon"
 _NO_PAIRS = "no configuration is in both sweeps; settings without a common value"
 _OTHER_PEAKS = "MFU in A and MFU in B are shares of different peaks, so they are not comparable"
 _json = json.JSONEncoder(sort_keys=True, default=str).encode
@@ -186,7 +187,8 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
         for sweep, members in ((a, in_a), (b, in_b))
     ]
     unshared = [one_line(name) for name, (of_a, of_b) in values.items() if not of_a & of_b]
-    environment = tuple(_environment_differences(a.results.values(), b.results.values()))
+    results = ([entry.result for entry in side if entry.result] for side in (pairing.keys(), pairing.values()))
+    environment = tuple(_environment_differences(*results))
     trainers, taken = dict.fromkeys(pair.trainer for pair in pairs if pair.ratios), set(pairing.values())
     return SweepComparison(
         a=sides[0],
@@ -242,11 +244,18 @@ def _matched(a: Sequence[_Entry], b: Sequence[_Entry], key: Callable[[_Entry], A
 
 def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> Pair:
     a, b = one.result, other.result
-    found = {}
+    found: dict[Quantity, Ratio] = {}
+    spent: list[str] = []
     if a and b and a.outcome == b.outcome == "ok":
-        found = ratios(*(make_cell(entry.name, entry.spec, entry.result, "") for entry in (one, other)))
+        cells = [make_cell(entry.name, entry.spec, entry.result, "") for entry in (one, other)]
+        found, spent = ratios(*cells), [epsilon_text(cell.epsilon) for cell in cells if cell.epsilon is not None]
         if memory_kind(a.measured.memory) != memory_kind(b.measured.memory):
             found.pop("memory", None)
+    own = [
+        Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
+        for name in dict.fromkeys([*one.settings, *other.settings])
+        if name not in changed and one.settings.get(name) != other.settings.get(name)
+    ]
     return Pair(
         one.name,
         other.name,
@@ -256,11 +265,7 @@ def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> Pair:
         a.reason if a else "",
         b.reason if b else "",
         found,
-        tuple(
-            Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
-            for name in dict.fromkeys([*one.settings, *other.settings])
-            if name not in changed and one.settings.get(name) != other.settings.get(name)
-        ),
+        (*own, *([Difference(_EPSILON, *spent)] if len(set(spent)) == 2 else [])),
         is_unstable=any(
             result is not None and result.outcome == "ok" and (steps := result.measured.steps) and steps.unstable
             for result in (a, b)
@@ -281,12 +286,12 @@ def memory_kind(memory: MemoryUse) -> str:
     return "resident" if memory.host_method == "rss" else "host memory, each page once"
 
 
-def _environment_differences(*sweeps: Iterable[TrialResult]) -> Iterator[Difference]:
-    """Yield the versions, devices, hosts, user files and peak FLOP/s that differ between the sweeps.
+def _environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> Iterator[Difference]:
+    """Yield the versions, devices, hosts, user files and peak FLOP/s that differ between these trials of A and B.
 
-    If one sweep has several values, each is followed by its number of trials.
+    If there are several values on one side, each is followed by its number of trials.
     """
-    in_a, in_b = map(_facts, map(list, sweeps))
+    in_a, in_b = _facts(a), _facts(b)
     for name in dict.fromkeys([*in_a, *in_b]):
         if set(in_a.get(name, ())) != set(in_b.get(name, ())):
             yield Difference(one_line(name), *(_values(facts.get(name, Counter())) for facts in (in_a, in_b)))
@@ -313,7 +318,7 @@ def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[Pair]) -> Iter
             f"the times of {plural(unstable, 'pair')} are unstable (~), probably because the machine was busy, "
             "which may also explain measurable differences: measure these trials again on an idle machine"
         )
-    if by_name := sum(bool(pair.differences) for pair in pairs):
+    if by_name := sum(any(one.what != _EPSILON for one in pair.differences) for pair in pairs):
         yield f"the trials of {plural(by_name, 'pair')} have the same name and size but differ in other settings"
 
 

@@ -145,10 +145,14 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]:
-    spec = result.spec
+    spec, is_dp = result.spec, privacy_of(result.spec, result) == "private"
+    parts = spec.micro_batch_size or spec.batch_size
+    if is_dp and parts > 1:
+        yield f"Keep the batch, because epsilon depends on it, and add micro_batch_sizes={parts // 2} to the sweep."
     ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
-    yield f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Even batch 1 is too large."
-    if not spec.checkpointing and privacy_of(spec, result) != "private":
+    other = "; epsilon changes with it" if is_dp else ""
+    yield f"Use a batch below {spec.batch_size}{ran}{other}." if spec.batch_size > 1 else "Even batch 1 is too large."
+    if not spec.checkpointing and not is_dp:
         yield "Use gradient checkpointing: it stores fewer activations, for about a third more compute."
     if spec.trainer in ("dpsgd", "fast"):
         yield "Try ghost: it stores no per-sample gradients and needs less memory at short sequences."
@@ -225,10 +229,6 @@ def group_warnings(results: Iterable[TrialResult]) -> Iterator[str]:
         )
 
 
-_MOST_OF_PEAK = 1.05
-"""A larger MFU or HFU is not measurement noise: the peak or the FLOPs must be wrong."""
-
-
 def denominators(results: Iterable[TrialResult]) -> tuple[str, ...]:
     """Return the peak FLOP/s of which MFU and HFU are shares, as text, the most common first."""
     costs = [result.measured.cost for result in results if result.outcome == "ok"]
@@ -240,19 +240,22 @@ def denominators(results: Iterable[TrialResult]) -> tuple[str, ...]:
     return tuple(words for words, _ in found.most_common())
 
 
+def above_peak(cost: StepCost) -> tuple[float, str] | None:
+    """The larger one of MFU and HFU, and a sentence about it, if it is above 100 %. Others report without a peak."""
+    shares = [(share, name) for name, share in (("MFU", cost.mfu), ("HFU", cost.hfu)) if share is not None]
+    share, name = max(shares, default=(0.0, ""))
+    if not cost.peak or share <= 1:
+        return None
+    return share, f"{name} is {percent(share)}, which cannot be: the peak is too low, or the FLOPs are wrong"
+
+
 def _peak_warnings(ran: Sequence[TrialResult]) -> Iterator[str]:
     if len(different := denominators(ran)) > 1:
         yield f"MFU and HFU of these trials are shares of different peaks: {'; '.join(different)}"
     costs = [(result.name, result.measured.cost or StepCost()) for result in ran]
-    shares = [
-        (share, name, trial)
-        for trial, cost in costs
-        for name, share in (("MFU", cost.mfu), ("HFU", cost.hfu))
-        if cost.peak and share is not None and share > _MOST_OF_PEAK
-    ]
-    if shares:
-        share, name, trial = max(shares, key=lambda one: one[0])
-        yield f"{name} of {trial} is {percent(share, decimals=0)}, which is impossible: the peak or the FLOPs are wrong"
+    if above := [(*found, trial) for trial, cost in costs if (found := above_peak(cost))]:
+        _, said, trial = max(above)
+        yield f"{trial}: {said}"
     # Notes without a peak are about values that commands reported and that cannot be right.
     notes = [f"{trial}: {note}" for trial, cost in costs if not cost.peak for note in cost.notes]
     yield from notes[:1]

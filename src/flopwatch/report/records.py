@@ -15,9 +15,11 @@ Axis: TypeAlias = Literal["sequence", "batch"]
 class Cell:
     """The measurements of one trial. They are finite and positive, and None unless the outcome is `ok`.
 
+    Trials that differ only in their seeds are one cell of a group, with their mean time and their largest memory.
+
     Attributes:
-        trial: Name of the trial.
-        trainer: Column of the trial in tables: its trainer, and options or seeds where they vary.
+        trial: Name of the trial; of several seeds, that of the first one that is `ok`.
+        trainer: Column of the trial in tables: its trainer, and settings such as options where they vary.
         privacy: Whether the trainer is differentially private; `unknown` for a user's trainer that does not say so.
         outcome: How the trial ended; `missing` if it has no result yet.
         seconds: Median step time; `low_seconds` and `high_seconds` are the ends of its 95 % interval.
@@ -31,6 +33,8 @@ class Cell:
         hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
+        epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
+        seeds: Number of trials in this cell, which differ only in their seeds; the means are those of the `ok` ones.
     """
 
     trial: str
@@ -55,6 +59,8 @@ class Cell:
     hardware_flops: int | None = None
     is_lower_bound: bool = False
     why_no_epsilon: str = ""
+    epsilon: float | None = None
+    seeds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +201,7 @@ class Crossover:
         at: The crossover, interpolated in logarithms; None if values between `low` and `high` were measured too.
         equal_at: Measured values between `low` and `high`, at which no difference is measurable.
         is_claimed: False if the medians cross but the 95 % intervals overlap, so that there may be no crossover.
+        is_unstable: Whether a step time at `low` or `high` is unstable; False for memory.
     """
 
     quantity: Quantity
@@ -207,6 +214,7 @@ class Crossover:
     at: float | None
     equal_at: tuple[int, ...] = ()
     is_claimed: bool = True
+    is_unstable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +222,9 @@ class Choice:
     """The best configurations at one sequence length, among private or among not private trainers.
 
     Attributes:
-        fastest: The trial with the most samples per second.
-        tied: Trials that are not measurably slower than `fastest`, the fastest first.
+        fastest: The trial with the most samples per second; if others are not measurably slower, the one of them with
+            the smallest epsilon.
+        tied: The other trials that are not measurably slower, the fastest first.
         lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
             memory is unknown.
         candidates: The number of trials compared. Private trials without epsilon are left out if others have one.
@@ -256,13 +265,13 @@ class Group:
         settings: The settings that all trials share.
         parameters: Number of parameters of the model.
         trainers: The columns of the tables, in order.
-        cells: The measurements of all trials.
+        cells: The measurements of all trials, those of several seeds combined.
         choices: The best configurations at each sequence length.
         cost_factors: The costs of each trainer divided by those of `standard`.
         frontier: The largest batch that fits, for each trainer and sequence length.
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
         pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
-            throughput and less memory.
+            throughput and less memory. Private trials without epsilon are left out if others have one.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
         privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.

@@ -70,7 +70,10 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     settings = cells.group_settings(members[0].spec)
-    measured = tuple(member.cell for member in members)
+    places: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
+    for cell in (member.cell for member in members):
+        places[cell.trainer, cell.seq_len, cell.batch_size].append(cell)
+    measured = tuple(map(cells.over_seeds, places.values()))
     if any(cell.device_bytes for cell in measured):  # Peaks of host memory are not comparable with those of devices.
         measured = tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in measured)
     trainers = cells.trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
@@ -80,8 +83,8 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         name: "" for name in ("model", "dtype") if not any(cells.takes_setting(member.spec, name) for member in members)
     }
     too_many = (
-        f"there are {len(trainers):,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are "
-        "shown, and crossovers are not computed"
+        f"there are {len(trainers):,} combinations of trainers and options: only the first {MOST_COLUMNS} are shown, "
+        "and crossovers are not computed"
     )
     return Group(
         title=cells.group_title(settings | unused, varying),
@@ -171,7 +174,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
         mean_peak_bytes=fmean(peaks) if peaks else None,
         peaks=len(peaks),
         shared_mean_peak_bytes=fmean(shared_peaks) if shared_peaks else None,
-        shared_peaks=len(shared_peaks),
+        shared_peaks=len(shared) if shared_peaks else 0,  # several seeds or options are one configuration
         by_outcome=Counter(str(result.outcome) for result in results) + Counter(missing=missing),
     )
 

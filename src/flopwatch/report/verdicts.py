@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, pairwise, product
-from math import exp, log
+from math import exp, inf, log
 from typing import NamedTuple, TypeAlias
 
 from flopwatch.records.repeats import FEWEST_STEPS
@@ -32,6 +32,7 @@ class _Point(NamedTuple):
     value: int
     log_ratio: float  # log(cost of the first trainer / cost of the second); below 0 the first is better.
     is_decided: bool
+    is_unstable: bool
 
 
 _Line: TypeAlias = dict[int, Cell]
@@ -61,7 +62,8 @@ def _points(first: _Line, second: _Line, quantity: Quantity) -> Iterator[_Point]
         a, b = first[value], second[value]
         amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
         if amounts[0] and amounts[1]:
-            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity))
+            is_unstable = quantity == "time" and (a.is_unstable or b.is_unstable)
+            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity), is_unstable)
 
 
 def _along(points: Sequence[_Point], first: str, second: str, make: Callable[..., Crossover]) -> Iterator[Crossover]:
@@ -74,10 +76,12 @@ def _along(points: Sequence[_Point], first: str, second: str, make: Callable[...
             between = tuple(point.value for point in points[low + 1 : high])
             share = a.log_ratio / (a.log_ratio - b.log_ratio)
             at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
-            yield make(*_better_first(a, first, second), a.value, b.value, at, between)
+            is_unstable = a.is_unstable or b.is_unstable
+            yield make(*_better_first(a, first, second), a.value, b.value, at, between, is_unstable=is_unstable)
     for place, (a, b) in enumerate(pairwise(points)):
         if place not in covered and a.log_ratio * b.log_ratio < 0:
-            yield make(*_better_first(a, first, second), a.value, b.value, None, is_claimed=False)
+            how = {"is_claimed": False, "is_unstable": a.is_unstable or b.is_unstable}
+            yield make(*_better_first(a, first, second), a.value, b.value, None, **how)
 
 
 def _better_first(point: _Point, first: str, second: str) -> tuple[str, str]:
@@ -113,6 +117,7 @@ def ratio_interval(a: Interval, b: Interval) -> Interval:
 
 NEAR = 0.9
 """The trial with the least memory is chosen among those with at least this share of the highest throughput."""
+_MOST_LEFT_OUT = 16
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
@@ -122,28 +127,44 @@ def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`."""
+    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`.
+
+    As in `choose`, a private trial without an epsilon is left out if others have one.
+    """
     places = _by_place(cell for cell in cells if cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():
         most = 0.0
-        for cell in sorted(members, key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
+        for cell in sorted(_with_epsilon(members), key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
             if (cell.samples_per_s or 0) > most:
                 most = cell.samples_per_s or 0
                 best.append(cell.trial)
     return tuple(best)
 
 
+def _with_epsilon(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells without those whose epsilon is unknown or infinite; all of them if none has an epsilon."""
+    members = list(cells)
+    return [cell for cell in members if not cell.why_no_epsilon] or members
+
+
 def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
-    known = [cell for cell in members if not cell.why_no_epsilon]
-    left_out = [cell for cell in members if cell.why_no_epsilon] if known else []
-    ranked = sorted(known or members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
-    fastest = ranked[0]
-    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(fastest, cell)]
-    tied = tuple(cell for cell in ranked[1:] if _overlap(fastest, cell))
+    known = _with_epsilon(members)
+    left_out = [cell for cell in members if cell.why_no_epsilon] if len(known) < len(members) else []
+    ranked = sorted(known, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
+    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(ranked[0], cell)]
+    equal = [ranked[0], *(cell for cell in ranked[1:] if _overlap(ranked[0], cell))]
+    fastest = min(equal, key=_epsilon)  # of equal ones, `min` takes the fastest
+    tied = tuple(cell for cell in equal if cell is not fastest)
+    others = [cell for cell in ranked if cell is not fastest]
     lightest = min(near, key=lambda cell: cell.peak_bytes or 0) if near else None
-    verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, ranked[1:], left_out))
+    verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, others, left_out))
     return Choice(seq_len, privacy, fastest, tied, lightest, len(ranked), verdict, caveats)
+
+
+def _epsilon(cell: Cell) -> float:
+    """Epsilon with two digits, because a search for the same target ends at slightly different values."""
+    return inf if cell.epsilon is None else float(f"{cell.epsilon:.2g}")
 
 
 def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
@@ -155,7 +176,9 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
         f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell) for cell in tied[:2]
     ]
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
-    return f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+    said = f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
+    is_least = _epsilon(fastest) < max(map(_epsilon, tied))
+    return f"{said}; none of them has a smaller epsilon than {configuration(fastest)}" if is_least else said
 
 
 def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
@@ -165,7 +188,7 @@ def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) ->
         # A trainer may have an epsilon with some batch sizes only: a batch can be larger than the data set.
         kept = {cell.trainer for cell in (fastest, *others)}
         names = dict.fromkeys(configuration(cell) if cell.trainer in kept else cell.trainer for cell in left_out)
-        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), 3)}"
+        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), _MOST_LEFT_OUT)}"
     if fastest.alloc_retries:
         yield "barely fits into memory: the allocator had to free its cache to make room"
     if unstable := sum(cell.is_unstable for cell in others):
@@ -202,17 +225,25 @@ def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell
 
 
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
-    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length."""
+    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length.
+
+    If options vary, `standard` has several columns: the baseline is the one without options if there is one, else for
+    each trainer the one with the same options.
+    """
     ran = [cell for cell in cells if cell.outcome == "ok"]
-    # If seeds or options vary, `standard` has several columns. Then only the column named `standard` is the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
-    baseline = next(iter(columns)) if len(columns) == 1 else "standard"
-    standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
-    return tuple(
-        _factor(cell, standard[cell.seq_len, cell.batch_size])
-        for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size))
-        if cell.trainer != baseline and (cell.seq_len, cell.batch_size) in standard
-    )
+    names = {column.partition(" ")[0] for column in columns}
+    name = names.pop() if len(names) == 1 else "standard"
+    only = columns.pop() if len(columns) == 1 else name if name in columns else None
+    standard = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in ran if cell.privacy == "not private"}
+    found = []
+    for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size)):
+        own, space, options = cell.trainer.partition(" ")
+        column = only or f"{name}{space}{options}"
+        baseline = standard.get((cell.seq_len, cell.batch_size, column))
+        if baseline is not None and cell.trainer != column and (only or own != name):
+            found.append(_factor(cell, baseline))
+    return tuple(found)
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:

@@ -123,6 +123,15 @@ def test_a_changed_spec_is_refused(tmp_path):
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
 
 
+def test_a_trial_that_was_planned_and_never_begun_may_be_planned_with_other_settings(tmp_path):
+    words = ["sweep", "--command", "true", "seq_len=8", "-o", "s"]
+    flopwatch(*words, "batch_size=1,2", "--limit", "1")
+    assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
+    flopwatch(*words, "batch_size=2", "steps=99")
+    assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok", "Command_bs2_seq8": "ok"}
+    assert "steps was 10, is 99" in flopwatch(*words, "batch_size=1", "steps=99", code=2)
+
+
 def start_sweep(stdout, seconds):
     words = [
         "sweep",

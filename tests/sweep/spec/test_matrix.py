@@ -62,6 +62,13 @@ def test_a_list_among_the_options_is_an_axis():
     assert trial_names(specs) == ["StandardTrainer_bs1_seq8_lr0.1", "StandardTrainer_bs1_seq8_lr0.2"]
 
 
+def test_a_list_among_the_options_of_one_trainer_is_an_axis_of_this_trainer():
+    trainers = ["standard", {"trainer": "mine:A", "options": {"rank": [4, 8], "sizes": [[1, 2]]}}]
+    specs = expand(read_matrix(None, {"trainers": trainers, "batch_sizes": 1, "seq_lens": 8}))
+    assert [spec.options for spec in specs] == [{}, {"rank": 4, "sizes": [1, 2]}, {"rank": 8, "sizes": [1, 2]}]
+    assert trial_names(specs)[1:] == ["A_bs1_seq8_rank4", "A_bs1_seq8_rank8"]
+
+
 def test_excluded_trials_are_left_out():
     settings = {**DOCUMENT, "exclude": ["trainer=ghost seq_len>=1024", {"batch_size": ">4", "trainer": "DPSGDTrainer"}]}
     names = names_of(settings)

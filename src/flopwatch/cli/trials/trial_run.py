@@ -32,6 +32,7 @@ from flopwatch.records.sweep_results import (
 )
 from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_key
 from flopwatch.report.cells import epsilon_text
+from flopwatch.report.problems import above_peak
 from flopwatch.sweep.attempts import is_worse, put_aside, put_back
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe, fit_batch, with_host_limit
@@ -261,6 +262,7 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         hfu = f", HFU {percent(cost.hfu)}" if cost.hfu is not None else ""
         peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
         rows.append(("MFU", f"{percent(cost.mfu)}{hfu}{peak}"))
+        rows += [("warning", above[1])] if (above := above_peak(cost)) else []
     if (spent := measured.privacy) is not None:
         noise = UNKNOWN if spent.noise_multiplier is None else f"{spent.noise_multiplier:.4g}"
         training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {noise}"

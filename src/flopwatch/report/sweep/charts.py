@@ -29,14 +29,18 @@ _CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values
 _INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
 _FRONT = (
     "Filled markers, with their batch sizes, are the Pareto front: no trial of the same privacy class is faster and "
-    "needs less memory. The line is solid for private trainers, dashed for others."
+    "needs less memory. The line is solid for private trainers, dashed for others. A private trial without a known "
+    "epsilon is on the front only if none at its sequence length has one."
 )
 _MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
 _UTILISATION = (
     "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
     "trainers ran."
 )
-_PHASES = "The peak in each phase of a step. Peaks of different phases do not add up."
+_PHASES = (
+    "The peak in each phase of a step. Peaks of different phases do not add up. They are those of one more step after "
+    "the measured ones, so a phase can lie a little above the peak of the trial."
+)
 
 
 def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
@@ -314,6 +318,7 @@ def _pareto_parts(
         is_best, is_small = cell.trial in best, len(placed) > 4 * _DENSE
         tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {byte_size(cell.peak_bytes)}"
         tip += f"\nstep {step_time(cell.seconds)}" + ("\non the Pareto front" if is_best else "")
+        tip += f"\n{cell.why_no_epsilon}" if cell.why_no_epsilon else ""
         yield svg.marker(colours[cell.trainer], px, py, tip, "m" if is_best else "hollow", is_small=is_small)
         if is_best and not is_small:
             yield svg.text(px - 5, py - 6, str(cell.batch_size), anchor="end")

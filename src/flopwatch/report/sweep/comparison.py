@@ -35,11 +35,11 @@ def _parts(comparison: SweepComparison) -> Iterator[doc.Part]:
     yield doc.Facts([(name, f"{side_text(side)}, in {side.folder}") for name, side in sides])
     yield from (doc.Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
     if differing := (*comparison.settings, *comparison.environment):
-        warning = doc.Text("The sweeps differ in these, so compare with care.")
+        warning = doc.Text("The compared trials differ in these, so compare with care.")
         table = doc.Table(("", "A", "B"), [(one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differing])
         yield doc.Section("Differences between the sweeps", [warning, table])
-    else:
-        yield doc.Text("Both sweeps have the same settings, versions, devices and hosts.")
+    elif comparison.pairs and not any(pair.differences for pair in comparison.pairs):
+        yield doc.Text("The compared trials have the same settings, versions, devices and hosts.")
     if comparison.overall:
         yield _overall(comparison)
         yield _pairs(comparison)

@@ -12,7 +12,7 @@ from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.cells import METRICS, Metric, outcome_class, table_of, throughput
+from flopwatch.report.cells import METRICS, Metric, epsilon_text, outcome_class, table_of, throughput
 from flopwatch.report.records import Cell, Choice, Environment, Failure, Group, SweepSummary, TrainerTotals
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import plural
@@ -133,6 +133,9 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
             return doc.Cell("the same", "soft"), ""
         return _named(choice.lightest, colours), byte_size(choice.lightest.peak_bytes)
 
+    def epsilon_of(choice: Choice, cell: Cell | None) -> str:
+        return epsilon_text(cell.epsilon) if cell and choice.privacy == "private" else ""
+
     def rate_bar(choice: Choice) -> doc.Cell:
         return doc.Cell("", bar=_rate(choice) / longest if longest else 0, colour=colours[choice.fastest.trainer])
 
@@ -146,6 +149,7 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         kept = doc.evenly(sorted(lengths), max(most // max(lengths.values()), 2))
         return [place for place, choice in enumerate(group.choices) if choice.seq_len in kept]
 
+    has_epsilon = any(choice.fastest.epsilon is not None for choice in group.choices)
     columns: list[tuple[doc.Column | str, Callable[[Choice], doc.Cell | str]]] = [
         (_number("sequence", "seq"), lambda one: str(one.seq_len)),
         ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
@@ -153,8 +157,10 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         (_number("throughput"), lambda one: throughput(one.fastest)),
         (doc.Column("", only=("html",)), rate_bar),
         (_number("peak"), lambda one: byte_size(one.fastest.peak_bytes)),
+        *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.fastest))] if has_epsilon else []),
         ("least memory within 10 %", lambda one: lightest(one)[0]),
         (_number("peak"), lambda one: lightest(one)[1]),
+        *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.lightest))] if has_epsilon else []),
         (doc.Column("verdict", only=("markdown", "html")), verdict),
     ]
     table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
@@ -240,7 +246,7 @@ def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Map
 
 def _size(group: Group) -> str:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
-    return f"{parameters}, {len(group.cells):,} trials"
+    return f"{parameters}, {sum(cell.seeds for cell in group.cells):,} trials"
 
 
 def _failures(summary: SweepSummary) -> doc.Section:

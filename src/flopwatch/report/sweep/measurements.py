@@ -91,6 +91,8 @@ def _matrix_notes(group: Group) -> Iterator[str]:
         yield from [_BOLD, _TIMES] if len(group.trainers) > 1 else [_TIMES]
     if any(outcome_class(cell.outcome) == "oom" or cell.outcome == "unsupported" for cell in group.cells):
         yield _ENDINGS
+    if any(cell.seeds > 1 for cell in group.cells):
+        yield "Of several seeds, the time is the geometric mean and the memory the largest."
     if any(cell.is_lower_bound for cell in group.cells):
         yield "> marks a lower bound: some ops have no FLOPs formula."
     if group.denominators:
@@ -123,7 +125,7 @@ def frontier_words(point: FrontierPoint) -> str:
     return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
 
 
-def _factors(group: Group) -> Iterator[doc.Table]:
+def _factors(group: Group) -> Iterator[doc.Part]:
     by_place: dict[tuple[int, int], dict[str, CostFactor]] = defaultdict(dict)
     for one in group.cost_factors:
         by_place[one.seq_len, one.batch_size][one.trainer] = one
@@ -148,6 +150,15 @@ def _factors(group: Group) -> Iterator[doc.Table]:
     if by_place:
         rows = doc.Lazy(list(by_place), lambda place: list(cells(place)))
         yield _sized([*_SIZES, *columns], rows, "Cost relative to standard: time, memory, FLOPs", note)
+    ran = [cell for cell in group.cells if cell.outcome == "ok"]
+    without = {cell.trainer for cell in ran if cell.privacy != "not private"} - set(trainers)
+    if without and any(cell.privacy == "not private" for cell in ran):
+        names = ", ".join(name for name in group.trainers if name in without)
+        yield doc.Text(
+            f"No cost relative to standard for {names}: the standard trainer did not run with the same options, batch "
+            "size and sequence length.",
+            "note",
+        )
 
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
@@ -186,13 +197,19 @@ _PRIVACY: Mapping[str, Callable[[PrivacyRow], str]] = {
 }
 
 
+_INTERPOLATED = "Values are interpolated between two measured ones, in logarithms."
+_UNSTABLE = "A crossover of unstable step times may lie elsewhere: measure these trials again on an idle machine."
+
+
 def _crossovers(group: Group) -> Iterator[doc.Part]:
     if not group.crossovers:
         return
     claimed = [crossover for crossover in group.crossovers if crossover.is_claimed]
     undecided = [crossover_sentence(one) for one in group.crossovers if not one.is_claimed]
     digest = crossover_digest(claimed)
-    parts: list[doc.Part] = [doc.Text("Values are interpolated between two measured ones, in logarithms.", "note")]
+    parts: list[doc.Part] = [doc.Text(_INTERPOLATED, "note")]
+    if any(crossover.is_unstable for crossover in group.crossovers):
+        parts.append(doc.Text(_UNSTABLE, "note"))
     parts += [doc.Items(digest)] if digest else []
     folded: list[tuple[str, Sequence[str]]] = []
     if len(digest) < len(claimed):
@@ -209,7 +226,7 @@ def _crossovers(group: Group) -> Iterator[doc.Part]:
 def crossover_sentence(one: Crossover) -> str:
     """Return a text such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
     where, beats = f"at {_other(one)} {one.fixed}", f"{one.below} beats {one.above}"
-    measured = f"(between {one.low} and {one.high} measured; {one.quantity})"
+    measured = f"(between {one.low} and {one.high} measured; {_quantity([one])})"
     if not one.is_claimed:
         return f"perhaps {beats} below some {one.axis} {where}, but the intervals overlap {measured}"
     if one.at is None:
@@ -239,7 +256,11 @@ def _many(same: Sequence[Crossover]) -> str:
     high = max(min(rounded(one.at), one.high) if one.at is not None else one.high for one in same)
     values = ", ".join(map(str, fixed)) if len(fixed) <= 4 else f"{fixed[0]} to {fixed[-1]}, {len(fixed)} of them"
     span = str(low) if low == high else f"{low} to {high}"
-    return f"{first.below} beats {first.above} below {first.axis} {span} ({_other(first)} {values}; {first.quantity})"
+    return f"{first.below} beats {first.above} below {first.axis} {span} ({_other(first)} {values}; {_quantity(same)})"
+
+
+def _quantity(same: Sequence[Crossover]) -> str:
+    return f"{same[0].quantity}, unstable" if any(one.is_unstable for one in same) else same[0].quantity
 
 
 def rounded(value: float) -> int:

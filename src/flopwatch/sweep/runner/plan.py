@@ -21,7 +21,7 @@ from flopwatch.records.trial import (
     TrialSpec,
     content_key,
 )
-from flopwatch.records.trial_files import SWEEP
+from flopwatch.records.trial_files import SWEEP, TRIALS
 from flopwatch.sweep.attempts import Attempt
 from flopwatch.sweep.folder import Trial, record
 from flopwatch.sweep.host.environment import fingerprint
@@ -91,12 +91,21 @@ def make_plan(
 
     trials = tuple(Trial(sweep, name, key_of(spec), spec) for name, spec in zip(trial_names(specs), specs, strict=True))
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
+    earlier = _without_unbegun(sweep, earlier)
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
     _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
     repeats = repeats if only is None else NO_REPEATS
     plan = _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
+
+
+def _without_unbegun(sweep: Path, earlier: SweepResults) -> SweepResults:
+    """Remove the trials that were planned, but never prepared: they may be planned again with other settings."""
+    folders = {folder.name for folder in (sweep / TRIALS).glob("*")}
+    known = earlier.trial_list.trials.items()
+    begun = {name: entry for name, entry in known if name in earlier.results or name in folders}
+    return replace(earlier, trial_list=replace(earlier.trial_list, trials=begun))
 
 
 def _outdated(todo: Sequence[Trial], earlier: Mapping[str, TrialResult]) -> tuple[str, ...]:

@@ -336,9 +336,12 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     """The values of each axis. The keys are the names of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
-    lists = {name: value if isinstance(value, list) else [value] for name, value in matrix.options.items()}
     return {
-        "entry": entries,
+        "entry": [
+            (entry.model_copy(update={"options": own}), *names)
+            for entry, *names in entries
+            for own in _each(entry.options)
+        ],
         "model": matrix.models,
         "dtype": matrix.dtypes,
         "checkpointing": matrix.checkpointing,
@@ -347,8 +350,18 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
         "seq_len": matrix.seq_lens,
         "batch_size": matrix.batch_sizes,
         "micro_batch_size": matrix.micro_batch_sizes,
-        "options": [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())],
+        "options": _each(matrix.options),
     }
+
+
+def _each(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values in lists.
+
+    >>> _each({"lr": [0.1, 0.2], "rank": 8})
+    [{'lr': 0.1, 'rank': 8}, {'lr': 0.2, 'rank': 8}]
+    """
+    lists = [value if isinstance(value, list) else [value] for value in options.values()]
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def _resolved(entry: TrainerEntry) -> tuple[str, str]:

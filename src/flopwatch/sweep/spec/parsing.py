@@ -212,8 +212,8 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError if a condition names something that no trial has, because it would silently exclude nothing."""
-    for name, _, value in (part for condition in conditions for part in condition.parts):
+    """Raise InputError for a name or value that no trial has, because it would silently exclude nothing."""
+    for name, comparison, value in (part for condition in conditions for part in condition.parts):
         if name.startswith("options."):
             known = {f"options.{option}" for spec in specs for option in spec.options}
             if name not in known:
@@ -227,6 +227,12 @@ def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]
             if not is_known and (is_trainer or difflib.get_close_matches(value, known, n=1)):
                 hint = did_you_mean(value, sorted(known))
                 raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{hint}")
+        # A file may be used for some of its trainers, models, dtypes and devices only.
+        may_be_absent = not specs or name == "trainer" or value in _KNOWN.get(name, ())
+        if comparison == "=" and not (may_be_absent or any(_holds(spec, name, "=", value) for spec in specs)):
+            raise InputError(
+                f"`exclude` names {name}={value}, which no trial has; correct it, or delete that condition"
+            )
 
 
 def _canonical(trainer: str) -> str | None:

@@ -94,12 +94,21 @@ _EPSILON_ERROR = 0.01
 """The PRV accountant's default error of epsilon. With steps and delta, it determines the accountant's grid."""
 
 
-def declared_spent(privacy: Mapping[str, Any], batch_size: int, declared: Privacy | None) -> PrivacySpent:
-    """As `privacy_spent`, for what a trainer declares; what it leaves open is named in `note`, and epsilon is None."""
+def declared_spent(
+    privacy: Mapping[str, Any], batch_size: int, declared: Privacy | None, *, is_builtin: bool = False
+) -> PrivacySpent:
+    """As `privacy_spent`, for what a trainer declares; what it leaves open is named in `note`, and epsilon is None.
+
+    With a `target_epsilon` the noise is searched only if it is free: in a built-in trainer, or where none is declared.
+    """
     not_declared = "epsilon is unknown: the trainer has no attribute `privacy` of type flopwatch.sweep.Privacy"
-    has_target = "target_epsilon" in privacy
-    why = declared.why_unknown(is_noise_searched=has_target) if declared is not None else not_declared
+    target = privacy.get("target_epsilon")
+    why = declared.why_unknown(is_noise_searched=target is not None) if declared is not None else not_declared
     noise = declared.noise_multiplier if declared is not None else None
+    if not why and noise is not None and target is not None and not is_builtin:
+        own = {name: value for name, value in privacy.items() if name != "target_epsilon"}
+        spent = privacy_spent(own, batch_size, noise)
+        return _noted(spent, f"the trainer declares its noise, so the target epsilon of {target:g} does not change it")
     if not why:
         return privacy_spent(privacy, batch_size, noise if noise is not None else 1.0)
     rate, steps = training_plan(privacy, batch_size)

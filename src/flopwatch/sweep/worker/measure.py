@@ -25,7 +25,7 @@ from flopwatch.hardware.device import find_device
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
 from flopwatch.records.flops import Peak
-from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
+from flopwatch.records.trial import LABELS, Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
@@ -197,7 +197,8 @@ class _TrialRun:
 
     def account_privacy(self) -> None:
         """Compute epsilon; after the steps, because the PRV accountant may take hundreds of megabytes."""
-        spent = declared_spent(self.spec.privacy, self.spec.batch_size, self.measured.declared_privacy)
+        spec, declared = self.spec, self.measured.declared_privacy
+        spent = declared_spent(spec.privacy, spec.batch_size, declared, is_builtin=spec.trainer in LABELS)
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
