@@ -20,6 +20,7 @@ from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
+from flopwatch.spellings import COMPUTE_TYPES
 from flopwatch.text import first_line
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ def doubt_of_rank(rank: int) -> str:
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
-    why = f"{why[0].lower()}{why[1:]}; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
+    why = why[0].lower() + why[1:]
+    if dtype in COMPUTE_TYPES.values():
+        why += "; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
     return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why}")
 
 

@@ -29,7 +29,7 @@ from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_
 _POLL_SECONDS = 1.0  # time between two checks whether the supervisor has been silent for too long
 _GROUP_PATIENCE_SECONDS = 5.0  # A killed process stays in its cgroup until the kernel has freed its memory.
 _MOST_FILES = 4096  # The guard closes all file descriptors below this number. A supervisor has a few dozen.
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))  # Windows has no SIGHUP
 
 
 def become_guarded(trial_dir: Path) -> int | None:
