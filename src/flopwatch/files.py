@@ -165,6 +165,11 @@ def tail(file: Path, size: int = 6000) -> str:
     return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the exception says that there is no space, or that the user's quota is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def write_json(file: Path, content: Any) -> None:
     """Write JSON to a temporary file and rename it, so that a reader never sees half a file.
 

@@ -60,10 +60,19 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_the_sinks_on_it_and_tears_one_line_at_most(run, small_disk):
+def test_a_log_on_a_disk_that_is_full_for_a_while_lacks_nothing(run, small_disk):
+    report = run("disk_full_for_a_while")
+    assert report.failures == []
+    lines = [json.loads(line) for line in (small_disk / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["type"] == "row"] == list(range(1, ROWS + 1))
+    assert lines[-1]["type"] == "summary"
+
+
+def test_a_disk_that_stays_full_is_told_and_tears_one_line_at_most(run, small_disk):
     report = run("disk_full")
     assert {name for name, _ in report.failures} == {"jsonl", "tensorboard"}
     assert all("No space left on device" in message for _, message in report.failures)
+    assert any("rows and the end of the run" in message for _, message in report.failures)
     *whole, _last = (small_disk / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["type"] for line in whole[:3]] == ["run", "provenance", "row"]
     assert all(json.loads(line) for line in whole)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.files import is_full_disk
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.what_ran import what_ran
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -216,7 +217,7 @@ class Outlets:
             self._early.append(record)
             return
         for thread in self._threads:
-            if not thread.put(record) and thread.failed is None:
+            if not thread.put(record) and thread.failed is None and not thread.is_closing:
                 self.notify(
                     "warning",
                     f"rows_dropped:{thread.name}",
@@ -294,6 +295,8 @@ class Outlets:
             message = (
                 f"the run's log cannot be written ({first_line(error)}); pass an output_dir that can be written to"
             )
+            if is_full_disk(error):
+                message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
         self.notify("error", f"sink_failed:{name}", message)
 
 

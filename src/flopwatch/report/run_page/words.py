@@ -30,7 +30,7 @@ _STATES = {
     "stopped": "The run was stopped from the keyboard.",
     "failed": "The run was ended by an exception.",
     "running": "The run is still going on.",
-    "killed": "The process is gone and logged no end: it was killed.",
+    "killed": "The process is gone and its log has no end: it was killed, or the end could not be written.",
     "running or killed": "The log has no end: the run is still going on, or it was killed.",
 }
 _QUICKEST = "the quickest matmul that was measured on this device"
