@@ -48,7 +48,7 @@ from flopwatch.sweep.folder import (
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import Plan
+from flopwatch.sweep.runner.plan import Plan, check_unchanged
 from flopwatch.sweep.runner.run import Refusal
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
@@ -167,8 +167,10 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         # The key of a trial is a hash of its settings and, unless it ran on a cluster, of the devices of this machine.
         # `sweep.json` tells which of the two keys this trial has.
         here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
-        listed = read_trial_list(folder).trials.get(name, {}).get("key")
+        known = read_trial_list(folder)
+        listed = known.trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
+        check_unchanged(folder, [placed], known)
         earlier = read_result(result_file(folder, name))
         aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)

@@ -93,7 +93,7 @@ def make_plan(
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
-    _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
+    check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
     repeats = repeats if only is None else NO_REPEATS
     plan = _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
@@ -161,7 +161,9 @@ def record_unlisted(sweep: Path, plan: Plan) -> None:
         record(sweep, result)
 
 
-def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str]) -> None:
+def check_unchanged(
+    sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str] = frozenset()
+) -> None:
     """Raise InputError if the folder has a trial with the name of a planned trial but another configuration.
 
     Otherwise the sweep's table would mix two experiments.
@@ -169,7 +171,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
     if known.newer_format is not None:
         raise InputError(
             f"{sweep / SWEEP} was written by a newer flopwatch (format {known.newer_format}) and is not overwritten; "
-            "update flopwatch, or choose another folder for the new sweep with --output"
+            "update flopwatch, or choose another folder with --output"
         )
     for trial in trials:
         try:
@@ -186,7 +188,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
             advice = "; or use --only oom to run again only the trials that ran out of memory" if is_memory else ""
             raise InputError(
                 f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
-                f"folder for the new sweep with --output, or use the earlier settings{advice}"
+                f"folder with --output, or use the earlier settings{advice}"
             )
 
 
