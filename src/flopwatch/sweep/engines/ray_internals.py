@@ -23,7 +23,7 @@ OUTAGE_ERRORS = ("ConnectionError", "TimeoutError", "RpcError", "RaySystemError"
 """Exceptions in the process that talks to Ray which can mean that Ray's head does not answer, by name."""
 
 OTHER_CLUSTER = "WrongClusterID"
-"""In the message of an AuthenticationError: a new cluster, which knows nothing of this process, has the head's address."""
+"""In the message of an AuthenticationError: a new cluster that does not know this process has the address."""
 
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _TOKEN = secrets.token_hex(32)  # the same during the whole process, because Ray's core reads it only once
