@@ -114,7 +114,7 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: [given[name]] for name in ("batch_size", "seq_len", "model", "dtype")},
         **{name: given[name] for name in ("device", "steps")},
-        "trainers": [{"command": given["command"]} if given["command"] else given["trainer"]],
+        "trainers": [given["trainer"] if given["command"] is None else {"command": given["command"]}],
         "checkpointing": [given["checkpoint"]],
         "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
     }
@@ -252,6 +252,7 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         rows.append(("step time", f"{median} (median of {times.count}; {interval}{unstable})"))
     by_phase = [f"{phase} {byte_size(size)}" for phase, size in measured.memory.by_phase.items()]
     rows += [
+        ("samples/s", number(measured.samples_per_s, digits=4) if measured.samples_per_s else ""),
         ("tokens/s", number(measured.tokens_per_s, digits=4) if measured.tokens_per_s else ""),
         ("memory", byte_size(measured.memory.peak_bytes) if measured.memory.peak_bytes else ""),
         ("by phase", ", ".join(by_phase)),

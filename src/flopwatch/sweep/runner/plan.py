@@ -95,7 +95,12 @@ def make_plan(
     raised = raised if only == "oom" else frozenset()
     check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
     repeats = repeats if only is None else NO_REPEATS
-    plan = _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
+    asked = trials[_slice(limit)]
+    if not asked:
+        raise InputError(
+            f"--limit {limit!r} selects none of the {plural(len(trials), 'trial')}, which are numbered from 0"
+        )
+    plan = _choose(trials, earlier, asked, only, raised, shuffle_seed, repeats)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
 
 
