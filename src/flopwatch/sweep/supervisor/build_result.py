@@ -107,7 +107,8 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     facts = _exit_facts(sweep, name, spec, worker_exit, collected)
     outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
     is_complete = outcome == "ok" and (collected.done or facts.is_command)
-    progress = Progress("done") if is_complete else read_progress(folder)
+    progress = Progress("run") if facts.is_command else read_progress(folder)
+    progress = Progress("done") if is_complete else progress
     measured = collected.measured
     if outcome == "ok":
         measured = with_repeats(measured, job.earlier_attempts)
