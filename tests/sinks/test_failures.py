@@ -78,6 +78,29 @@ def test_a_disk_that_stays_full_is_told_and_tears_one_line_at_most(run, small_di
     assert all(json.loads(line) for line in whole)
 
 
+TRAINING = """
+import torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained to its end")
+"""
+
+
+def test_a_training_on_a_full_disk_runs_to_its_end_and_the_last_line_says_what_its_log_lacks(tmp_path, small_disk):
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = [sys.executable, "-m", "flopwatch", "run", "--output-dir", str(small_disk / "run"), "--log-every", "1"]
+    done = subprocess.run([*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "trained to its end\n")
+    assert "its newest rows are kept in memory until there is space" in done.stderr
+    assert done.stderr.rstrip().endswith("rows and the end of the run")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_deleted_folder_is_made_again(run, tmp_path):
     report = run("folder_deleted")
     assert report.failures == []

@@ -108,6 +108,12 @@ class WatchedProcess:
         self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
         atexit.register(self._say_if_nothing_was_seen)
 
+    def note_failure(self, error: BaseException) -> None:
+        """The script has raised this, which ends the process."""
+        self.has_failed = True
+        if isinstance(error, SystemExit) and self.monitor is not None:
+            import_module("flopwatch.monitor.training_monitor").note_exit(self.monitor, error.code)
+
     def stop(self) -> None:
         """Stop watching: remove all hooks, close the monitor and write its summary."""
         self.is_on = False

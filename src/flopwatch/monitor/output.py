@@ -191,7 +191,7 @@ class Outlets:
             if hasattr(sink, "tell"):
                 sink.tell = partial(self.notify, "warning", f"sink:{sink.name}")
         self._early: list[Record] = []
-        self._has_started = False
+        self._has_started = self._has_only_log = False
         self._notices: Counter[str] = Counter()
         self.failed_parts: dict[str, str] = {}
         self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
@@ -270,6 +270,7 @@ class Outlets:
         for thread in others:
             if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
                 self.failed_parts[thread.name] = "the sink did not close in time, so its last records are lost"
+        self._has_only_log = True
         summary = self._with_failures(of_session)
         first.put(summary)
         if not first.close(max(1.0, deadline - time.monotonic())):
@@ -297,6 +298,9 @@ class Outlets:
             )
             if is_full_disk(error):
                 message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
+        if self._has_only_log:  # no sink is left that could show a notice
+            sys.stderr.write(f"flopwatch: {message}\n")
+            return
         self.notify("error", f"sink_failed:{name}", message)
 
 
