@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flopwatch.automatic.imports import when_imported
 from flopwatch.clock import note_cells
 from flopwatch.present.notebook import html_table
+from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monito
     if _active is not None:
         _active.stop()
     _active = WatchedProcess(output_dir, quiet, monitor_options)
-    if os.environ.get("FLOPWATCH_DISABLE", "") in ("", "0"):
+    if not is_switched_off():
         _active.start()
     return _active
 

@@ -18,6 +18,7 @@ from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.present.notebook import html_table
+from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
@@ -266,7 +267,7 @@ class TrainingMonitor:
         self._started_run: MonitoredRun | None = None
         """The run, even after it was closed; None if the monitor is disabled."""
         self._own_seconds = 0.0
-        if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
+        if is_switched_off():
             return
         rank, world_size = rank_and_world_size()
         objects = [sink for sink in wanted_sinks if not isinstance(sink, str)]

@@ -234,8 +234,7 @@ class Summary(Stored):
         notices: How often each notice was given, by code.
         failed_parts: Parts of the monitor that failed and were switched off, with the reason.
         dropped_rows: Number of rows dropped because a queue was full, or the disk of the local log, by sink.
-        ended_by: The exception that ended the session, such as `RuntimeError: ...`, or `exit status 3`; None at a normal
-            end.
+        ended_by: The exception that ended the session, such as `RuntimeError: ...`, or `exit status 3`; else None.
         exact: Whether every row of the session was exact (see `Row.exact`); None if no row had FLOPs.
     """
 

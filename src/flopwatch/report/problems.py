@@ -281,7 +281,7 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
     if retried := [name for name, attempts in lost.items() if attempts]:
         yield (
             f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
-            f"files of the lost attempts ({sum(lost.values()):,}) are in earlier/"
+            f"files of the earlier attempts ({sum(lost.values()):,}) are in earlier/"
         )
     if repeated := [result for result in results if result.measured.run_medians]:
         yield from _repeated(repeated)

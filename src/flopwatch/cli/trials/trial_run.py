@@ -48,7 +48,7 @@ from flopwatch.sweep.folder import (
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import Plan, check_unchanged
+from flopwatch.sweep.runner.plan import STOPPED, Plan, check_unchanged
 from flopwatch.sweep.runner.run import Refusal
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
@@ -73,7 +73,7 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
         if note:
             click.echo(note, err=True)
     if result.outcome != "ok":
-        raise SystemExit(1)
+        raise SystemExit(STOPPED if result.outcome == "cancelled" else 1)
 
 
 def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool, **given: Any) -> None:
@@ -106,6 +106,8 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
         else:
             print_found(found, max_batch)
             click.echo(f"flopwatch report {shlex.quote(str(output))}")
+    if status.stop.kill:
+        raise SystemExit(STOPPED)
     if found.stopped or found.largest is None:
         raise SystemExit(1)
 
