@@ -15,6 +15,24 @@ def identity_of(pid):
     return {"pid": pid, "start_ticks": process.start_ticks(pid), **process.pid_scope()}
 
 
+@pytest.mark.parametrize(
+    ("value", "is_off"),
+    [
+        ("1", True),
+        ("true", True),
+        ("yes", True),
+        ("0", False),
+        ("", False),
+        ("False", False),
+        ("no", False),
+        ("OFF", False),
+    ],
+)
+def test_a_variable_that_says_no_does_not_switch_flopwatch_off(monkeypatch, value, is_off):
+    monkeypatch.setenv("FLOPWATCH_DISABLE", value)
+    assert process.is_switched_off() is is_off
+
+
 def test_a_process_is_alive_until_it_is_reaped_and_dead_as_a_zombie():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = identity_of(child.pid)

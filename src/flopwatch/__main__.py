@@ -8,10 +8,14 @@ import sys
 
 def main() -> None:
     # Before the other imports, which take most of a second.
-    if is_sweeping(sys.argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
         signal.signal(signal.SIGINT, _leave)
+    import flopwatch.cli.app  # noqa: F401 (click makes a KeyboardInterrupt of what follows a quiet end)
     from flopwatch.cli import main
 
+    if is_default and not is_sweeping(sys.argv[1:]):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
 
 

@@ -152,17 +152,27 @@ class Follower:
 
 
 def tail(file: Path, size: int = 6000) -> str:
-    """The whole lines in the last `size` bytes of a text file, or the end of a longer line; empty if unreadable."""
+    """The whole lines in the last `size` bytes of a text file, or the end of a longer line; empty if unreadable.
+
+    NUL bytes are left out and do not count, as in a terminal. A program that prints bytes writes many in a row.
+    """
     try:
         with opened_regular(file) as stream:
             stream.seek(0, os.SEEK_END)
-            start = max(0, stream.tell() - size)
+            start = max(0, stream.tell() - 16 * size)
             stream.seek(start)
-            text = stream.read().decode(errors="replace")
+            printed = stream.read().replace(b"\0", b"")
     except (FileNotFoundError, UnreadableError):
         return ""
+    text = printed[-size:].decode(errors="replace")
     whole_lines = text.partition("\n")[2]
-    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
+    is_all = start == 0 and len(printed) <= size
+    return text if is_all else whole_lines if whole_lines.strip() else f"… {text}"
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the exception says that there is no space, or that the user's quota is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_json(file: Path, content: Any) -> None:

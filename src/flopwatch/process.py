@@ -1,4 +1,6 @@
-"""Which process this is, when it started, and whether another one is alive. Standard library only.
+"""Which this process is, when it started, whether flopwatch is switched off in it, and whether another one is alive.
+
+Standard library only.
 
 A process ID alone identifies nothing, because IDs are reused, and other machines and containers use the same ones. All
 of it comes from Linux's /proc; on other systems most of it is unknown.
@@ -10,6 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+
+def is_switched_off() -> bool:
+    """Whether the environment variable FLOPWATCH_DISABLE switches flopwatch off."""
+    return os.environ.get("FLOPWATCH_DISABLE", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 class Stat(NamedTuple):

@@ -143,7 +143,9 @@ def test_workers_threads_and_exit_codes_of_a_training_are_as_without(tmp_path):
     assert "2 threads" in plain[1]
     assert watched == plain
     (folder,) = (tmp_path / "flopwatch-runs").iterdir()
-    assert '"total/steps":10' in (folder / "training_log.jsonl").read_text()
+    log = (folder / "training_log.jsonl").read_text()
+    assert '"total/steps":10' in log
+    assert '"ended_by":"exit status 4"' in log
 
 
 WITH_WORKERS = """

@@ -57,6 +57,20 @@ def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
     assert run(*words)[0] == 0
 
 
+def test_a_trial_by_hand_does_not_displace_another_configuration_of_the_same_name(tmp_path):
+    words = ("--command", "echo first", "batch_size=1", "seq_len=8", "-o", "s")
+    assert run("sweep", *words)[0] == 0
+    sweep = tmp_path / "started" / "s"
+    before = (sweep / "results.jsonl").read_bytes()
+    code, text = run("trial", *words, "--steps", "99")
+    assert code == 2
+    assert "steps was 10, is 99" in text
+    assert "choose another folder with --output" in text
+    assert (sweep / "results.jsonl").read_bytes() == before
+    assert not (sweep / "earlier").exists()
+    assert run("trial", *words)[0] == 0
+
+
 def test_a_trial_that_runs_on_another_host_does_not_carry_this_ones_devices(tmp_path):
     assert run("sweep", "--command", "true", "batch_size=1", "seq_len=8", "-o", "s")[0] == 0
     sweep = tmp_path / "started" / "s"

@@ -142,6 +142,22 @@ def test_advice_fits_the_ending(outcome, more, words):
     assert words in " ".join(failure.advice)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "limits", "advice"),
+    [
+        (
+            "timeout",
+            Limits(99.0, None),
+            "The command was still running after 99 s: raise --timeout, or let it do less.",
+        ),
+        ("hang", Limits(None, 5.0), "If the command may print nothing for 5 s, raise --no-progress."),
+    ],
+)
+def test_advice_for_a_command_speaks_of_no_step_and_no_python(outcome, limits, advice):
+    (failure,) = summary_of(ended("command", 8, 512, outcome, limits=limits, command="true")).failures
+    assert failure.advice == (advice,)
+
+
 def test_the_signal_of_our_own_kill_is_not_taken_for_the_cause():
     (failure,) = summary_of(ended("standard", 8, 64, "hang", evidence={"signal": "SIGKILL"}, phase="warmup")).failures
     assert failure.cause == "in phase warmup"

@@ -12,7 +12,7 @@ def test_a_sweep_without_losses_says_nothing():
 
 def test_attempts_that_were_lost_are_told():
     (told,) = sweep_warnings([result("a"), result("b", earlier_attempts=({"outcome": "lost"},) * 2)])
-    assert told == "1 trial needed more than one attempt: b; files of the lost attempts (2) are in earlier/"
+    assert told == "1 trial needed more than one attempt: b; files of the earlier attempts (2) are in earlier/"
 
 
 def test_files_that_stayed_on_a_node_are_named():

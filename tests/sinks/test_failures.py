@@ -60,13 +60,45 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_the_sinks_on_it_and_tears_one_line_at_most(run, small_disk):
+def test_a_log_on_a_disk_that_is_full_for_a_while_lacks_nothing(run, small_disk):
+    report = run("disk_full_for_a_while")
+    assert report.failures == []
+    lines = [json.loads(line) for line in (small_disk / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["type"] == "row"] == list(range(1, ROWS + 1))
+    assert lines[-1]["type"] == "summary"
+
+
+def test_a_disk_that_stays_full_is_told_and_tears_one_line_at_most(run, small_disk):
     report = run("disk_full")
     assert {name for name, _ in report.failures} == {"jsonl", "tensorboard"}
     assert all("No space left on device" in message for _, message in report.failures)
+    assert any("rows and the end of the run" in message for _, message in report.failures)
     *whole, _last = (small_disk / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["type"] for line in whole[:3]] == ["run", "provenance", "row"]
     assert all(json.loads(line) for line in whole)
+
+
+TRAINING = """
+import torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained to its end")
+"""
+
+
+def test_a_training_on_a_full_disk_runs_to_its_end_and_the_last_line_says_what_its_log_lacks(tmp_path, small_disk):
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = [sys.executable, "-m", "flopwatch", "run", "--output-dir", str(small_disk / "run"), "--log-every", "1"]
+    done = subprocess.run([*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "trained to its end\n")
+    assert "its newest rows are kept in memory until there is space" in done.stderr
+    assert done.stderr.rstrip().endswith("rows and the end of the run")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_deleted_folder_is_made_again(run, tmp_path):

@@ -45,6 +45,12 @@ def test_a_last_line_longer_than_the_tail_still_gives_one(tmp_path, end):
     assert len(tail(log)) <= 6010
 
 
+def test_bytes_that_a_terminal_does_not_show_do_not_push_the_last_words_out_of_the_tail(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"first\0 words\nlast words\n" + bytes(20_000))
+    assert tail(log) == "first words\nlast words\n"
+
+
 def test_a_cut_text_is_short_and_a_short_one_is_not_cut():
     assert cut("short") == "short"
     assert len(cut("x" * LARGE, 1000)) < 1100

@@ -65,12 +65,30 @@ def test_settings_on_the_command_line_change_only_what_they_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["[1.2]", '{"step_seconds": [null]}', '{"step_seconds": "fast"}', '{"mfu": NaN}', "{"]
+    ("content", "why"),
+    [
+        ("[1.2]", "it must hold a JSON object"),
+        ('{"step_seconds": [null]}', "step_seconds = [None] is not a list of numbers above 0"),
+        ('{"step_seconds": "fast"}', "step_seconds = 'fast' is not a list of numbers above 0"),
+        ('{"mfu": NaN}', "mfu = nan is not a finite number"),
+        ('{"samples_per_s": "3", "loss": -Infinity}', "samples_per_s = '3' is not a finite number"),
+        ('{"outcome": "oom"}', "outcome = 'oom' is not oom_device or oom_host"),
+        ("{", "the file is not valid JSON"),
+    ],
 )
-def test_a_command_that_tells_nonsense_has_told_nothing(tmp_path, content):
+def test_a_command_that_tells_nonsense_has_told_nothing_and_the_record_says_why(tmp_path, content, why):
     (tmp_path / "metrics.json").write_text(content)
     measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert (measured.steps, measured.samples_per_s, measured.cost) == (None, None, None)
+    assert why in measured.not_measured["reported numbers"]
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"samples_per_s": 3, "optimizer": "adam", "done": true}'])
+def test_what_a_command_may_tell_or_keep_to_itself_is_no_trouble(tmp_path, content):
+    if content is not None:
+        (tmp_path / "metrics.json").write_text(content)
+    measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
+    assert measured.not_measured == {}
 
 
 def test_a_command_that_tells_its_step_times_has_a_throughput_and_its_first_step_is_the_first(tmp_path):

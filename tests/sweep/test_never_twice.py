@@ -19,7 +19,14 @@ from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder
 from flopwatch.sweep import claims
-from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusively, own_identity, withdraw
+from flopwatch.sweep.claims import (
+    LivenessFile,
+    LivenessWatcher,
+    create_exclusively,
+    own_identity,
+    visible_seconds,
+    withdraw,
+)
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
 from flopwatch.sweep.host.memory import group_places, limit_memory
@@ -170,6 +177,14 @@ def test_a_late_supervisor_of_an_earlier_attempt_leaves(sweep, monkeypatch):
     assert not result_file(sweep, "one").exists()
     assert start(trial, read_json(folder_of(trial) / "spec.json")["attempt"]).wait(60) == 0
     assert log_file(sweep, "one").read_text() == "ran\n"
+
+
+@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf"])
+def test_a_wrong_time_until_files_are_visible_is_told_once_and_the_default_is_used(monkeypatch, capfd, given):
+    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", given)
+    assert [visible_seconds(), visible_seconds()] == [90.0, 90.0]
+    told = f"flopwatch: FLOPWATCH_VISIBLE_SECONDS='{given}' is not a number of seconds, 0 or more; using 90\n"
+    assert capfd.readouterr().err == told
 
 
 def test_what_was_withdrawn_nobody_starts(sweep):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flopwatch.automatic.imports import when_imported
 from flopwatch.clock import note_cells
 from flopwatch.present.notebook import html_table
+from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monito
     if _active is not None:
         _active.stop()
     _active = WatchedProcess(output_dir, quiet, monitor_options)
-    if os.environ.get("FLOPWATCH_DISABLE", "") in ("", "0"):
+    if not is_switched_off():
         _active.start()
     return _active
 
@@ -107,6 +108,12 @@ class WatchedProcess:
         self._cancel.append(when_imported("torch._dynamo", self._start_watcher))
         self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
         atexit.register(self._say_if_nothing_was_seen)
+
+    def note_failure(self, error: BaseException) -> None:
+        """The script has raised this, which ends the process."""
+        self.has_failed = True
+        if isinstance(error, SystemExit) and self.monitor is not None:
+            import_module("flopwatch.monitor.training_monitor").note_exit(self.monitor, error.code)
 
     def stop(self) -> None:
         """Stop watching: remove all hooks, close the monitor and write its summary."""

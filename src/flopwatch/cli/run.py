@@ -48,6 +48,6 @@ def _start(command: list[str], is_module: bool, output_dir: Path | None, options
     watched = watch((output_dir or default_output_dir(command[0])).absolute(), **options)
     try:
         (run_module if is_module else run_script)(command[0], command[1:])
-    except BaseException:
-        watched.has_failed = True
+    except BaseException as error:
+        watched.note_failure(error)
         raise

@@ -4,7 +4,6 @@ While trials run, a closed pipe, a full disk or a closed terminal is reported on
 """
 
 import contextlib
-import errno
 import os
 import stat
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from threading import Thread
 from typing import TextIO, cast
+
+from flopwatch.files import is_full_disk
 
 
 def discard_output(stream: TextIO) -> None:
@@ -65,7 +66,7 @@ class LastingStream:
 
     def _may_recover(self, error: Exception) -> bool:
         """Whether the output is a file on a full disk: the stream keeps the text and writes it once there is space."""
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full_disk(error):
             return False
         with contextlib.suppress(OSError, ValueError):
             return stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode)

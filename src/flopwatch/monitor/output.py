@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.files import is_full_disk
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.what_ran import what_ran
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -193,7 +194,7 @@ class Outlets:
             if hasattr(sink, "tell"):
                 sink.tell = partial(self.notify, "warning", f"sink:{sink.name}")
         self._early: list[Record] = []
-        self._has_started = False
+        self._has_started = self._has_only_log = False
         self._notices: Counter[str] = Counter()
         self.failed_parts: dict[str, str] = {}
         self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
@@ -219,7 +220,7 @@ class Outlets:
             self._early.append(record)
             return
         for thread in self._threads:
-            if not thread.put(record) and thread.failed is None:
+            if not thread.put(record) and thread.failed is None and not thread.is_closing:
                 self.notify(
                     "warning",
                     f"rows_dropped:{thread.name}",
@@ -272,6 +273,7 @@ class Outlets:
         for thread in others:
             if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
                 self.failed_parts[thread.name] = "the sink did not close in time, so its last records are lost"
+        self._has_only_log = True
         summary = self._with_failures(of_session)
         first.put(summary)
         if not first.close(max(1.0, deadline - time.monotonic())):
@@ -297,6 +299,11 @@ class Outlets:
             message = (
                 f"the run's log cannot be written ({first_line(error)}); pass an output_dir that can be written to"
             )
+            if is_full_disk(error):
+                message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
+        if self._has_only_log:  # no sink is left that could show a notice
+            sys.stderr.write(f"flopwatch: {message}\n")
+            return
         self.notify("error", f"sink_failed:{name}", message)
 
 

@@ -18,6 +18,7 @@ from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.present.notebook import html_table
+from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
@@ -266,7 +267,7 @@ class TrainingMonitor:
         self._started_run: MonitoredRun | None = None
         """The run, even after it was closed; None if the monitor is disabled."""
         self._own_seconds = 0.0
-        if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
+        if is_switched_off():
             return
         rank, world_size = rank_and_world_size()
         objects = [sink for sink in wanted_sinks if not isinstance(sink, str)]
@@ -282,6 +283,7 @@ class TrainingMonitor:
             peak_flops_per_s=peak_flops_per_s,
         )
         self._started_run = self._run
+        self._exit: SystemExit | None = None
         _open_monitors.add(self)
         for problem in problems:
             message = f"a setting of the monitor's configuration is not used: {problem}"
@@ -622,6 +624,11 @@ def act_on_run(monitor: TrainingMonitor, part: str, action: Callable[[MonitoredR
     monitor._do(part, action)
 
 
+def note_exit(monitor: TrainingMonitor, code: Any) -> None:
+    """Say with what code the script has called `sys.exit`, which Python, unlike other exceptions, keeps nowhere."""
+    monitor._exit = SystemExit(code)
+
+
 def open_monitors() -> "list[TrainingMonitor]":
     """The monitors of this process that are not closed."""
     return list(_open_monitors)
@@ -636,7 +643,7 @@ def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | 
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
-        error = getattr(sys, "last_value", None)
+        error = monitor._exit or getattr(sys, "last_value", None)
         # In a script, `error` has ended the process. In a notebook or shell, an earlier cell may have raised it.
         monitor._close(error, is_of_this_run=not (hasattr(sys, "ps1") or "ipykernel" in sys.modules))
 
@@ -645,6 +652,8 @@ def _named(error: BaseException | None) -> str | None:
     """Describe an exception in one line; None without an exception, and for `sys.exit` with code 0."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"exit status {error.code}"
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     line = first_line(error)

@@ -121,7 +121,7 @@ class _Terminal(doc.Renderer[RenderableType]):
             title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
         title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
         yield Text()
-        if part.title:
+        if title:
             yield self.indented(title)
         yield from self.below(part.parts) if part.title else self.parts(part.parts)
 

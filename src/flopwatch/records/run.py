@@ -233,8 +233,8 @@ class Summary(Stored):
         values: The totals and the session's rates, under the keys of `flopwatch.records.metrics`.
         notices: How often each notice was given, by code.
         failed_parts: Parts of the monitor that failed and were switched off, with the reason.
-        dropped_rows: Number of rows dropped because a queue was full, by sink.
-        ended_by: The exception that ended the session, such as `RuntimeError: ...`; None if it ended normally.
+        dropped_rows: Number of rows dropped because a queue was full, or the disk of the local log, by sink.
+        ended_by: The exception that ended the session, such as `RuntimeError: ...`, or `exit status 3`; else None.
         exact: Whether every row of the session was exact (see `Row.exact`); None if no row had FLOPs.
     """
 

@@ -263,8 +263,8 @@ class Measured:
         declared_privacy: How the trainer says that it is private; None if it does not say so.
         run_medians: If the trial was repeated, the median step time of each run, the last one's at the end. `median`,
             `low` and `high` of `steps`, and the rates, are then those of all runs; all else is of the last run.
-        not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason. The
-            other measurements stay valid.
+        not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason; or
+            `reported numbers`, if the `metrics.json` of a command cannot be used. The other measurements stay valid.
     """
 
     parameters: int | None = None

@@ -108,6 +108,14 @@ _ADVICE = {
 }
 
 
+def _command_too_long(result: TrialResult) -> Iterator[str]:
+    limits = result.spec.limits
+    if result.outcome == "hang" and limits.no_progress_seconds:
+        yield f"If the command may print nothing for {limits.no_progress_seconds:g} s, raise --no-progress."
+    if result.outcome == "timeout" and limits.wall_seconds:
+        yield f"The command was still running after {limits.wall_seconds:g} s: raise --timeout, or let it do less."
+
+
 def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator[str]:
     """Yield what the user can do about a failure, the most useful advice first.
 
@@ -126,6 +134,8 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
         yield f"The memory limit of the trial was {byte_size(most)}; raise --memory if the host has more."
     if result.outcome in ("oom_host", "oom_device"):
         yield from _out_of_memory(result, largest_ok)
+    elif result.outcome in ("hang", "timeout") and spec.trainer == "command":
+        yield from _command_too_long(result)
     elif result.outcome == "hang":
         where = "The stack traces below show where each thread was waiting."
         yield where if result.stacks else "There are no stack traces, because native code held the GIL."
@@ -274,7 +284,7 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
     if retried := [name for name, attempts in lost.items() if attempts]:
         yield (
             f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
-            f"files of the lost attempts ({sum(lost.values()):,}) are in earlier/"
+            f"files of the earlier attempts ({sum(lost.values()):,}) are in earlier/"
         )
     if repeated := [result for result in results if result.measured.run_medians]:
         yield from _repeated(repeated)

@@ -60,7 +60,8 @@ OVER: tuple[State, ...] = ("killed", "ended", "stopped", "failed")
 def standing(start: RunStart | None, summary: Summary | None) -> Standing:
     """How a run stands, by the records at the start and at the end of its last session.
 
-    `killed`: the process no longer exists and did not log its end. Only Linux shows this, on the same machine.
+    `killed`: the process no longer exists and its log has no end. Either it was killed, or it could not write the end,
+    for example because the disk was full. Only Linux shows this, on the same machine.
     """
     if summary is not None:
         if summary.ended_by is None:

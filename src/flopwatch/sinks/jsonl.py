@@ -9,10 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.files import is_full_disk
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, is_doubted
+
+_MOST_WAITING_BYTES = 8 << 20
+"""While the disk is full, lines of this size wait in memory; then the oldest rows are dropped."""
 
 _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -22,8 +26,9 @@ class JsonlSink:
 
     JSON has no NaN and no infinity, so they are written as the texts `"nan"`, `"inf"` and `"-inf"`. A row is passed to
     the operating system after at most `flush_steps` steps or `flush_seconds` seconds, other records immediately. A
-    crash can truncate only one line. Lines are only appended, except that a notice with `doubted` changes earlier rows
-    of this session from exact to not exact, which keeps their length.
+    crash can truncate only one line. While the disk is full, the newest lines wait for space. Lines are only appended,
+    except that a notice with `doubted` changes earlier rows of this session from exact to not exact, which keeps their
+    length.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -57,6 +62,13 @@ class JsonlSink:
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._describe = describe
+        self.tell: Callable[[str], None] = lambda message: None
+        self.lost_rows = 0
+        """Rows that were dropped because the disk was full for too long."""
+        self._note_of_lost_rows = b""
+        self._has_told_full = False
+        self._is_line_cut = False
+        """Whether a full disk has cut the last line in the file; then its rest is the first line of the buffer."""
         self._descriptor: int | None = None
         self._session_start = 0
         """Where the lines of this session begin in the file."""
@@ -73,8 +85,6 @@ class JsonlSink:
         line = _encode(record.to_json())
         if isinstance(record, Row) and record.exact:
             line = _EXACT_WHEN_WRITTEN.join(line.rsplit(b',"exact":true,', 1))
-        if self._descriptor is None:
-            self._open()
         if isinstance(record, Notice) and record.doubted:
             self.flush()
             self._doubt(record.doubted)
@@ -87,24 +97,69 @@ class JsonlSink:
             self.flush()
 
     def flush(self) -> None:
-        """Pass all buffered lines to the operating system."""
-        if self._descriptor is None or not self._buffer:
+        """Pass all buffered lines to the operating system. On a full disk, they wait for the next call."""
+        try:
+            self._write_buffer()
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            if not self._has_told_full:
+                self._has_told_full = True
+                self.tell(
+                    f"{self._path} cannot be written now ({error.strerror}), so its newest rows are kept in memory "
+                    "until there is space; free some space before the run ends"
+                )
+            self._drop_oldest_rows()
+
+    def close(self) -> None:
+        try:
+            self._write_buffer()
+        except OSError as error:
+            if is_full_disk(error):
+                rows = self._is_line_cut + sum(line.startswith(_ROW_STARTS) for line in self._buffer.splitlines())
+                why = f"{error.strerror}, so the log lacks {rows + self.lost_rows:,} rows and the end of the run"
+                raise OSError(error.errno, why, str(self._path)) from error
+            raise
+        finally:
+            self._buffer.clear()
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _write_buffer(self) -> None:
+        if not self._buffer:
             return
-        if not self._is_in_place(self._descriptor):
+        if self._descriptor is None:
+            self._open()
+        elif not self._is_in_place(self._descriptor):
             self._recreate(self._descriptor)
         while self._buffer:
-            written = os.write(self._descriptor, self._buffer)
+            written = os.write(cast("int", self._descriptor), self._buffer)
+            self._is_line_cut = not self._buffer.endswith(b"\n", 0, written)
             del self._buffer[:written]
         self._flushed_step = self._last_step
         self._flushed_at = self._clock()
 
-    def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                os.close(descriptor)
+    def _drop_oldest_rows(self) -> None:
+        excess = len(self._buffer) - _MOST_WAITING_BYTES
+        if excess <= 0:
+            return
+        excess += _MOST_WAITING_BYTES // 8  # so that not every row has to look for the oldest
+        kept = bytearray()
+        for line in self._buffer.splitlines(keepends=True):
+            if excess > 0 and line.startswith(_ROW_STARTS):
+                excess -= len(line)
+                self.lost_rows += 1
+            elif line != self._note_of_lost_rows:
+                kept += line
+        message = (
+            f"the disk was full for so long that {self.lost_rows:,} rows before step {self._last_step} are not in "
+            f"{self._path}; the totals include their steps"
+        )
+        self._note_of_lost_rows = _encode(Notice(self._last_step, "warning", "log_rows_lost", message).to_json())
+        start = kept.find(b"\n") + 1 if self._is_line_cut else 0
+        kept[start:start] = self._note_of_lost_rows
+        self._buffer = kept
 
     def _is_due(self, step: int) -> bool:
         if self._flushed_step is None or abs(step - self._flushed_step) >= self._flush_steps:
@@ -149,6 +204,8 @@ class JsonlSink:
         """Close `gone`, the deleted or replaced log. Begin a new log with the run's start and provenance records."""
         self._descriptor = None
         os.close(gone)
+        if self._is_line_cut:
+            del self._buffer[: self._buffer.find(b"\n") + 1]
         notice = Notice(
             self._last_step,
             "warning",
@@ -160,6 +217,7 @@ class JsonlSink:
         self._open()
 
 
+_ROW_STARTS = (b'{"type":"row"', b'{"type":"partial_row"')
 _EXACT_WHEN_WRITTEN = b',"exact":true ,'
 """Has a space, so that `false` fits into its place. No other `true` in a line of the log is followed by a space."""
 _EXACT_VALUE = re.compile(rb'(?<=[{,])"perf/exact":1(?=[,}])')

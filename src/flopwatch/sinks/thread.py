@@ -33,7 +33,7 @@ class SinkThread:
 
     Attributes:
         name: The sink's name.
-        dropped_rows: Records dropped because the queue was full.
+        is_closing: Whether it takes no more records, because `close` was called.
         failed: Why the sink was switched off; None while it works.
         cpu_seconds: CPU time of this thread until it wrote its last record.
         opening_cpu_seconds: CPU time until the first row was written, including imports and connecting; 0 before that.
@@ -55,7 +55,7 @@ class SinkThread:
             gather_seconds: Seconds for which rows are gathered; 0 writes every row immediately.
         """
         self.name = sink.name
-        self.dropped_rows = 0
+        self._turned_away = 0
         self.failed: str | None = None
         self.cpu_seconds = self.opening_cpu_seconds = 0.0
         self._sink = sink
@@ -63,7 +63,7 @@ class SinkThread:
         self._queue_size = queue_size
         self._gather_seconds: float = getattr(sink, "gather_seconds", gather_seconds)
         self._wake = Event()
-        self._closing = False
+        self.is_closing = False
         # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
@@ -72,13 +72,18 @@ class SinkThread:
         except RuntimeError as error:  # the process may have no more threads
             self._switch_off(error)
 
+    @property
+    def dropped_rows(self) -> int:
+        """Records dropped because the queue was full, or rows that the sink itself had to drop (`lost_rows`)."""
+        return self._turned_away + int(getattr(self._sink, "lost_rows", 0))
+
     def put(self, record: Record) -> bool:
         """Queue a record without blocking; never raises. Returns False if the record is dropped."""
-        if self._closing or self.failed is not None:
+        if self.is_closing or self.failed is not None:
             return False
         limit = self._queue_size if isinstance(record, Row) else 2 * self._queue_size
         if self._queue.qsize() >= limit:
-            self.dropped_rows += 1
+            self._turned_away += 1
             return False
         self._queue.put(record)
         if not isinstance(record, Row) or self._queue.qsize() >= _MOST_GATHERED:
@@ -87,7 +92,7 @@ class SinkThread:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all queued records are written. Returns False if the timeout ended first."""
-        if self._closing or self.failed is not None:
+        if self.is_closing or self.failed is not None:
             return False
         done = Event()
         self._queue.put(done)
@@ -97,8 +102,8 @@ class SinkThread:
 
     def close(self, timeout_seconds: float) -> bool:
         """Write all queued records, close the sink and end the thread. Returns False if the timeout ended first."""
-        if not self._closing:
-            self._closing = True
+        if not self.is_closing:
+            self.is_closing = True
             self._queue.put(_CLOSE)
             self._wake.set()
         if self._thread.ident is not None:  # else it could not be started

@@ -9,8 +9,10 @@ its own host a reader asks the kernel instead. Supervisors import this module, s
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -37,13 +39,28 @@ _WAITING = "waiting: "
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
+_VISIBLE_SECONDS = 90.0
+
+
 def visible_seconds() -> float:
     """How long to wait until files of another host must be visible.
 
     NFS clients cache the attributes of folders for 60 s by default (the mount option `acdirmax`); sites with a longer
     time set FLOPWATCH_VISIBLE_SECONDS.
     """
-    return float(os.environ.get("FLOPWATCH_VISIBLE_SECONDS", "90"))
+    given = os.environ.get("FLOPWATCH_VISIBLE_SECONDS", "")
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(given or _VISIBLE_SECONDS)) < math.inf:
+            return seconds
+    _refuse_visible_seconds(given)
+    return _VISIBLE_SECONDS
+
+
+@functools.cache  # so that it is said once
+def _refuse_visible_seconds(given: str) -> None:
+    message = f"FLOPWATCH_VISIBLE_SECONDS={given!r} is not a number of seconds, 0 or more; using {_VISIBLE_SECONDS:g}"
+    with contextlib.suppress(OSError):
+        os.write(2, f"flopwatch: {message}\n".encode(errors="replace"))
 
 
 def own_identity() -> dict[str, Any]:

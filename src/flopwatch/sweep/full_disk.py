@@ -1,22 +1,16 @@
 """What flopwatch does while the disk of a sweep is full: it waits for space and writes then. Standard library only."""
 
 import contextlib
-import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from flopwatch.errors import InputError
+from flopwatch.files import is_full_disk
 
 _Result = TypeVar("_Result")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRY_SECONDS = 0.5  # time between two tries to write
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Whether the exception says that there is no space, or that the user's quota is used up."""
-    return isinstance(error, OSError) and error.errno in _FULL
 
 
 def when_there_is_space(write: Callable[[], _Result], waits: Callable[[str], None] = lambda why: None) -> _Result:

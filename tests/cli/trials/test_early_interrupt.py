@@ -52,6 +52,19 @@ def test_an_early_interrupt_ends_the_sweep_quietly(tmp_path, moment, how):
     assert left_behind(tmp_path / "s") == []
 
 
+@pytest.mark.parametrize("words", [["report", "s"], ["watch", "s"], ["run", "train.py"]], ids=lambda words: words[0])
+def test_an_early_interrupt_ends_every_other_command_quietly_too(tmp_path, words):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "click", "plain", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stderr) == (130, "flopwatch: stopped by Ctrl-C\n"), done.stdout
+
+
 def test_the_script_that_flopwatch_run_runs_keeps_pythons_own_interrupt(tmp_path):
     (tmp_path / "train.py").write_text(
         "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\nprint('kept')\n"

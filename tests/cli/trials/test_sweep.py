@@ -94,7 +94,8 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["one.yaml", "two.yaml"], "name only one YAML file"),
         (["none.yaml"], "cannot read the matrix none.yaml"),
         (["--engine", "cloud"], "there is no engine 'cloud'"),
-        (["--engine", "local", "--engine-option", "speed=9"], "does not take"),
+        (["--engine", "local", "--engine-option", "speed=9"], "does not take 'speed'; there are "),
+        (["--engine", "slurm", "--engine-option", "partitoin=a"], "did you mean 'partition'?"),
         (["--only", "bad"], "--only must be one of failed, oom, missing"),
         (["--limit", "9:2"], "is not a slice of the trials"),
         (["--jobs", "4000", "--gpu-ids", ""], "each trial needs a core"),
@@ -114,6 +115,16 @@ def test_a_name_that_would_leave_the_folder_is_refused(tmp_path):
     (tmp_path / "sweep.yaml").write_text("trainers: [{label: ../../evil, command: 'true'}]\n")
     assert "cannot be part of a file name" in flopwatch("sweep", "sweep.yaml", code=2)
     assert not list(tmp_path.parent.glob("evil*"))
+
+
+@pytest.mark.parametrize("words", [["sweep", "--dry-run"], ["trial"], ["fit"]], ids=lambda words: words[0])
+def test_an_empty_command_is_refused_and_no_other_trainer_runs_in_its_place(tmp_path, words):
+    assert "the command of a trainer is empty" in flopwatch(*words, "--command", "", "-o", "s", code=2)
+
+
+def test_a_slice_without_trials_is_refused(tmp_path):
+    words = ["sweep", "--command", "true", "batch_size=1,2", "seq_len=8", "-o", "s", "--limit", "5:9"]
+    assert "--limit '5:9' selects none of the 2 trials" in flopwatch(*words, code=2)
 
 
 def test_a_changed_spec_is_refused(tmp_path):
@@ -205,6 +216,12 @@ def test_a_trial_of_a_command(tmp_path):
     content = json.loads(flopwatch("trial", "--spec", str(spec), "--json", code=1))
     assert content["evidence"]["exit_code"] == 5
     assert (tmp_path / "s" / "earlier" / "Command_bs4_seq512.1" / "log.txt").read_text() == "working\n"
+
+
+def test_a_trial_of_a_command_that_is_ok_says_so_with_what_the_command_reported(tmp_path):
+    text = flopwatch("trial", "--command", "echo '{\"samples_per_s\": 7.5}' > {trial_dir}/metrics.json", "-o", "s")
+    assert "Command_bs4_seq512 ok" in text
+    assert re.search(r"samples/s +7.5", text)
 
 
 def test_a_spec_that_is_none_is_refused(tmp_path):

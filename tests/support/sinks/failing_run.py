@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -41,6 +42,18 @@ class Scenario:
 
 def disk_full(folder):
     return Scenario([JsonlSink(folder / "full" / "log.jsonl"), TensorBoardSink(folder / "full" / "tensorboard")])
+
+
+def disk_full_for_a_while(folder):
+    sink = JsonlSink(folder / "full" / "log.jsonl")
+    told = []
+    sink.tell = told.append
+
+    def free(threads):
+        wait_for(lambda: told)
+        subprocess.run(["mount", "-o", "remount,size=4m", str(folder / "full")], check=True)
+
+    return Scenario([sink], halfway=free)
 
 
 def folder_deleted(folder):

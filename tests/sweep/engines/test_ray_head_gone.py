@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from flopwatch.records.sweep_results import read_results
+from flopwatch.sweep.engines.ray_driver import RayConnection
 from flopwatch.sweep.runner.observing import read_runner
 from support.sweeping import left_behind
 from testbeds.real_ray import kill_gcs, ray_head
@@ -61,6 +62,37 @@ def test_a_sweep_outlives_a_head_that_is_away_and_runs_nothing_finished_again(tm
     (attempt,) = results["Command_bs3_seq8"].earlier_attempts
     assert attempt["outcome"] == "lost"
     assert left_behind(sweep) == []
+
+
+RAY_OF_ANOTHER_CLUSTER = """
+class AuthenticationError(Exception):
+    pass
+
+def init(**settings):
+    pass
+
+def remote(**settings):
+    return lambda function: function
+
+def nodes():
+    raise AuthenticationError("WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+
+def shutdown():
+    pass
+"""
+
+
+def test_a_head_that_starts_again_as_a_new_cluster_counts_as_away_and_its_driver_process_is_ended(tmp_path):
+    (tmp_path / "ray.py").write_text(RAY_OF_ANOTHER_CLUSTER)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    connection = RayConnection({"PYTHONPATH": path}, "10.0.0.1:6379", None, None)
+    try:
+        connection.wait_until_connected(60)
+        with pytest.raises(ConnectionError, match="new cluster"):
+            connection.call("nodes")
+        assert not connection.is_alive(), "the engine starts another one"
+    finally:
+        connection.close()
 
 
 def lines(ledger):

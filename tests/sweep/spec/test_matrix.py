@@ -112,6 +112,7 @@ def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
         ({"batchsize": 4}, "there is no setting 'batchsize'; did you mean 'batch_size'"),
         ({"trainers": ["gost"]}, "did you mean 'ghost'"),
         ({"trainers": [{"label": "x"}]}, "needs a command"),
+        ({"trainers": [{"command": " "}]}, "the command of a trainer is empty"),
         ({"trainers": [{"trainer": "ghost", "command": "true"}]}, "has both a name and a command"),
         ({"limits": {"memory": "lots"}}, "not an amount of memory"),
         ({"limits": {"wall_seconds": math.inf}}, "finite number"),

@@ -83,8 +83,11 @@ def test_numbers_a_command_reports(sweep):
 def test_a_time_limit_is_told_from_a_hang(sweep):
     timeout = run(sweep, "while true; do echo alive; sleep 0.1; done", limits=Limits(1.5, 1.0))
     assert (timeout.outcome, timeout.evidence["killed_by"]) == ("timeout", "flopwatch")
+    assert (timeout.phase, timeout.reason) == ("run", "not done after 1.5 s"), "nobody knows its step"
     hang = run(sweep, "echo begun; sleep 100", name="two", limits=Limits(60.0, 1.0))
     assert hang.outcome == "hang"
+    assert hang.reason.startswith("no output for ")
+    assert " in " not in hang.reason
     assert "begun" in hang.log_tail
 
 

@@ -90,7 +90,7 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
     trainers: list[Any] = given["trainers"].split(",") if given["trainers"] else []
     flags = {name: given[name] for name in Matrix.model_fields if name in given} | {
-        "trainers": [*trainers, *([{"command": given["command"]}] if given["command"] else [])] or None,
+        "trainers": [*trainers, *([{"command": given["command"]}] if given["command"] is not None else [])] or None,
         "gpus": given["gpus_per_trial"],
         "trace": False if given["no_trace"] else None,
         "limits": {name: limit for name, limit in limits.items() if limit is not None} or None,

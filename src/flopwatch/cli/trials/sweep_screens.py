@@ -23,7 +23,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
-from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.report.cells import outcome_class
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
@@ -287,7 +287,7 @@ def _prediction(plan: Plan) -> str:
         return "No trial is left to run."
     times: dict[tuple[str, str], list[float]] = {}
     for result in plan.kept.values():
-        if result.seconds is not None:
+        if result.seconds is not None and result.outcome not in UNSETTLED:
             times.setdefault((result.spec.trainer, result.spec.model), []).append(result.seconds)
     usual = {kind: median(seconds) for kind, seconds in times.items()}
     kinds = [(trial.spec.trainer, trial.spec.model) for trial in plan.todo]
@@ -295,7 +295,8 @@ def _prediction(plan: Plan) -> str:
     if not known:
         return "The time can be estimated after the first trials."
     total = sum(known) / len(known) * len(kinds)
-    source = f"estimated from {plural(len(plan.kept), 'trial')} in this folder"
+    counted = sum(len(times[kind]) for kind in set(kinds) & set(times))
+    source = f"estimated from {plural(counted, 'trial')} in this folder, of any batch size and length"
     return f"About {duration(total, rough=True)} if they run one after the other ({source})."
 
 

@@ -49,7 +49,7 @@ from flopwatch.sweep.folder import (
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import Plan
+from flopwatch.sweep.runner.plan import STOPPED, Plan, check_unchanged
 from flopwatch.sweep.runner.run import Refusal
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
@@ -74,7 +74,7 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
         if note:
             click.echo(note, err=True)
     if result.outcome != "ok":
-        raise SystemExit(1)
+        raise SystemExit(STOPPED if result.outcome == "cancelled" else 1)
 
 
 def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool, **given: Any) -> None:
@@ -107,6 +107,8 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
         else:
             print_found(found, max_batch)
             click.echo(f"flopwatch report {shlex.quote(str(output))}")
+    if status.stop.kill:
+        raise SystemExit(STOPPED)
     if found.stopped or found.largest is None:
         raise SystemExit(1)
 
@@ -115,7 +117,7 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: [given[name]] for name in ("batch_size", "seq_len", "model", "dtype")},
         **{name: given[name] for name in ("device", "steps")},
-        "trainers": [{"command": given["command"]} if given["command"] else given["trainer"]],
+        "trainers": [given["trainer"] if given["command"] is None else {"command": given["command"]}],
         "checkpointing": [given["checkpoint"]],
         "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
     }
@@ -168,8 +170,10 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         # The key of a trial is a hash of its settings and, unless it ran on a cluster, of the devices of this machine.
         # `sweep.json` tells which of the two keys this trial has.
         here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
-        listed = read_trial_list(folder).trials.get(name, {}).get("key")
+        known = read_trial_list(folder)
+        listed = known.trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
+        check_unchanged(folder, [placed], known)
         earlier = read_result(result_file(folder, name))
         aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)
@@ -251,6 +255,7 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         rows.append(("step time", f"{median} (median of {times.count}; {interval}{unstable})"))
     by_phase = [f"{phase} {byte_size(size)}" for phase, size in measured.memory.by_phase.items()]
     rows += [
+        ("samples/s", number(measured.samples_per_s, digits=4) if measured.samples_per_s else ""),
         ("tokens/s", number(measured.tokens_per_s, digits=4) if measured.tokens_per_s else ""),
         ("memory", byte_size(measured.memory.peak_bytes) if measured.memory.peak_bytes else ""),
         ("by phase", ", ".join(by_phase)),

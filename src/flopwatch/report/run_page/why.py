@@ -24,7 +24,11 @@ from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
 _LONGEST_NAME = 200
-_STATES = {"running": "still running", "running or killed": "still running, or killed", "killed": "killed"}
+_STATES = {
+    "running": "still running",
+    "running or killed": "still running, or killed",
+    "killed": "killed, or its log is cut",
+}
 _LEAST_PERCENT_OUTSIDE = 3.0
 """If less of the wall time is outside of training steps, their MFU is about that of the run."""
 

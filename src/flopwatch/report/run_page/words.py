@@ -28,9 +28,9 @@ NAMES = {
 _STATES = {
     "ended": "The run ended.",
     "stopped": "The run was stopped from the keyboard.",
-    "failed": "The run was ended by an exception.",
+    "failed": "The run has failed.",
     "running": "The run is still going on.",
-    "killed": "The process is gone and logged no end: it was killed.",
+    "killed": "The process is gone and its log has no end: it was killed, or the end could not be written.",
     "running or killed": "The log has no end: the run is still going on, or it was killed.",
 }
 _QUICKEST = "the quickest matmul that was measured on this device"

@@ -4,7 +4,9 @@ The supervisor writes the trial's result to a file. If it ended without writing 
 from the evidence that the engine returns, such as the exit code. The module also loads engines by name.
 """
 
+import contextlib
 import importlib
+import inspect
 import json
 import signal
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from flopwatch.errors import InputError
 from flopwatch.records.trial import Outcome, TrialSpec
 from flopwatch.sweep.folder import Trial as Trial
 from flopwatch.sweep.host.processes import check_system
+from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.text import cut
 
 
@@ -119,6 +122,13 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot load the engine {name!r}: {error}") from error
+    known: Mapping[str, inspect.Parameter] = {}
+    takes_all = True
+    with contextlib.suppress(TypeError, ValueError):  # a callable of the user's may not say what it takes
+        known = inspect.signature(make).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if unknown := [] if takes_all else [key for key in settings if key not in known]:
+        raise InputError(f"the engine {name!r} does not take {unknown[0]!r}{did_you_mean(unknown[0], list(known))}")
     try:
         return cast("Engine", make(**settings))
     except TypeError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from flopwatch.optional import require
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.ray_internals import (
+    OTHER_CLUSTER,
     OUTAGE_ERRORS,
     forget_node,
     has_node_records,
@@ -128,6 +129,9 @@ class RayConnection:
         except (EOFError, ConnectionError):
             raise self._ended() from None
         self._is_unanswered = False
+        if error is not None and OTHER_CLUSTER in str(answer):
+            self.kill()  # it belongs to the old cluster and cannot join the new one
+            raise ConnectionError("the head was started again as a new cluster")
         if error is not None and (error in OUTAGE_ERRORS or not self._is_connected):
             self._note_failure()
             raise ConnectionError(f"{error}: {answer}")

@@ -7,6 +7,7 @@ Each name, its purpose, and what happens with a version of Ray that does not hav
 - `ray.experimental.internal_kv` stores on which node each trial runs. Without it, the end of a trial on a disconnected
   node is noticed only when Ray notices it, and queued tasks are not withdrawn.
 - The names of exception classes in `OUTAGE_ERRORS`. With other names, an unreachable head node ends the sweep.
+- `OTHER_CLUSTER`, a word in a message. With another word, a head that starts again as a new cluster may end the sweep.
 - `RAY_gcs_rpc_server_reconnect_timeout_s`: see `reconnect_seconds`.
 """
 
@@ -20,6 +21,9 @@ from typing import Any
 
 OUTAGE_ERRORS = ("ConnectionError", "TimeoutError", "RpcError", "RaySystemError", "GetTimeoutError")
 """Exceptions in the process that talks to Ray which can mean that Ray's head does not answer, by name."""
+
+OTHER_CLUSTER = "WrongClusterID"
+"""In the message of an AuthenticationError: a new cluster that does not know this process has the address."""
 
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _TOKEN = secrets.token_hex(32)  # the same during the whole process, because Ray's core reads it only once

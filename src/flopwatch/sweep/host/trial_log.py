@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from flopwatch.sweep.full_disk import is_full_disk, when_there_is_space
+from flopwatch.files import is_full_disk
+from flopwatch.sweep.full_disk import when_there_is_space
 
 KEPT_BYTES = 4 << 20
 """Of a longer log, this much of its beginning and this much of its end are kept."""

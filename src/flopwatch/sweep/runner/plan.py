@@ -94,9 +94,14 @@ def make_plan(
     earlier = _without_unbegun(sweep, earlier)
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
-    _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
+    check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
     repeats = repeats if only is None else NO_REPEATS
-    plan = _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed, repeats)
+    asked = trials[_slice(limit)]
+    if not asked:
+        raise InputError(
+            f"--limit {limit!r} selects none of the {plural(len(trials), 'trial')}, which are numbered from 0"
+        )
+    plan = _choose(trials, earlier, asked, only, raised, shuffle_seed, repeats)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
 
 
@@ -170,7 +175,9 @@ def record_unlisted(sweep: Path, plan: Plan) -> None:
         record(sweep, result)
 
 
-def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str]) -> None:
+def check_unchanged(
+    sweep: Path, trials: Sequence[Trial], known: TrialList, *, may_change: frozenset[str] = frozenset()
+) -> None:
     """Raise InputError if the folder has a trial with the name of a planned trial but another configuration.
 
     Otherwise the sweep's table would mix two experiments.
@@ -178,7 +185,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
     if known.newer_format is not None:
         raise InputError(
             f"{sweep / SWEEP} was written by a newer flopwatch (format {known.newer_format}) and is not overwritten; "
-            "update flopwatch, or choose another folder for the new sweep with --output"
+            "update flopwatch, or choose another folder with --output"
         )
     for trial in trials:
         try:
@@ -195,7 +202,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], known: TrialList, *, 
             advice = "; or use --only oom to run again only the trials that ran out of memory" if is_memory else ""
             raise InputError(
                 f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
-                f"folder for the new sweep with --output, or use the earlier settings{advice}"
+                f"folder with --output, or use the earlier settings{advice}"
             )
 
 

@@ -369,6 +369,8 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     if entry.command is not None:
         if entry.trainer != "command":
             raise InputError(f"the trainer {entry.trainer!r} has both a name and a command; leave one out")
+        if not entry.command.strip():
+            raise InputError("the command of a trainer is empty; write what to run, such as 'python train.py'")
         return "command", check_label(entry.label or "Command")
     if entry.trainer == "command":
         raise InputError("a trainer without a name needs a command: {label: mine, command: 'python train.py ...'}")

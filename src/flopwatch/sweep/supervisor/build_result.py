@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.decode import BrokenRecordError, clean_value, read_or_none, read_record
-from flopwatch.files import read_json, read_lines, read_object, tail
+from flopwatch.files import UnreadableError, load_json, read_json, read_lines, tail
 from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
@@ -43,7 +43,7 @@ from flopwatch.sweep.supervisor.classify import (
     ok_after_steps,
     signal_name,
 )
-from flopwatch.text import cut, first_line
+from flopwatch.text import cut, first_line, listed
 
 _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
 _PHASES = ("forward", "backward", "optimizer")
@@ -54,6 +54,7 @@ _MOST_OF_PEAK = 1.05
 _MOST_NUMBERS = 500
 """At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
 
+_REPORTED_NUMBERS = ("samples_per_s", "tokens_per_s", "mfu", "hfu")
 REPORTED = "reported by the command"
 SWEEPS_FOLDER = "the sweep's folder"
 
@@ -106,7 +107,8 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     facts = _exit_facts(sweep, name, spec, worker_exit, collected)
     outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
     is_complete = outcome == "ok" and (collected.done or facts.is_command)
-    progress = Progress("done") if is_complete else read_progress(folder)
+    progress = Progress("run") if facts.is_command else read_progress(folder)
+    progress = Progress("done") if is_complete else progress
     measured = collected.measured
     if outcome == "ok":
         measured = with_repeats(measured, job.earlier_attempts)
@@ -242,10 +244,40 @@ def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) 
     if spec.trainer != "command":
         rows = list(read_lines(trial_dir / STEPS))
         return replace(left, measured=_with_steps(measured, rows, spec), reported=None)
-    metrics = read_object(trial_dir / METRICS)
+    metrics, trouble = _read_metrics(trial_dir / METRICS)
     reported = metrics.get("outcome") if metrics.get("outcome") in ("oom_device", "oom_host") else None
     measured = _with_reported(measured, trial_dir, metrics, spec.batch_size)
+    if trouble:
+        measured = replace(measured, not_measured={"reported numbers": trouble, **measured.not_measured})
     return replace(left, measured=measured, steps_done=False, reported=reported)
+
+
+def _read_metrics(file: Path) -> tuple[dict[str, Any], str]:
+    """What a command wrote to its `metrics.json`, and what of it cannot be used, and why."""
+    try:
+        content = load_json(file)
+    except FileNotFoundError:
+        return {}, ""
+    except UnreadableError as error:
+        return {}, f"{METRICS} cannot be used: {error}"
+    if not isinstance(content, dict):
+        return {}, f'{METRICS} cannot be used: it must hold a JSON object, such as {{"samples_per_s": 3}}'
+    wrong = [
+        f"{name} = {first_line(repr(value), 60)} is not {wanted}"
+        for name, value in islice(content.items(), _MOST_NUMBERS)
+        if (wanted := _wanted(name, value))
+    ]
+    return content, f"of {METRICS}, some values cannot be used: {listed(wrong, 3)}" if wrong else ""
+
+
+def _wanted(name: str, value: Any) -> str:
+    """What a value of `metrics.json` should be; empty if it can be used, or if it is of no interest."""
+    if name == "outcome":
+        return "" if value in ("ok", "oom_device", "oom_host") else "oom_device or oom_host"
+    if name == "step_seconds":
+        return "" if _are_step_times(value) else "a list of numbers above 0"
+    is_number_meant = name in _REPORTED_NUMBERS or type(value) in (int, float)
+    return "a finite number" if is_number_meant and not _is_number(value) else ""
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
@@ -305,8 +337,7 @@ def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, A
     known = {**_monitor_values(trial_dir), **reported}
     numbers = {name: float(value) for name, value in known.items() if _is_number(value)}
     seconds: Any = known.get("step_seconds")
-    is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
-    times = step_times([float(value) for value in seconds]) if is_list else None
+    times = step_times([float(value) for value in seconds]) if _are_step_times(seconds) else None
     shares, notes = _reported_shares(numbers)
     by_steps = batch_size / times.median if times and times.median > 0 else None
     return replace(
@@ -349,6 +380,10 @@ def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
         "samples_per_s": "perf/samples_per_second",
     }
     return {**values, **{name: values[key] for name, key in short.items() if key in values}, "step_seconds": seconds}
+
+
+def _are_step_times(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_number(item) and item > 0 for item in value)
 
 
 def _is_number(value: Any) -> bool:

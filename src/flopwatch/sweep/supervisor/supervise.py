@@ -333,6 +333,7 @@ class _Watch:
     """What the supervisor measures while the worker runs, and the reason if it must kill the worker."""
 
     memory: TreeMemory
+    is_command: bool = False
     own_kill: OwnKill | None = None
     detail: str = ""
     stacks: str = ""
@@ -354,28 +355,29 @@ class _Watch:
 
     def check_limits(self, limits: Limits) -> None:
         """Set `own_kill` if the trial exceeds a limit and must be killed."""
-        now = time.monotonic()
+        now, where = time.monotonic(), "" if self.is_command else f", in {self.progress.text}"
         if held := self.memory.over_limit_bytes():
             most = (limits.memory_bytes or 0) / 2**20
             held_text = f"its processes used {held / 2**20:,.0f} MiB together; the limit is {most:,.0f} MiB"
-            self.own_kill, self.detail = "oom_host", f"{held_text}; in {self.progress.text}"
+            self.own_kill, self.detail = "oom_host", f"{held_text}{where}"
         elif limits.wall_seconds is not None and now - self.began > limits.wall_seconds:
             self.own_kill = "timeout"
-            self.detail = f"not done after {limits.wall_seconds:g} s, in {self.progress.text}"
+            self.detail = f"not done after {limits.wall_seconds:g} s{where}"
         elif limits.no_progress_seconds is not None and now - self.progressed > limits.no_progress_seconds:
             self.own_kill = "hang"
-            self.detail = f"no progress for {now - self.progressed:.0f} s, in {self.progress.text}"
+            what = "output" if self.is_command else "progress"
+            self.detail = f"no {what} for {now - self.progressed:.0f} s{where}"
 
 
 def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", log: TrialLog) -> _Watch:
-    watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes))
+    is_command = trial.spec.trainer == "command"
+    watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
     wait, strays = waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
         trial.heartbeat.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)
         # A command writes no heartbeat. Its progress is the number of printed bytes.
-        is_command = trial.spec.trainer == "command"
         watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
         if why := trial.cancel() or (_SUPERSEDED if trial.heartbeat.is_superseded else None):
             watch.own_kill, watch.detail = "cancelled", why

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.files import is_full_disk
 from flopwatch.records.trial import Outcome
-from flopwatch.sweep.full_disk import is_full_disk
 from flopwatch.text import cut
 
 # Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
