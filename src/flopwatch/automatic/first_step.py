@@ -38,6 +38,8 @@ class FirstStep:
         self._live: LiveStep | None = None
         self._nodes: int | None = None
         self.has_begun = False
+        self._main: int | None = None
+        """The number of the first module that the step calls with gradients, whose batches are micro-batches."""
         self._optimizer: tuple[Any, ...] | None = None
         """The optimizer step that is under way, with its arguments."""
         before = list(warnings.filters)
@@ -62,7 +64,11 @@ class FirstStep:
         if self._calls is not None and len(self._calls.calls) > _MOST_FIRST_CALLS:
             self.stop()  # a program that has an optimizer, but does not train
         elif self.has_begun and kind.has_grad:
-            self._unclear.add(kind, module, args, kwargs)
+            reading = self._unclear.add(kind, module, args, kwargs)
+            if self._live is not None and reading is not None:
+                self._main = kind.module if self._main is None else self._main
+                if kind.module == self._main:
+                    self._live.set_axes(reading.plan.axes)
 
     def returned(self, kind: CallKind, output: Any) -> None:
         pass
@@ -112,11 +118,15 @@ class UnclearBatches:
         self._reader = BatchReader()
         self._read: list[tuple[CallKind, weakref.ref[nn.Module], Reading]] = []
 
-    def add(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def add(
+        self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Reading | None:
         if kind.has_parameters and len(self._read) < _MOST_FIRST_CALLS:
             with suppress(Exception):  # the monitor reports it when it reads the batch of the next step
                 reading, _ = self._reader.read_checked(batch_of_call(module, args, kwargs))
                 self._read.append((kind, weakref.ref(module), reading))
+                return reading
+        return None
 
     def take(self) -> list[tuple[CallKind, nn.Module | None, Reading]]:
         read, self._read = self._read, []
