@@ -578,6 +578,8 @@ class MonitoredRun:
             self.ranks.finish(seconds)
             self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
+            if self._session.undivided_steps:
+                self._notify(*notices.notice("counting_time_unknown", steps=self._session.undivided_steps))
         except Exception as error:
             self.failed("close", error)
         finally:
