@@ -56,7 +56,7 @@ def evaluate(model, batches):
     model.train()
 
 
-@pytest.mark.parametrize("batches", [3, 1500])
+@pytest.mark.parametrize("batches", [1, 3, 1500])
 def test_an_evaluation_before_the_first_step_is_no_part_of_it(watched, batches):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,14 +71,15 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_it(watched, batches):
 def test_a_module_that_was_called_before_the_first_step_and_is_not_trained_may_belong_to_it(watched):
     model, teacher = nn.Linear(8, 8), nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    evaluate(teacher, batches=1)
+    evaluate(teacher, batches=2)
     train(model, steps=6, optimizer=optimizer)
     watched.stop()
     assert watched.monitor.summary.notes == (MAYBE_EVALUATED,)
 
 
-def test_a_frozen_teacher_belongs_to_the_first_step(watched):
-    model, teacher = nn.Linear(8, 8), nn.Linear(8, 8).eval().requires_grad_(False)
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_teacher_belongs_to_the_first_step(watched, is_frozen):
+    model, teacher = nn.Linear(8, 8), nn.Linear(8, 8).eval().requires_grad_(not is_frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
         batch = torch.randn(4, 8)

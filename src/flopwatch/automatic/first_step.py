@@ -51,8 +51,10 @@ class FirstStep:
         self._main: int | None = None
         """The number of the first module that the step calls with gradients, whose batches are micro-batches."""
         self._micro_batches = 0
-        self._evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that were called without gradients, in evaluation mode, before the step."""
+        self._is_sure = False
+        """Whether a call with gradients has shown that the step has begun."""
+        self._maybe_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that were called without gradients, in evaluation mode, before the first call with gradients."""
         self._evaluation_began: float | None = None
         self._evaluation_ended = self._began = self._ended = 0.0
         self._optimizer: tuple[Any, ...] | None = None
@@ -68,10 +70,16 @@ class FirstStep:
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._calls is None:
             return
+        if not self.has_begun and not has_optimizer():
+            self._calls.take()
+            return
+        if kind.has_grad:
+            self._take_out_evaluation(module)
+        elif self._is_evaluation(kind, module):
+            self._drop_calls()
+            self._calls.take()
+            return
         if not self.has_begun:
-            if not has_optimizer() or self._is_evaluation(kind, module):
-                self._calls.take()
-                return
             self._begin()
         if self._live is not None:
             self._live.note_call()
@@ -82,16 +90,39 @@ class FirstStep:
             self._take_batch(kind, module, args, kwargs)
 
     def _is_evaluation(self, kind: CallKind, module: nn.Module) -> bool:
-        """Whether a call before the step evaluates a model that can be trained, or is a loss in such an evaluation."""
-        if kind.has_grad or (kind.has_parameters and kind.is_training):
+        """Whether a call without gradients is an evaluation: of a model that was called so before, or its loss."""
+        if self._is_sure:
             return False
-        if kind.has_parameters:
-            if not any(parameter.requires_grad for parameter in nn.Module.parameters(module)):
-                return False  # a teacher, with which the step may begin
-            self._evaluated.add(module)
-        if self._evaluated and self._evaluation_began is None:
-            self._evaluation_began = self._evaluation_ended = monotonic_seconds()
-        return bool(self._evaluated)
+        if not kind.has_parameters:
+            return not self.has_begun and self._evaluation_began is not None
+        if kind.is_training or not any(each.requires_grad for each in nn.Module.parameters(module)):
+            return False
+        if module in self._maybe_evaluated:
+            return True
+        self._maybe_evaluated.add(module)  # the first time, it may be a teacher, with which the step begins
+        return False
+
+    def _take_out_evaluation(self, module: nn.Module) -> None:
+        """At the first call with gradients: if its model was evaluated before, the step begins only now."""
+        if self._is_sure:
+            return
+        self._is_sure = True
+        own = set(map(id, nn.Module.parameters(module)))
+        if any(not own.isdisjoint(map(id, nn.Module.parameters(each))) for each in self._maybe_evaluated):
+            self._drop_calls()
+
+    def _drop_calls(self) -> None:
+        """The calls so far were an evaluation and no part of the step."""
+        if not self.has_begun:
+            return
+        self.has_begun = False
+        if self._evaluation_began is None:
+            self._evaluation_began = self._began
+        if self._live is not None:
+            self._live.end()
+            self._live = None
+        if self._calls is not None:
+            del self._calls.calls[:-1], self._calls.nodes[:-1]
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -114,7 +145,7 @@ class FirstStep:
                 self._live.set_axes(reading.plan.axes)
 
     def returned(self, kind: CallKind, output: Any) -> None:
-        if not self.has_begun and self._evaluation_began is not None:
+        if not self._is_sure:
             self._evaluation_ended = monotonic_seconds()
 
     def region_called(self, has_grad: bool) -> None:
@@ -153,7 +184,8 @@ class FirstStep:
             return
         self._warn_again()
         act_on_run(monitor, "first_step", lambda run: run.counter.adopt(live, calls, nodes))
-        if any(self._unclear.has_no_part_of(module) for module in self._evaluated):
+        has_evaluated = self._evaluation_began is not None
+        if has_evaluated and any(self._unclear.has_no_part_of(module) for module in self._maybe_evaluated):
             act_on_run(monitor, "first_step", lambda run: run.counter.doubt_step(MAYBE_EVALUATED))
 
     def note_times(self, run: MonitoredRun) -> None:
