@@ -104,10 +104,10 @@ def test_checkpointing_that_is_switched_on_is_noticed_in_padded_batches(tmp_path
     assert max(before) < max(after)
 
 
-def micro_batches(steps):
+def micro_batches(steps, lengths=(9, 14, 19, 24, 29)):
     """For each step two micro-batches of other lengths, each padded to its longest row."""
     chance = random.Random(0)
-    return [[chance.sample((9, 14, 19, 24, 29), 3) for _ in range(2)] for _ in range(steps)]
+    return [[chance.sample(lengths, 3) for _ in range(2)] for _ in range(steps)]
 
 
 def train_with_steps(folder, model, steps):
@@ -158,7 +158,7 @@ class Attentive(nn.Module):
 @pytest.mark.skipif(not live._compiles_beside, reason=COMPILED_ALONE)
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_micro_batches_that_are_padded_to_other_lengths_are_exact(tmp_path):
-    model, steps = torch.compile(Attentive(), dynamic=True, backend="aot_eager"), micro_batches(30)
+    model, steps = torch.compile(Attentive(), dynamic=True, backend="aot_eager"), micro_batches(30, range(5, 61, 5))
     with flopwatch.TrainingMonitor(tmp_path, model=model, config={"log_every": 10}, strict=True) as monitor:
         for lengths in steps:
             with monitor.step() as step:
