@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import flopwatch
+from flopwatch.automatic.first_step import MAYBE_EVALUATED
 from flopwatch.automatic.imports import when_imported
 
 STEP_FLOPS = 2 * (2 * 4 * 8 * 8)
@@ -45,6 +46,74 @@ def test_all_steps_are_measured_with_all_their_micro_batches(watched):
     watched.stop()
     assert totals(watched) == (5, 5 * 3 * STEP_FLOPS, 5 * 3 * 4)
     assert watched.monitor.summary.exact
+
+
+def evaluate(model, batches):
+    model.eval()
+    with torch.no_grad():
+        for _ in range(batches):
+            nn.functional.mse_loss(model(torch.randn(4, 8)), torch.zeros(4, 8))
+    model.train()
+
+
+@pytest.mark.parametrize("batches", [1, 3, 1500])
+def test_an_evaluation_before_the_first_step_is_no_part_of_it(watched, batches):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evaluate(model, batches)
+    train(model, steps=6, optimizer=optimizer)
+    watched.stop()
+    assert totals(watched) == (6, 6 * STEP_FLOPS, 6 * 4)
+    assert watched.monitor.summary.exact
+    assert watched.monitor.summary.values["time/eval_seconds"] > 0
+
+
+def test_a_module_that_was_called_before_the_first_step_and_is_not_trained_may_belong_to_it(watched):
+    model, teacher = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evaluate(teacher, batches=2)
+    train(model, steps=6, optimizer=optimizer)
+    watched.stop()
+    assert watched.monitor.summary.notes == (MAYBE_EVALUATED,)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_teacher_belongs_to_the_first_step(watched, is_frozen):
+    model, teacher = nn.Linear(8, 8), nn.Linear(8, 8).eval().requires_grad_(not is_frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        batch = torch.randn(4, 8)
+        with torch.no_grad():
+            target = teacher(batch)
+        nn.functional.mse_loss(model(batch), target).backward()
+        optimizer.step()
+    watched.stop()
+    assert totals(watched)[:2] == (6, 6 * (STEP_FLOPS + STEP_FLOPS // 2))
+    assert watched.monitor.summary.exact
+
+
+def test_more_calls_than_a_step_has_are_told_and_not_measured(watched):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, steps=1, optimizer=optimizer, micro_batches=1100)
+    train(model, steps=5, optimizer=optimizer)
+    watched.stop()
+    assert totals(watched) == (5, 5 * STEP_FLOPS, 5 * 4)
+    assert "first_step" in watched.monitor.summary.notices
+    assert watched.monitor.summary.exact
+
+
+def test_a_slow_first_step_is_neither_start_up_nor_counting(watched):
+    model = nn.Linear(8, 8)
+    slow = model.register_forward_hook(lambda *_: time.sleep(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, steps=1, optimizer=optimizer)
+    slow.remove()
+    train(model, steps=11, optimizer=optimizer)
+    watched.stop()
+    values = watched.monitor.summary.values
+    assert values["time/compile_seconds"] > values["time/count_seconds"]
+    assert values["time/train_seconds"] >= 1
 
 
 def test_with_several_optimizers_the_first_step_is_not_measured(watched):

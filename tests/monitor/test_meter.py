@@ -133,3 +133,40 @@ def test_the_ledger_survives_json():
     assert again.values()["time/train_seconds"] == 4.0
     assert again.values()["time/eval_seconds"] == 2.5
     assert again.values()["time/pause_seconds"] == 1.5
+
+
+def counted_steps(*seconds):
+    return [MeasuredStep(index, seconds=each, is_counted=True) for index, each in enumerate(seconds)]
+
+
+def test_counting_before_the_typical_time_is_known_is_booked_when_it_is():
+    ledger = Ledger()
+    ledger.add_steps(counted_steps(3.0, 3.0, 3.0))
+    assert ledger.seconds["train"] == 9.0
+    assert "count" not in ledger.seconds
+    assert ledger.undivided_steps == 3
+
+    ledger.add_steps([MeasuredStep(3, seconds=1.0)], typical_seconds=1.0)
+    assert ledger.undivided_steps == 0
+    assert (ledger.seconds["train"], ledger.seconds["count"]) == (4.0, 6.0)
+
+
+def test_what_the_first_counted_step_takes_longer_than_others_is_warm_up_and_not_counting():
+    ledger = Ledger()
+    ledger.add_steps(counted_steps(30.0, 3.0, 3.0), typical_seconds=1.0)
+    assert (ledger.seconds["compile"], ledger.seconds["warm_up"], ledger.seconds["count"]) == (27.0, 28.0, 6.0)
+    assert ledger.seconds["train"] - ledger.seconds["compile"] == 3.0
+
+
+def test_a_counted_step_that_stalls_is_not_all_counting():
+    ledger = Ledger()
+    ledger.add_steps(counted_steps(3.0, 3.0, 3.0, 63.0), typical_seconds=1.0)
+    assert (ledger.seconds["stall"], ledger.seconds["count"], ledger.seconds["train"]) == (60.0, 8.0, 64.0)
+
+
+def test_of_a_single_counted_step_all_that_exceeds_a_typical_one_is_taken_for_counting():
+    ledger = Ledger()
+    ledger.add_steps(counted_steps(30.0), typical_seconds=1.0)
+    assert "count" not in ledger.seconds  # another counted step may still follow, and show more
+    ledger.divide_counted(1.0)
+    assert (ledger.seconds["train"], ledger.seconds["count"]) == (1.0, 29.0)

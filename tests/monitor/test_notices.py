@@ -4,6 +4,10 @@ import ast
 from pathlib import Path
 from string import Formatter
 
+import pytest
+import torch
+from torch import nn
+
 import flopwatch
 from flopwatch.monitor import output
 
@@ -26,3 +30,14 @@ def test_every_notice_of_the_table_is_given_with_the_facts_of_its_text():
     assert given
     assert {code for code, _ in given} == set(texts)
     assert [(code, facts) for code, facts in given if facts != wanted[code]] == []
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(3, True), (6, False)])
+def test_a_run_whose_steps_were_all_counted_says_that_the_time_of_counting_is_unknown(steps, is_told, tmp_path):
+    model = nn.Linear(8, 8)
+    with flopwatch.TrainingMonitor(tmp_path, model=model, quiet=True) as monitor:
+        for batch in torch.randn(steps, 4, 8):
+            with monitor.step(batch):
+                model(batch).sum().backward()
+    assert ("counting_time_unknown" in monitor.summary.notices) == is_told
+    assert ("time/count_seconds" in monitor.summary.values) != is_told

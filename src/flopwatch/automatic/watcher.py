@@ -41,6 +41,7 @@ from flopwatch.torch_internals.modules import compiled_call
 FIRST_STEP = "the first step is not in the totals, because {why}; steps count from 0, so the log begins with step 1"
 SEVERAL_OPTIMIZERS = "the training has several optimizers, and which of them ends a step is known when they step again"
 NO_CALL = "it called no module, so that nothing showed where it began"
+MANY_CALLS = "so many modules were called before the optimizer stepped that they do not look like one step"
 NO_MODULE = (
     "the parameters of {optimizer} belong to no nn.Module (or gc.freeze() hides it), so there are no tokens and samples"
 )
@@ -193,11 +194,17 @@ class Watcher:
             self._find_model(optimizer)
             self._begin_again(NO_CALL)
             return
+        if is_first and self._first.has_given_up:
+            self._find_model(optimizer)
+            self._begin_again(MANY_CALLS)
+            return
         if is_first:
             self._first.hand_over(self.monitor)
         self._find_model(optimizer)
         self._take_unclear()
         self._take_compiled_calls()
+        if is_first:
+            self._act("start_step", self._first.note_times)
         if len(self._called) > 1:
             names = ", ".join(dict.fromkeys(self._called.values()))
             self._notify("warning", "several_models", SEVERAL_MODELS.format(models=names))

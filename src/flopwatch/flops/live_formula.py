@@ -157,6 +157,24 @@ class Formula:
         return family in self._families and self._families[family].variables.values(sizes) is not None
 
 
+def divided_calls(calls: Calls, parts: int) -> list[Calls] | None:
+    """The calls of each of the equal parts of a step, such as its micro-batches; None if they are not divided so.
+
+    >>> divided_calls([("model", (4, 7)), ("loss", (4,)), ("model", (4, 9)), ("loss", (4,))], 2)
+    [[('model', (4, 7)), ('loss', (4,))], [('model', (4, 9)), ('loss', (4,))]]
+    """
+    families: dict[Hashable, list[tuple[int, ...]]] = {}
+    for family, sizes in calls:
+        families.setdefault(family, []).append(sizes)
+    if any(len(own) % parts for own in families.values()):
+        return None
+    chunks = {family: len(own) // parts for family, own in families.items()}
+    return [
+        [(family, sizes) for family, n in chunks.items() for sizes in families[family][part * n : (part + 1) * n]]
+        for part in range(parts)
+    ]
+
+
 class FormulaFit:
     """The live counts of steps that call the same modules, and the formula that they determine and verify, or None."""
 

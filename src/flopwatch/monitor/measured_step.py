@@ -25,6 +25,8 @@ AMOUNTS = (
 
 _WARM_UP_FACTOR = 1.5
 """First steps that take over 1.5 times the median of later steps are warm-up: they compile, autotune or fill caches."""
+_ENOUGH_COUNTED = 3
+"""Of so many counted steps, the first can be compared with the others."""
 
 
 class MeasuredStep(NamedTuple):
@@ -300,6 +302,9 @@ class Ledger:
     timed_flops: dict[str, int] = field(default_factory=dict)
     _not_compared: list[float] = field(default_factory=list, repr=False)
     """`work_seconds` of warm-up steps, kept until the typical time is known; what exceeds it is then lost time."""
+    _counted: list[float] = field(default_factory=list, repr=False)
+    """`work_seconds` of the first counted steps, kept until it is known what is typical of them."""
+    _typical_counted: float | None = field(default=None, repr=False)
 
     def add_steps(
         self,
@@ -326,19 +331,47 @@ class Ledger:
                 self.spend("input_wait", step.input_wait_seconds)
             elif step.seconds is not None:
                 self.spend("wait_unknown", step.seconds)
+        if self._typical_counted is not None or len(self._counted) >= _ENOUGH_COUNTED:
+            self.divide_counted(typical_seconds)
         for name, seconds in (at_peak or {}).items():
             self.spend(name, seconds)
 
     def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
-        if step.is_counted:  # what exceeds the time of a typical step was spent counting FLOPs
-            extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
-            self.spend("train", seconds - extra)
-            self.spend("count", extra)
-            return
         self.spend("train", seconds)
-        if step.is_warm_up:
-            self.spend("warm_up", seconds)
-        self._look_for_loss(work_seconds, typical, step)
+        if step.is_counted:
+            self._counted.append(work_seconds)
+        else:
+            if step.is_warm_up:
+                self.spend("warm_up", seconds)
+            self._look_for_loss(work_seconds, typical, step)
+
+    @property
+    def undivided_steps(self) -> int:
+        return len(self._counted)
+
+    def divide_counted(self, typical: float | None) -> None:
+        """Divide the time of counted steps into that of a typical step, of counting its FLOPs, and what was lost.
+
+        Nothing is divided while the typical time is unknown. What the first counted steps took longer than the others
+        is not counting: they compile or fill caches. If only one step was counted, both are taken for counting.
+        """
+        if typical is None or not self._counted:
+            return
+        works, self._counted = self._counted, []
+        first = 0
+        if self._typical_counted is None:
+            first = find_warm_up(works)
+            self._typical_counted = median(works[first:])
+        for index, work_seconds in enumerate(works):
+            loss = loss_in_step(work_seconds, max(self._typical_counted, typical), is_warm_up=index < first)
+            lost = 0.0 if loss is None else loss[1]
+            if loss is not None:
+                self.spend(*loss)
+            counting = max(0.0, work_seconds - lost - typical)
+            if index < first:
+                self.spend("warm_up", work_seconds - counting)
+            self.spend("train", -counting)
+            self.spend("count", counting)
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Add samples, tokens and FLOPs, such as those of a whole window."""

@@ -53,6 +53,8 @@ _INFOS = {
     "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
     "monitor.state_dict() on every rank when you save",
     "not_exact": "the FLOPs of these steps are not exact: {reasons}",
+    "counting_time_unknown": "the time in steps includes an unknown time for counting FLOPs, because all {steps} timed "
+    "steps were counted as they ran. In a longer run most steps are not counted, and show how long a step takes alone",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "

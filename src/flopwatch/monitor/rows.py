@@ -134,7 +134,7 @@ class RowMaker:
             values["training/loss"] = self._last_loss
         if self.exact is not None:
             values["perf/exact"] = int(self.exact)
-        return {**values, **self._session.totals().values}
+        return {**values, **self._session.totals(are_last=True).values}
 
     def _with_warm_up(self, windows: list[PricedWindow]) -> list[PricedWindow]:
         wanted = self._config.warm_up_steps

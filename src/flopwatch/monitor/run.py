@@ -325,6 +325,11 @@ class MonitoredRun:
             if name == "count":
                 self.count_seconds += seconds[0]
 
+    def spent_before_first_step(self, name: str, seconds: float) -> None:
+        """Add to a phase time before the first step, when the monitor did not exist yet."""
+        self._session.add_seconds(name, seconds)
+        self.step_clock.seconds_before_first_step += seconds
+
     def spent_on(self, name: str) -> None:
         """Add to a phase the time that has passed since the last step."""
         seconds = self.step_clock.book()
@@ -578,6 +583,8 @@ class MonitoredRun:
             self.ranks.finish(seconds)
             self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
+            if self._session.undivided_steps:
+                self._notify(*notices.notice("counting_time_unknown", steps=self._session.undivided_steps))
         except Exception as error:
             self.failed("close", error)
         finally:

@@ -353,6 +353,11 @@ class Session:
         ledger.set_wall(self._wall_clock.at(began))
         return ledger.to_json()
 
+    @property
+    def undivided_steps(self) -> int:
+        """Counted steps of which it is not known how much time counting has taken."""
+        return self._ledger.undivided_steps
+
     def add_seconds(self, phase: str, seconds: float) -> None:
         self._ledger.add_seconds(phase, seconds)
 
@@ -387,8 +392,10 @@ class Session:
         self._ledger.set_wall(self._wall_clock.unix_time() - self._unbooked_seconds - later_seconds)
         return _totals_of(self._ledger)
 
-    def totals(self) -> Totals:
+    def totals(self, *, are_last: bool = False) -> Totals:
         """Return the totals up to the newest row. Only the wall time includes the time since that row."""
+        if are_last:  # no more counted steps will follow, with which the first could be compared
+            self._ledger.divide_counted(typical_seconds(self._last_work))
         self._ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(self._ledger)
 

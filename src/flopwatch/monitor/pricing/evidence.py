@@ -5,12 +5,12 @@ that were not counted, a formula fitted to the counts is used (`formula.py`). Bo
 each other, and are doubted, backwards, when a later count differs.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flopwatch.flops.live_formula import Calls, Formula, FormulaFit
+from flopwatch.flops.live_formula import Calls, Formula, FormulaFit, divided_calls
 from flopwatch.flops.tracing.live import StepCount
-from flopwatch.flops.tracing.scaling import Scale
+from flopwatch.flops.tracing.scaling import Axes, Scale
 from flopwatch.monitor.pricing.calls import BATCH, CallKind
 from flopwatch.records.flops import PhaseFlops
 
@@ -294,15 +294,35 @@ class Evidence:
             what = "with these sizes"
         return f"no step {what} was counted so far (it calls {names})"
 
+    def divided(self, kind: StepKind, axes: Sequence[Axes]) -> list[Mapping[Scale, int]] | None:
+        """How the FLOPs that a formula gives depend on lengths, for each micro-batch of these shapes alone.
+
+        None if the formula does not hold for each of them alone, or the calls do not show which of them they belong to.
+        """
+        found = self._formula_of(kind)
+        parts = divided_calls(kind.sized_calls(), len(axes))
+        if found is None or parts is None:
+            return None
+        for own, part in zip(axes, parts, strict=True):
+            if not {own.batch, *own.lengths} <= {size for _, sizes in part for size in sizes}:
+                return None
+        each = [found[0].values(part) for part in parts]
+        return None if None in each else [_count_of(values).by_scale for values in each if values is not None]
+
     def _by_formula(self, kind: StepKind) -> StepCount | None:
+        found = self._formula_of(kind)
+        return None if found is None else _count_of(found[1])
+
+    def _formula_of(self, kind: StepKind) -> tuple[Formula, Mapping[Hashable, int]] | None:
+        """The formula that holds for a step, and its values."""
         for key in _keys(kind):
             fit = self._fits.get(key)
             formula = None if fit is None else fit[0].formula
             values = None if formula is None else formula.values(kind.sized_calls())
-            if values is None or values.get(_BACKWARDS, 0) != kind.backwards:
+            if formula is None or values is None or values.get(_BACKWARDS, 0) != kind.backwards:
                 continue
             if kind.nodes is None or values[_NODES] == kind.nodes:
-                return _count_of(values)
+                return formula, values
         return None
 
     def _fit_of(self, key: Hashable) -> tuple[FormulaFit, _Claims]:

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from flopwatch.flops.tracing.live import StepCount
-from flopwatch.flops.tracing.scaling import RowLengths, needed_flops
+from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flops
 from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.estimates import sum_of_costs
-from flopwatch.monitor.pricing.evidence import Verdict
+from flopwatch.monitor.pricing.evidence import Evidence, StepKind, Verdict
 from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
 from flopwatch.monitor.pricing.step_counter import StepCounter, StepTrace
 from flopwatch.records.flops import Peak, PhaseFlops
@@ -24,6 +24,10 @@ from flopwatch.records.run import Provenance
 PARTIAL = "what ran before the first call of a module was not seen in this step, the first of the training"
 _BY_LENGTH = ("positions", "shifted", "pairs", "longest")
 PADDED = "model FLOPs include padding, because the sizes of some products do not show how they depend on it"
+NOT_DIVIDED = (
+    "model FLOPs include padding, because the calls of the step do not show which of them belong to which micro-batch; "
+    "this is not needed if all micro-batches of a step are padded to one length"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,8 @@ class StepPricer:
             if self._last is None or self._last[0] is not count:
                 self._last = count, _flops_of(count, 0)
             return self._last[1], verdict.reason
-        padding, is_clear = _padding(count, works)
-        return _flops_of(count, padding), verdict.reason or (None if is_clear else PADDED)
+        padding, unclear = _padding(count, works, trace.kind, trace.evidence)
+        return _flops_of(count, padding), verdict.reason or unclear
 
     def _estimated(self, trace: StepTrace, works: Sequence[Work] | None) -> tuple[StepFlops | None, str | None]:
         assert trace.estimates is not None
@@ -228,20 +232,33 @@ def _flops_of(count: StepCount, padding: int) -> StepFlops:
     return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total))
 
 
-def _padding(count: StepCount, works: Sequence[Work]) -> tuple[int, bool]:
-    """The needed FLOPs of a count that its documents would not need alone, and whether that is certain."""
+def _padding(count: StepCount, works: Sequence[Work], kind: StepKind, evidence: Evidence) -> tuple[int, str | None]:
+    """The needed FLOPs of a count that its documents would not need alone; or 0, and why they are not known."""
     needed = count.phases.total - count.phases.recompute
-    batches = [_row_lengths(work) for work in works]
+    batches = [batch for batch in map(_row_lengths, works) if batch is not None]
+    if len(batches) < len(works):
+        return 0, PADDED
     by_scale = count.by_scale
     if any(scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale):  # of a formula
-        axes = {batch.axes for batch in batches if batch is not None}
-        if len(axes) != 1:
-            return 0, False
-        (only,) = axes
-        by_scale = {replace(s, axes=only) if s.kind in _BY_LENGTH else s: f for s, f in by_scale.items()}
-    alone, is_clear = needed_flops(by_scale, [batch for batch in batches if batch is not None])
-    is_clear = is_clear and sum(by_scale.values()) == needed and None not in batches
-    return (needed - alone if is_clear else 0), is_clear
+        axes = [batch.axes for batch in batches]
+        parts = [by_scale] if len(set(axes)) == 1 else evidence.divided(kind, axes)
+        if parts is None:
+            return 0, NOT_DIVIDED
+        by_scale = _with_axes(parts, axes)
+    alone, is_clear = needed_flops(by_scale, batches)
+    if not is_clear or sum(by_scale.values()) != needed:
+        return 0, PADDED
+    return needed - alone, None
+
+
+def _with_axes(parts: Sequence[Mapping[Scale, int]], axes: Sequence[Axes]) -> dict[Scale, int]:
+    """The sum of the parts of a step, each of which ran on a micro-batch of its own shape."""
+    sums: dict[Scale, int] = {}
+    for part, own in zip(parts, axes, strict=False):
+        for scale, flops in part.items():
+            placed = replace(scale, axes=own) if scale.kind in _BY_LENGTH else scale
+            sums[placed] = sums.get(placed, 0) + flops
+    return sums
 
 
 def _row_lengths(work: Work) -> RowLengths | None:

@@ -602,17 +602,26 @@ class StepCounter:
             return None
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
-        axes = _axes_of(readings)
+        # Each micro-batch makes equally many of the calls.
+        axes = [reading.plan.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
         seen = [
-            SeenRegion(region, call.sizes, call.has_grad, "forward", axes, False, int(call.has_grad))
-            for region, call in found
+            SeenRegion(
+                region,
+                call.sizes,
+                call.has_grad,
+                "forward",
+                axes[index * len(axes) // len(found)],
+                False,
+                int(call.has_grad),
+            )
+            for index, (region, call) in enumerate(found)
             if region is not None
         ]
         if len(seen) < len(found):
             return None
         self._schedule.note_extra()
         with self._off_the_clock():
-            count = with_regions(StepCount(PhaseFlops()), seen, self._config.attention, axes)
+            count = with_regions(StepCount(PhaseFlops()), seen, self._config.attention, _axes_of(readings))
         if count.failure is not None:
             return None
         self.evidence.add(kind, step, count, is_late=True)  # a later count of the step itself proves or doubts it

@@ -388,6 +388,17 @@ class StepClock:
         self.first_step_began = self._clock()
         self._thread = threading.get_ident()  # the monitor may have been made in another thread than the training's
 
+    def open_first(self, seconds: float, micro_batches: int) -> None:
+        """Open the first step, which has worked for so many seconds since its first batch, before this clock existed.
+
+        On an accelerator, its time stays unknown: no event was recorded when it began.
+        """
+        if self._start is None and self._marks_by_clock:
+            self._open_first()
+            self._start = self.first_step_began = self._since = self._clock() - seconds
+            self._state = _WORK
+            self._arrivals, self._micro_batches = 1, micro_batches
+
     def _end_work(self) -> None:
         self._go(_OWN)
         if self._has_batch:  # the loop does not call `step()`, so the step began when the batch was fetched
