@@ -45,8 +45,9 @@ _INFOS = {
     "are part of the step time, and their input wait is unknown. If this is evaluation, put it into "
     '`with monitor.phase("eval")`',
     "stalled": "some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
-    "(time/stall_seconds). If the loop has a TrainingMonitor and evaluates or saves inside of steps, put that into "
-    '`with monitor.phase("eval")`; otherwise other work on the machine is a frequent cause',
+    "(time/stall_seconds). If these steps fetch batches, it may be input wait that was not measured. If the loop has a "
+    'TrainingMonitor and evaluates or saves inside of steps, put that into `with monitor.phase("eval")`. Other work on '
+    "the machine is a frequent cause too",
     "totals_estimated": "the run continues at step {first_step}, in the middle of a logged window of several ranks. "
     "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
     "monitor.state_dict() on every rank when you save",
