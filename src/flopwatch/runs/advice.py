@@ -9,7 +9,7 @@ from flopwatch.numbers import duration, percent
 from flopwatch.present.document import Bar, Bars, Column, Table, numbers
 from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
 from flopwatch.runs.comparison import total
-from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
 from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
@@ -130,7 +130,8 @@ def what_is_missing(log: RunLog) -> str:
         steps, seconds = config.get("log_every", "log_every"), config.get("log_seconds", "log_seconds")
         when = f"the first one is written after {steps} steps or {seconds} s, and after 6 steps at the earliest"
         ended = "the run ended before its first one"
-        return f"the log has no row of metrics yet; {when if log.summary is None else ended}"
+        earlier = f". {note.rstrip('.')}" if (note := earlier_run_note(log.earlier_step)) else ""
+        return f"the log has no row of metrics yet; {when if log.summary is None else ended}{earlier}"
     if not total(log, "total/model_flops"):
         return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
     if provenance is None or provenance.peak is None:

@@ -237,6 +237,7 @@ class RunSteps:
         left_out: Number of warm-up steps and of steps without a measured time.
         has_ended: False if the run is still running or was killed.
         world_size: Number of ranks. The log has the steps of the rank that writes it.
+        earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
     """
 
     log: str
@@ -244,6 +245,7 @@ class RunSteps:
     left_out: int
     has_ended: bool
     world_size: int
+    earlier_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +317,7 @@ def speed_line(comparison: Comparison) -> Line | None:
 def _run_steps(log: RunLog, compared: int) -> RunSteps:
     world_size = log.starts[-1].world_size if log.starts else 1
     steps = sum(len(row.steps.get("step", ())) for row in log.rows)
-    return RunSteps(str(log.path), compared, steps - compared, log.summary is not None, world_size)
+    return RunSteps(str(log.path), compared, steps - compared, log.summary is not None, world_size, log.earlier_step)
 
 
 class _Draws:

@@ -56,6 +56,7 @@ class Explanation(Stored):
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
+        earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.
         all_ranks_mfu: MFU of the window over all ranks; None if there is only one rank.
         what_ran: Script, arguments, folder, git commit, user, job and packages of the session, in words.
@@ -91,6 +92,7 @@ class Explanation(Stored):
     exact: bool | None = None
     notes: tuple[str, ...] = ()
     what_ran: Mapping[str, str] = field(default_factory=dict)
+    earlier_step: int | None = None
 
 
 Cells = Mapping[str, Any]
@@ -153,6 +155,7 @@ def _explained(
         hfu=_division(steps, "hardware_flops", provenance, comparable.get("perf/hfu")),
         unknown=_unknown(sums, provenance, left_out, log),
         torn_lines=log.torn_lines,
+        earlier_step=log.earlier_step,
         world_size=world_size,
         all_ranks_mfu=row.values.get("perf/mfu") if world_size > 1 else None,
         exact=row.exact,

@@ -119,10 +119,12 @@ class WatchedRun:
     Attributes:
         start: The record at the start of the last session; `summary`, that at its end.
         loss: Step and value of the newest logged loss.
+        earlier_step: The last step of an earlier run in the same log; None if there is none.
         heard_unix_time: When the last record was written.
     """
 
     def __init__(self) -> None:
+        self.earlier_step: int | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -142,7 +144,9 @@ class WatchedRun:
     def add(self, record: Record) -> None:
         if isinstance(record, RunStart):
             if record.resumed_after_step is None:
+                earlier_step = self.row.step if self.row is not None else self.earlier_step
                 self._forget()
+                self.earlier_step = earlier_step
             for curve in self.curves.values():
                 curve.drop_after(record.resumed_after_step or 0)  # the session repeats these steps
             self.start, self.summary, self._first_row = record, None, None

@@ -15,7 +15,7 @@ from typing import Any
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
-from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
 from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.text import one_line, plural
 
@@ -132,7 +132,7 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
     goodput = goodput_of(seconds)
     if goodput is None:
         return None
-    unread = []
+    unread = list(filter(None, [earlier_run_note(log.earlier_step)]))
     if log.torn_lines:
         lines, verb = plural(log.torn_lines, "line"), "is" if log.torn_lines == 1 else "are"
         why = "a process that is killed or is still writing leaves one such line"

@@ -14,7 +14,7 @@ from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
 from flopwatch.records.time_uses import USES
 from flopwatch.runs.advice import waterfall_bars
-from flopwatch.runs.reading import RunLog
+from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import State, WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
 from flopwatch.text import one_line, plain
@@ -461,6 +461,8 @@ def _notices(run: WatchedRun, width: int) -> list[Text]:
     first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
     advised = None if run.row is None else advice(run.row.values)
     last = [] if advised is None else [Notice(None, "info", "advice", advised)]
+    if note := earlier_run_note(run.earlier_step):
+        first.append(Notice(None, "info", "earlier_run", note))
     rows: list[Text] = []
     for notice in [*first, *reversed(run.notices), *last]:
         mark, style = _LEVELS.get(notice.level, ("!", "yellow"))

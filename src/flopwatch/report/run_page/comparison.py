@@ -9,6 +9,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, 
 from flopwatch.present.document import Cell, Column, Document, Facts, Most, Part, Section, Table, Text, Tone, numbers
 from flopwatch.runs.comparison import Comparison, Difference, RunSteps
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
+from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 
@@ -67,6 +68,8 @@ def _run(name: str, run: RunSteps) -> Iterator[tuple[str, str]]:
     left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
     yield name, run.log
     yield "", f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
+    if note := earlier_run_note(run.earlier_step):
+        yield "", note
 
 
 def _differences(differences: Sequence[Difference]) -> list[Part]:

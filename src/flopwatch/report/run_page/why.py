@@ -17,7 +17,7 @@ from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
 from flopwatch.runs.explain import Division, Explanation
-from flopwatch.runs.reading import RunLog
+from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
@@ -192,6 +192,8 @@ def explanation_document(explanation: Explanation) -> Document:
         for place, text in enumerate(paragraphs)
     ]
     parts: list[Part] = [Text(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", "strong")]
+    if note := earlier_run_note(explanation.earlier_step):
+        parts.append(Text(note, "warn"))
     if explanation.world_size > 1:
         of_all = explanation.all_ranks_mfu
         together = "" if of_all is None else f": MFU {percent(of_all, decimals=2)}"
