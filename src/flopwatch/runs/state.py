@@ -45,6 +45,8 @@ class WatchFeed:
         for record in records:
             self.run.add(record if self._giver is None else self._giver(record))
             is_new = True
+        if self._giver is not None:
+            self.run.drop_notices(self._giver.is_out_of_date)
         if is_new and self._has_looked:
             # Use the clock of this machine, because the clock of the training machine may differ.
             self.run.heard_unix_time = self.unix_time()
@@ -174,6 +176,10 @@ class WatchedRun:
         for key, curve in self.curves.items():
             if key in row.values:
                 curve.add(row.step, row.values[key])
+
+    def drop_notices(self, is_out_of_date: Callable[[Notice], bool]) -> None:
+        for notice in [notice for notice in self.notices if is_out_of_date(notice)]:
+            self.notices.remove(notice)
 
     def value(self, key: str) -> Number | None:
         """A metric of the newest window only, so that all values on the screen belong to the same steps."""
