@@ -77,7 +77,10 @@ def draw_frame(
     state = run.state(unix_time)
     title = _title(run, place, state, unix_time, width)
     if state == "no log":
-        return [title, _line(), *_paragraph("Waiting for the first record of a run.", width, "dim")]
+        where = (
+            f"Waiting for the first record of a run in {Path(place).expanduser().absolute()}; Ctrl-C ends the waiting."
+        )
+        return [title, _line(), *_paragraph(where, width, "dim")]
     is_large = height >= _TALL and width >= _WIDE
     top = [title, _facts(run, width), _line(), _progress(run, state, width), _line(), *_cards(run, width), _line()]
     bars = [*_time_bar(run, width, in_colour), *([_line()] if is_large else [])]
