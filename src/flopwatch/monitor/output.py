@@ -52,6 +52,9 @@ _INFOS = {
     "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
     "monitor.state_dict() on every rank when you save",
     "not_exact": "the FLOPs of these steps are not exact: {reasons}",
+    "measured_peak_not_used": "`flopwatch peak --measure` has measured {rate} on this device, but with low confidence, "
+    "because its repetitions differ by 20 % or more. So it does not show how much of the peak can be reached; measure "
+    "again with --refresh while nothing else runs",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
