@@ -31,12 +31,24 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "failed": ("x", "red"),
 }
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
-_TIME_LOOKS = (
-    *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),
-    *(("blue", "▓"), ("cyan", "░"), ("bright_black", "·"), ("bright_cyan", "~"), ("magenta", "×"), ("red", "▒")),
-    ("bright_black", "-"),
-)
-"""Of the parts of the time, in their order: training steps, warm-up, the uses that are lost, and other time."""
+_TIME_LOOKS = {
+    "productive": ("green", "█"),
+    "warm_up": ("yellow", "▚"),
+    "compile": ("yellow", "▚"),
+    "start_up": ("bright_blue", "○"),
+    "restart": ("bright_red", "+"),
+    "rerun": ("bright_yellow", "="),
+    "eval": ("blue", "▓"),
+    "checkpoint": ("cyan", "░"),
+    "pause": ("bright_black", "·"),
+    "outside": ("bright_cyan", "~"),
+    "count": ("magenta", "×"),
+    "input_wait": ("red", "▒"),
+    "stall": ("bright_magenta", "!"),
+    "between": ("bright_green", ":"),
+    "other": ("bright_black", "-"),
+}
+"""Of the parts of the time, by the key of the use."""
 _PEAK_LOOKS = (("green", "█"), ("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
 """Of the MFU, and of the largest losses."""
 _REST_LOOK = ("bright_black", "-")
@@ -387,18 +399,16 @@ def _without_bar(label: str, why: str) -> list[Text]:
 
 def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     """How the time since the first start of the run was spent, the goodput, and the largest causes of lost time."""
-    spent = run.seconds_spent()
-    parts = {
-        "productive": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
-        **{key: seconds for key, seconds in spent.items() if key not in ("train", "wall")},
-    }
-    parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
+    goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
+    parts = (
+        _without_wall(run) if goodput is None else {"productive": goodput.productive_seconds, **goodput.lost_seconds}
+    )
+    parts = {key: max(seconds, 0.0) for key, seconds in parts.items()}  # one may be negative in a damaged log
     whole = sum(parts.values())
     if whole <= 0:
         return _without_bar("time", "not logged yet")
     named = {USES[key].name: seconds for key, seconds in parts.items()}
-    drawn = _bar("time", named, _TIME_LOOKS, duration(whole), width, in_colour)
-    goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
+    drawn = _bar("time", named, [_TIME_LOOKS[key] for key in parts], duration(whole), width, in_colour)
     if goodput is None:
         return drawn
     text = _line(" " * _LABEL_WIDTH, "goodput ", (percent(goodput.share), "bold"))
@@ -407,6 +417,13 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
         text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
     losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
     return [*drawn, _with_losses(text, losses, width)]
+
+
+def _without_wall(run: WatchedRun) -> dict[str, float]:
+    """The seconds by use of a log that does not have the wall time, and so no goodput."""
+    spent = run.seconds_spent()
+    in_steps = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
+    return in_steps | {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}
 
 
 def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
