@@ -84,6 +84,14 @@ def test_steps_with_a_quarter_of_the_flops_are_called_smaller_not_faster():
     assert "forward and backward pass became slower at the same work, by 57.5 ms" in found.sentence
 
 
+def test_what_larger_steps_cost_is_not_counted_as_slower_passes_too():
+    found = compare_per_step(run(), run(flops={"passes": 1400e9}, passes=231.0))
+    # 770 ms at twice the size are 1,540 ms; the large steps took 2,310.
+    assert "steps became larger, with 2.00 times the FLOPs, which makes 770 ms" in found.sentence
+    assert "forward and backward pass became slower at the same work, by 770 ms" in found.sentence
+    assert "grew from" not in found.sentence
+
+
 def test_recomputation_takes_time_at_the_speed_of_the_passes():
     b = run(flops={"passes": 700e9, "recompute": 350e9}, passes=115.5)
     found = compare_per_step(run(), b)

@@ -22,6 +22,7 @@ OF_PASSES = ("below_peak", "slow_matmuls", "achievable", "unpriced", "recompute"
 _ONCE = ("start_up", "compile", "count")
 LEAST_SHARE = 0.02
 """Two runs of the same training differ by some percent; a smaller share of the time per step is not put into words."""
+_NEARLY_ALL = 0.1
 _FAR_LONGER = 2.0
 """If the steps themselves became longer or shorter by this factor, as the whole run did, what changed most in them is
 named first, unless something else changed by more than this factor of it: a long pause may cost a short run somewhat
@@ -232,7 +233,8 @@ def _words(cause: Cause, parts: Mapping[str, PartChange], a: RunTime, b: RunTime
         return f"steps {became} the FLOPs, which makes {_ms(abs(cause.change_ms))} of {_name(PASSES)}"
     part = parts[cause.key]
     verb = "grew" if cause.change_ms > 0 else "shrank"
-    if cause.key == PASSES and (part.change_ms > 0) != (cause.change_ms > 0):
+    # What larger or smaller steps make of the growth is a cause of its own, and would be told twice.
+    if cause.key == PASSES and abs(part.change_ms - cause.change_ms) > _NEARLY_ALL * abs(part.change_ms):
         became = "slower" if cause.change_ms > 0 else "faster"
         return f"{part.name} became {became} at the same work, by {_ms(abs(cause.change_ms))}"
     return f"{part.name} {verb} from {_ms(part.a_ms)} to {_ms(part.b_ms)}"
