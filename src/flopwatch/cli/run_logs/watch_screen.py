@@ -224,11 +224,23 @@ def _cards(run: WatchedRun, width: int) -> list[Text]:
     widths = [width * part // 120 for part in _CARD_WIDTHS]
     widths.append(width - sum(widths) - len(widths))
     blocks = []
-    for card in (*shown, _loss(run), _tokens(run), _step_time(run)):
+    for card, room in zip((*shown, _loss(run), _tokens(run), _step_time(run)), widths, strict=True):
         value = _line((card.value or "", f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         value = _line(("unknown", "dim italic")) if card.value is None else value
-        blocks.append([_line((card.name, "dim")), value, _line((card.remark, "dim"))])
+        blocks.append([_line((card.name, "dim")), value, _line((_without_cut_number(card.remark, room), "dim"))])
     return _beside(list(zip(widths, blocks, strict=True)), gap=1)
+
+
+def _without_cut_number(remark: str, room: int) -> str:
+    """The remark, of which no number is cut: its first digits would look like a smaller number.
+
+    >>> _without_cut_number("p50 30 p90 46 p99 329", 19), _without_cut_number("4.5 GFLOP/s", 9)
+    ('p50 30 p90 46 p99 …', '4.5 GFLOP/s')
+    """
+    kept = remark[: max(room - 1, 0)]
+    if len(remark) <= room or not kept or remark[len(kept)] not in "0123456789.,":
+        return remark
+    return f"{kept.rpartition(' ')[0]} …".strip()
 
 
 def _utilisation(run: WatchedRun, name: str, which: str) -> _Card:
