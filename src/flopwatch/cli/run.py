@@ -53,11 +53,16 @@ def _check(log_every: int | None, sinks: list[str], dtype: str | None, attention
     """Raise InputError for a value that the monitor would leave out with a message, while the training goes on."""
     if log_every is not None and log_every < 1:
         raise InputError(f"--log-every must be 1 step or more, got {log_every}")
-    for name in sinks:
-        check_name(name)
-        split_port(name)
-    if dtype is not None:
-        canonical_dtype(dtype)
+    try:
+        for name in sinks:
+            check_name(name)
+            split_port(name)
+        if dtype is not None:
+            canonical_dtype(dtype)
+    except InputError as error:
+        # These texts are for Python too, where an object can be given instead of a name.
+        text = str(error).replace(", or an object of such a class", "").replace(", or a torch.dtype", "")
+        raise InputError(f"in the options of flopwatch run, {text}") from None
     known = get_args(AttentionConvention)
     if attention is not None and attention not in known:
         close = get_close_matches(attention, known, n=1)
