@@ -169,7 +169,11 @@ def doubt_of_rank(rank: int) -> str:
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
-    why = f"{why[0].lower()}{why[1:]}; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
+    # A wrong dtype= or peak is to be corrected; the end would only hide that.
+    afterwards = (
+        "; or give it afterwards, such as `flopwatch why --peak-tflops 312`" if why.startswith("The peak") else ""
+    )
+    why = f"{why[0].lower()}{why[1:]}{afterwards}"
     return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why}")
 
 
