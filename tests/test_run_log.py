@@ -384,3 +384,12 @@ def test_of_a_long_log_no_more_is_read_than_was_asked_for(tmp_path, megabytes):
     assert seconds_of(lambda: next(rows_from_end(path))) < whole / 100
     assert seconds_of(lambda: read_around(path)) < whole / 2
     assert seconds_of(lambda: list(LogFollower(path).poll())) < whole / 2
+
+
+def test_an_earlier_run_in_the_same_file_is_left_out_with_a_word(tmp_path):
+    path = write(tmp_path, start(), row(1, 10), start(10), row(11, 40), start(), row(1, 5))
+    for log in (read_log(path), read_around(path)):
+        assert (log.earlier_step, [item.step for item in log.rows]) == (40, [5])
+    with pytest.raises(InputError, match=r"the log has steps 1 to 5\. The log also has an earlier run, up to step 40"):
+        step_cells(read_log(path), 30)
+    assert read_log(write(tmp_path, start(), row(1, 10), start(10), row(11, 40))).earlier_step is None

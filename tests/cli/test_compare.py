@@ -343,3 +343,30 @@ def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, wri
     sentence = "Goodput leaves out the time between passes"
     assert sentence in flopwatch("compare", unknown, known)[1]
     assert sentence not in flopwatch("compare", known, known)[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "what"), [(1000, "MFU, not step times or rates"), (2000, "MFU and rates, not step")]
+)
+def test_runs_that_do_other_work_are_said_to_before_any_figure(flopwatch, write, tokens, what):
+    a = write("a", noisy(1, 40), tokens=1000, model_flops=10**12)
+    b = write("b", noisy(2, 40), tokens=tokens, model_flops=2 * 10**12)
+    words = " ".join(flopwatch("compare", a, b)[1].replace("\n! ", "\n").split())
+    said = (
+        f"These runs do not do the same work: a step has 1.0 TFLOP in A and 2.0 TFLOP in B (+100.0 %). Compare {what}"
+    )
+    assert -1 < words.find(said) < words.find("step time, median")
+    assert "do not do the same work" not in flopwatch("compare", a, a)[1]
+
+
+def test_arguments_that_differ_are_listed_one_by_one(flopwatch, write):
+    given = (["cfg.yaml", "--lr=1e-3", "--steps", "80", "--compile"], ["cfg.yaml", "--lr", "3e-4", "--steps", "80"])
+    a, b = (
+        write(name, noisy(1, 40), start=replace(START, what_ran={"arguments": each}))
+        for name, each in zip("ab", given, strict=True)
+    )
+    differences = json.loads(flopwatch("compare", a, b, "--json")[1])["differences"]
+    assert [(each["what"], each["a"], each["b"]) for each in differences] == [
+        ("argument --lr", "1e-3", "3e-4"),
+        ("argument --compile", "given", None),
+    ]

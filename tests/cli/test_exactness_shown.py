@@ -63,6 +63,12 @@ def test_watch_says_it(flopwatch, told, exact):
         assert ("not exact: " in out) != is_exact
 
 
+def test_the_tiles_of_a_report_mark_it(flopwatch, told, exact):
+    for (folder, *_), about in ((told, "~"), (exact, "")):
+        out = flopwatch("report", str(folder))[1]
+        assert re.search(rf"^ *{about}[\d.]+ %  MFU of the training steps", out, re.MULTILINE), out
+
+
 def test_explain_says_it(flopwatch, told, exact):
     for (folder, *_), is_exact in ((told, False), (exact, True)):
         _, out, _ = flopwatch("explain", str(folder))

@@ -1,12 +1,15 @@
 """A peak that `flopwatch peak --measure` has stored is used where no other is known, and is marked as measured."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from flopwatch import TrainingMonitor, peak_flops
 from flopwatch.hardware.peaks import Unknown
+from flopwatch.records.flops import Peak
+from flopwatch.runs import read_log
 
 MEASURE = ("peak", "--measure", "--seconds", "0.05", "--json")
 
@@ -79,3 +82,21 @@ def test_a_measurement_on_another_device_is_not_used_for_a_log(flopwatch, tmp_pa
     cache = tmp_path / "cache/flopwatch/peaks.json"
     cache.write_text(cache.read_text().replace(" units)", "1 units)"))
     assert json.loads(flopwatch("why", "run", "--json")[1])["mfu_percent"] is None
+
+
+def test_a_peak_that_was_measured_badly_is_named_with_the_reason_why_it_is_not_used(flopwatch, tmp_path, monkeypatch):
+    derived = Peak(1e14, "cpu", "fp32", "a table", kind="derived", confidence="low")
+    monkeypatch.setattr("flopwatch.hardware.cpu.peak_of_cpu", lambda *_: derived)
+    flopwatch(*MEASURE, "--dtype", "fp32")
+    cache = tmp_path / "cache/flopwatch/peaks.json"
+    cache.write_text(re.sub('"confidence": ?"[a-z]+"', '"confidence": "low"', cache.read_text()))
+    model = torch.nn.Linear(8, 8)
+    with TrainingMonitor("run", model=model, log_every=2) as monitor:
+        for _ in range(4):
+            with monitor.step(torch.ones(2, 8)):
+                model(torch.ones(2, 8)).sum().backward()
+    log = read_log("run/training_log.jsonl")
+    (message,) = [notice.message for notice in log.notices if notice.code == "measured_peak_not_used"]
+    assert log.provenances[-1].achievable_flops_per_s is None
+    assert "with low confidence" in message
+    assert "--refresh" in message

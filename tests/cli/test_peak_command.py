@@ -80,7 +80,7 @@ def test_a_type_the_product_lacks_ends_with_status_1(flopwatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--name", "Tesla T4", "--dtype", "bf17"), "dtype 'bf17' is not known; use one of "),
+        (("--name", "Tesla T4", "--dtype", "bf17"), "dtype 'bf17' is not known (did you mean 'bf16'?); use one of "),
         (("--device", "gpu"), "'gpu' is not a device"),
         (("--name", "Tesla T4", "--device", "cpu"), "pass one of them"),
         (("--measure", "--name", "Tesla T4"), "--measure needs a device of this machine"),

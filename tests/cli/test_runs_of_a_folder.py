@@ -38,7 +38,8 @@ def test_a_run_that_waits_for_input_is_told_what_to_change():
     run = WatchedRun()
     run.add(RunStart("s", 0.0, "outputs"))
     run.add(Row(9, 0.0, values))
-    assert sentence in "".join(text.plain for text in draw_frame(run, "outputs", 0.0, width=80, height=24))
+    drawn = " ".join(text.plain for text in draw_frame(run, "outputs", 0.0, width=80, height=24))
+    assert sentence in " ".join(drawn.split())
 
 
 @pytest.fixture
@@ -87,3 +88,23 @@ def test_before_the_first_row_it_is_said_when_it_comes_and_what_is_known(flopwat
 @pytest.mark.parametrize("command", [(), ("why",), ("run",), ("sweep",), ("peak",)])
 def test_h_is_help(flopwatch, command):
     assert flopwatch(*command, "-h") == flopwatch(*command, "--help")
+
+
+@pytest.mark.parametrize("command", ["why", "report", "explain", "watch"])
+def test_an_earlier_run_in_the_same_log_is_left_out_with_a_word(flopwatch, tmp_path, command):
+    for steps in (60, 30):  # `flopwatch run` counts from 0 each time
+        with TrainingMonitor(tmp_path, model=torch.nn.Linear(8, 8), log_every=10) as monitor:
+            for number in range(steps):
+                monitor.log_step(number, batch=torch.ones(2, 8))
+    status, out, err = flopwatch(command, str(tmp_path), *(["--once"] if command == "watch" else []))
+    assert status == 0, err
+    assert "an earlier run, up to step 59" in " ".join(out.split())
+
+
+def test_no_number_of_the_cards_is_cut_on_a_narrow_terminal():
+    run = WatchedRun()
+    run.add(RunStart("s", 0.0, "outputs"))
+    run.add(Row(9, 0.0, {"perf/step_time": 0.5}, steps={"step": [9], "seconds": [0.512]}))
+    for width in range(40, 100):
+        words = draw_frame(run, "outputs", 0.0, width=width, height=24)[7].plain.replace("…", " ").split()
+        assert {word for word in words if word[0].isdigit()} <= {"512"}, width

@@ -156,6 +156,14 @@ def test_a_run_that_ended_without_a_trace_cannot_be_traced(flopwatch, tmp_path):
     assert not (tmp_path / "traces").exists()
 
 
+def test_without_a_name_the_newest_run_is_meant(flopwatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "flopwatch-runs" / "one", 50, ended=True)
+    status, _, err = flopwatch("trace")
+    assert status == 2
+    assert "the run in 'flopwatch-runs/one' has ended and left no trace" in err
+
+
 def test_a_training_that_is_killed_ends_the_waiting(tmp_path):
     with training(tmp_path) as process:
         process.send_signal(19)  # SIGSTOP: it answers no request

@@ -405,7 +405,7 @@ def test_a_growing_log_is_followed_until_ctrl_c(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_is_waited_for_then_followed_to_its_end(tmp_path):
     with Terminal(str(tmp_path / "run"), "--refresh", "0.05") as terminal:
-        terminal.wait_for("Waiting for the first record of a run.")
+        terminal.wait_for("Waiting for the first record of a run in")
         accounts = Accounts(unix_time=time.time())
         path = write_run(tmp_path / "run", 30)
         terminal.wait_for("30 of 20,000 steps")

@@ -113,14 +113,19 @@ def test_with_a_peak_given_afterwards_every_output_is_that_of_a_run_that_knew_it
 
 
 def without_dots(text):
-    """The text without the dots of curves, which the rounding of the last digit can move, also beyond a line's end."""
+    """The text without the dots of curves, which the rounding of the last digit can move, also beyond a line's end.
+
+    Without what the log itself has, too, which `explain` says after each division.
+    """
+    text = re.sub(r"\nThe log has [^\n]*", "", text)
     return re.sub("[ \u2800-\u28ff]+$", "", re.sub("[\u2800-\u28ff]", " ", text), flags=re.MULTILINE)
 
 
 def leaves(value, path=""):
-    """Every value by its path, rounded to 9 digits."""
+    """Every value by its path, rounded to 9 digits, without what `explain` says about the logged MFU."""
     if isinstance(value, dict):
-        return {k: v for name, item in value.items() for k, v in leaves(item, f"{path}/{name}").items()}
+        told = {name: item for name, item in value.items() if name not in ("logged", "peak_was_logged")}
+        return {k: v for name, item in told.items() for k, v in leaves(item, f"{path}/{name}").items()}
     if isinstance(value, list):
         return {k: v for i, item in enumerate(value) for k, v in leaves(item, f"{path}/{i}").items()}
     return {path: float(f"{value:.9g}") if isinstance(value, float) else value}
@@ -154,3 +159,22 @@ def test_a_peak_that_is_no_positive_number_is_refused(logs, flopwatch):
     status, _, err = flopwatch("why", str(logs / "given/run"), "--peak-tflops", "0")
     assert status == 2
     assert "--peak-tflops must be a positive number" in err
+
+
+def test_explain_does_not_say_that_the_log_has_what_a_later_peak_gives(flopwatch, logs):
+    for run, words in (
+        ("given", "The log has no MFU, because the run did not know this peak."),
+        ("knew", "at the peak that"),
+    ):
+        status, out, err = flopwatch("explain", str(logs / run / "run"), "--peak-tflops", "0.4")
+        assert status == 0, err
+        if " 2 ranks" not in out:  # the log has the MFU of all ranks
+            assert words in " ".join(out.split())
+        assert "the same value" not in out
+
+
+def test_a_notice_that_there_is_no_mfu_is_gone_with_a_later_peak(flopwatch, logs, tmp_path):
+    for command in (["watch", "--once"], ["report", "--json"], ["report", "--md", "-"]):
+        for peak, is_told in (([], True), (["--peak-tflops", "0.4"], False)):
+            _, out, _ = flopwatch(*command[:1], str(logs / "other"), *command[1:], *peak)
+            assert ("there will be no MFU" in " ".join(out.split())) == is_told, (command, out)

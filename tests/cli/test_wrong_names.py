@@ -1,5 +1,6 @@
 """A name that cannot be is told before anything runs, with what to write instead."""
 
+import re
 import subprocess
 import sys
 import time
@@ -8,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.cli import main
+from flopwatch.cli.run_logs.watch import _refuse_typing_error
+from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
 from flopwatch.records.trial import TrialSpec
+from flopwatch.runs.state import WatchedRun
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
 from flopwatch.sweep.spec.parsing import parse_overrides
@@ -181,3 +186,34 @@ def test_what_only_the_preflight_can_see_stops_the_sweep_before_anything_runs(tm
     assert code == 2
     assert "no trial was run: cannot load the trainer 'star:Whatever'" in text
     assert not list((tmp_path / "flopwatch-quick").glob("trials/*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        *((("--peak-tflops", value), f"such as 989.4, got {value}") for value in ("0", "-5", "nan", "inf")),
+        (("--dtype", "bf61"), "did you mean 'bf16'?"),
+        (("--attention", "casual"), "did you mean 'causal'?"),
+        (("--sinks", "wandb,tensorbord"), "did you mean 'tensorboard'?"),
+        (("--sinks", "prometheus:x"), "'x' is not a port"),
+        (("--log-every", "0"), "--log-every must be 1 step or more, got 0"),
+    ],
+)
+def test_run_refuses_a_value_before_the_script_starts(capsys, options, told):
+    Path("train.py").write_text("print('started')\n")
+    with pytest.raises(SystemExit) as end:
+        main(["run", *options, "train.py"])
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out) == (2, "")
+    assert told in printed.err
+    assert not Path("flopwatch-runs").exists()
+
+
+@pytest.mark.parametrize("place", ["typo", "nowhere/run"])
+def test_watch_does_not_wait_for_a_path_that_looks_like_a_typing_error(place):
+    with pytest.raises(InputError, match=re.escape(str(Path(place).absolute()))):
+        _refuse_typing_error(place)
+    Path("outputs").mkdir()
+    _refuse_typing_error("outputs/later")  # a training that starts soon
+    (screen,) = [text.plain for text in draw_frame(WatchedRun(), "outputs/later", 0.0, width=300, height=24)][2:]
+    assert screen.startswith(f"Waiting for the first record of a run in {Path('outputs/later').absolute()}")

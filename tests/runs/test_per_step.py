@@ -84,6 +84,14 @@ def test_steps_with_a_quarter_of_the_flops_are_called_smaller_not_faster():
     assert "forward and backward pass became slower at the same work, by 57.5 ms" in found.sentence
 
 
+def test_what_larger_steps_cost_is_not_counted_as_slower_passes_too():
+    found = compare_per_step(run(), run(flops={"passes": 1400e9}, passes=231.0))
+    # 770 ms at twice the size are 1,540 ms; the large steps took 2,310.
+    assert "steps became larger, with 2.00 times the FLOPs, which makes 770 ms" in found.sentence
+    assert "forward and backward pass became slower at the same work, by 770 ms" in found.sentence
+    assert "grew from" not in found.sentence
+
+
 def test_recomputation_takes_time_at_the_speed_of_the_passes():
     b = run(flops={"passes": 700e9, "recompute": 350e9}, passes=115.5)
     found = compare_per_step(run(), b)
@@ -134,7 +142,16 @@ def test_an_input_wait_is_folded_into_the_time_between_the_passes_if_that_is_mea
 def test_an_input_wait_that_nobody_measured_is_said_to_be_part_of_another_time(also, place):
     unknown = run(measured=(MEASURED - {"input_wait"}) | also)
     (note,) = compare_per_step(unknown, unknown).notes
-    assert note == f'The input wait of both runs is unknown. It is part of "{place}" and at most that long.'
+    assert note == f'The input wait of both runs is unknown. After warm-up, it is part of "{place}", at most all of it.'
+
+
+def test_an_unmeasured_wait_may_be_part_of_stalled_steps_of_either_run():
+    measured = (MEASURED - {"input_wait"}) | {"between"}
+    stalls, leaves_out = run(measured=measured, stall=9.0), run(measured=measured, outside=9.0)
+    (note,) = compare_per_step(stalls, leaves_out).notes
+    assert 'part of "between the passes" and "stalled steps" and "work between steps", at most all of it' in note
+    *_, note = compare_per_step(run(measured=MEASURED | {"between"}), stalls).notes
+    assert note == 'In B, some of the input wait may be part of "stalled steps" too.'
 
 
 def test_where_only_one_run_timed_its_passes_the_time_between_them_is_part_of_both():

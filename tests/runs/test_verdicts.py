@@ -2,6 +2,7 @@
 
 import pytest
 
+from flopwatch.numbers import duration
 from flopwatch.records.time_uses import LOSSES
 from flopwatch.runs.advice import LEAST_STEPS, conclusion_of, verdict_of
 from flopwatch.runs.traces.splits import TraceSplit
@@ -90,8 +91,8 @@ SITUATIONS = {
     "many steps have no FLOPs": ({**slow(300.0), "unpriced": 400.0}, {}, "unpriced", "cannot be counted"),
     "a good run": (GOOD, {}, "healthy", "Nothing large is left to gain"),
     "slow passes without a trace": (passes(slow(200.0)), {}, "below_peak", "only a trace can tell why"),
-    "slow passes that were not timed": (slow(200.0), {}, "below_peak", "was not measured, and is at most this"),
-    "batches are fetched between the passes": (passes(slow(200.0), 500.0), {}, "between", "is at most this"),
+    "slow passes that were not timed": (slow(200.0), {}, "below_peak", "was not measured, and is part of this"),
+    "batches are fetched between the passes": (passes(slow(200.0), 500.0), {}, "between", "that was not measured"),
     "a trace with gaps": (
         passes(slow(200.0)),
         {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
@@ -108,7 +109,7 @@ SITUATIONS = {
         passes(slow(200.0), 500.0),
         {"traces": [trace(matmul=30.0, other_kernel=10.0, optimizer=4.0, idle=53.0)]},
         "between",
-        "is at most this",
+        "that was not measured",
     ),
     "a trace full of small kernels": (
         slow(200.0),
@@ -158,7 +159,8 @@ def test_a_situation_gets_its_verdict(seconds, more, key, words):
     assert verdict.key == key, (verdict, {loss.key: round(loss.points, 1) for loss in waterfall.losses})
     assert words in verdict.sentence
     assert verdict.sentence.endswith(".")
-    assert verdict.reservation == ""
+    may_be_waits = key in ("stall", "outside", "between") or "input wait between the passes" in verdict.sentence
+    assert ("at most" in verdict.reservation) == may_be_waits
 
 
 def test_every_loss_but_three_is_the_verdict_of_a_situation():
@@ -229,3 +231,21 @@ def test_with_flops_that_are_not_exact_the_verdict_is_about_time_and_says_so():
     verdict, _ = judged(longer(input_wait=600.0), exact=False, notes=("an estimate",))
     assert verdict.key == "input_wait"
     assert "not exact" in verdict.reservation
+
+
+@pytest.mark.parametrize("knows_input_wait", [True, False])
+def test_waits_that_were_not_seen_are_bounded_by_stalled_steps_too(knows_input_wait):
+    """Every 20th fetch of a bursty loader is so slow that its step counts as stalled, and is not divided."""
+    seconds = {**passes(longer(stall=600.0), outside=96.0), "outside": 50.0, "wall": 1650.0}
+    if not knows_input_wait:
+        del seconds["input_wait"]
+    verdict, waterfall = judged(seconds)
+    places = [loss for loss in waterfall.losses if loss.key in ("outside", "stall", "between")]
+    bound = sum(loss.points for loss in places)
+    assert (verdict.key, len(places)) == ("stall", 3)
+    assert '"work between steps" and "stalled steps" and "between the passes"' in verdict.reservation
+    assert f"after warm-up at most {bound:.0f} points" in verdict.reservation
+    notes = [note for note in waterfall.notes if note.startswith("The input wait of this run was not measured")]
+    assert len(notes) == (not knows_input_wait)
+    together = duration(sum(loss.seconds for loss in places))
+    assert all(f'"stalled steps" and "between the passes", after warm-up at most {together}.' in note for note in notes)

@@ -78,7 +78,7 @@ def test_the_summary_is_a_table_that_tells_what_failed():
         "time in steps": "42 min 36 s",
         "MFU": "41.9 %",
         "model FLOPs": "3.3 ZFLOP",
-        "notice mfu_above_peak": "2 x",
+        "notices": "mfu_above_peak (due 2 times, shown once)",
         "wandb lost": "12 rows",
         "mlflow failed": "refused",
     }

@@ -103,6 +103,16 @@ def indented_json(content: Any) -> str:
         return json.dumps(finite(content), indent=2, allow_nan=False)
 
 
+_MOST_TERAFLOPS = 1e6
+
+
+def flops_per_s(peak_tflops: float) -> float:
+    """The FLOP/s of `--peak-tflops`; raises InputError if no device can have such a peak."""
+    if not 0 < peak_tflops < _MOST_TERAFLOPS:
+        raise InputError(f"--peak-tflops must be a positive number of TFLOP/s, such as 989.4, got {peak_tflops:g}")
+    return peak_tflops * 1e12
+
+
 def print_json(content: Any) -> None:
     click.echo(indented_json(content))
 

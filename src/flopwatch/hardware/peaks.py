@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def canonical_dtype(dtype: object) -> str:
     spelling = str(dtype).strip().lower().removeprefix("torch.").replace("-", "_")
     if spelling in COMPUTE_TYPES:
         return COMPUTE_TYPES[spelling]
-    raise InputError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}, or a torch.dtype")
+    close = get_close_matches(spelling, DTYPES, n=1)
+    maybe = f" (did you mean {close[0]!r}?)" if close else ""
+    raise InputError(f"dtype {dtype!r} is not known{maybe}; use one of {', '.join(DTYPES)}, or a torch.dtype")
 
 
 @dataclass(frozen=True, slots=True)

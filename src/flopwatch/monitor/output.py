@@ -21,7 +21,6 @@ from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
-from flopwatch.spellings import COMPUTE_TYPES
 from flopwatch.text import first_line
 
 if TYPE_CHECKING:
@@ -47,14 +46,18 @@ _INFOS = {
     "are part of the step time, and their input wait is unknown. If this is evaluation, put it into "
     '`with monitor.phase("eval")`',
     "stalled": "some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
-    "(time/stall_seconds). If the loop has a TrainingMonitor and evaluates or saves inside of steps, put that into "
-    '`with monitor.phase("eval")`; otherwise other work on the machine is a frequent cause',
+    "(time/stall_seconds). If these steps fetch batches, it may be input wait that was not measured. If the loop has a "
+    'TrainingMonitor and evaluates or saves inside of steps, put that into `with monitor.phase("eval")`. Other work on '
+    "the machine is a frequent cause too",
     "totals_estimated": "the run continues at step {first_step}, in the middle of a logged window of several ranks. "
     "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
     "monitor.state_dict() on every rank when you save",
     "not_exact": "the FLOPs of these steps are not exact: {reasons}",
     "counting_time_unknown": "the time in steps includes an unknown time for counting FLOPs, because all {steps} timed "
     "steps were counted as they ran. In a longer run most steps are not counted, and show how long a step takes alone",
+    "measured_peak_not_used": "`flopwatch peak --measure` has measured {rate} on this device, but with low confidence, "
+    "because its repetitions differ by 20 % or more. So it does not show how much of the peak can be reached; measure "
+    "again with --refresh while nothing else runs",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
@@ -169,9 +172,9 @@ def doubt_of_rank(rank: int) -> str:
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
-    why = why[0].lower() + why[1:]
-    if dtype in COMPUTE_TYPES.values():
+    if why.startswith("The peak"):  # a wrong dtype= or peak is to be corrected instead
         why += "; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
+    why = why[0].lower() + why[1:]
     return _warning("peak_unknown", f"there will be no MFU for {dtype}: {why}")
 
 

@@ -84,8 +84,9 @@ _ROWS = (
     Use(
         "outside",
         "work between steps",
-        "between steps, in no phase and not waiting for a batch",
-        'Save and log less often. With a TrainingMonitor in the loop, monitor.phase("checkpoint") names this work.',
+        "between steps, in no phase and not known to be a wait for a batch",
+        "If batches are fetched there, prepare them ahead. Otherwise save and log less often; with a TrainingMonitor "
+        'in the loop, monitor.phase("checkpoint") names this work.',
         "Work between steps costs",
         "the training does something there that has no name yet",
     ),
@@ -107,7 +108,7 @@ _ROWS = (
         "compile",
         "compilation and warm-up",
         "by which the first steps were longer than typical ones",
-        "Use fewer different batch shapes with torch.compile, and keep its cache (TORCHINDUCTOR_CACHE_DIR).",
+        "If the model is compiled, use fewer different batch shapes, and keep the cache (TORCHINDUCTOR_CACHE_DIR).",
         "Compilation and warm-up cost",
         "the first steps, or steps with new shapes, take far longer than others",
     ),
@@ -115,7 +116,8 @@ _ROWS = (
         "stall",
         "stalled steps",
         "by which single steps took more than 5 times the median",
-        "Look at what the machine did at those steps: other jobs, a slow file system, garbage collection.",
+        "If batches are fetched inside of these steps, prepare them ahead. Otherwise look at what the machine did at "
+        "those steps: other jobs, a slow file system, garbage collection.",
         "Stalled steps cost",
         "single steps take more than 5 times as long as others",
     ),
@@ -172,8 +174,8 @@ _ROWS = (
         "If batches are fetched there, prepare them ahead, in other processes. Otherwise read values such as "
         "loss.item() less often.",
         "Time between the passes costs",
-        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait, "
-        "which was not measured and is at most this",
+        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait "
+        "that was not measured",
     ),
     Use(
         "host",
@@ -187,7 +189,7 @@ _ROWS = (
         "idle",
         "idle and host gaps",
         "in which the traced device had no work, without input wait",
-        "Use torch.compile or CUDA graphs, or larger batches, so that Python keeps up with the device.",
+        "Use torch.compile, if the model is not compiled yet, CUDA graphs or larger batches, so that Python keeps up.",
         "Idle time costs",
         "the device waits for Python, which does not launch work fast enough",
         of_trace="idle_seconds",
@@ -214,7 +216,7 @@ _ROWS = (
         "other_kernels",
         "kernels other than matmuls",
         "in norms, activations and other element-wise work",
-        "Use torch.compile or fused kernels for norms, activations and the loss.",
+        "Use fused kernels for norms, activations and the loss, or torch.compile if the model is not compiled yet.",
         "Kernels other than matmuls cost",
         "norms, activations and other memory-bound work take the time",
         of_trace="other_kernel_seconds",
@@ -278,6 +280,8 @@ LOSSES: Mapping[str, Use] = {use.key: use for use in _ROWS if use.measured}
 """The losses of a waterfall, in the order in which they are drawn."""
 _OUTSIDE = tuple(takewhile(lambda key: key != "productive", USES))
 IN_STEPS = frozenset(USES) - {*_OUTSIDE}
+MAY_HAVE_WAITS = ("outside", "stall", "between")
+"""Where a wait for a batch is if flopwatch has not seen the fetch, which is far longer than usual in the first two."""
 LOST = (*(key for key in _OUTSIDE if key not in ("warm_up", "other")), "input_wait")
 """Every use of time that goodput counts as lost, except `other`, which is the remainder, and `between`."""
 OF_TRACES: Mapping[str, Use] = {use.of_trace: use for use in _ROWS if use.of_trace}

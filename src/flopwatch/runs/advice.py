@@ -7,9 +7,9 @@ from typing import Literal
 
 from flopwatch.numbers import duration, percent
 from flopwatch.present.document import Bar, Bars, Column, Table, numbers
-from flopwatch.records.time_uses import USES
+from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
 from flopwatch.runs.comparison import total
-from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
 from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
@@ -18,6 +18,7 @@ from flopwatch.runs.waterfall import (
     exactness_of,
     how_to_trace,
     in_shell,
+    named,
     seconds_of,
     undivided_note,
     waterfall_of,
@@ -52,12 +53,12 @@ _IF_PASSES_ARE_NOT_TIMED = {
     "below_peak": replace(
         USES["below_peak"],
         costs="Slow passes or waiting for input cost",
-        meaning="the input wait between the passes of a step was not measured, and is at most this",
+        meaning="the input wait between the passes of a step was not measured, and is part of this",
     ),
     "idle": replace(
         USES["idle"],
         meaning="the device waits for Python or for input: the input wait between the passes of a step was not "
-        "measured, and is at most this",
+        "measured, and is part of this",
     ),
 }
 
@@ -129,7 +130,8 @@ def what_is_missing(log: RunLog) -> str:
         steps, seconds = config.get("log_every", "log_every"), config.get("log_seconds", "log_seconds")
         when = f"the first one is written after {steps} steps or {seconds} s, and after 6 steps at the earliest"
         ended = "the run ended before its first one"
-        return f"the log has no row of metrics yet; {when if log.summary is None else ended}"
+        earlier = f". {note.rstrip('.')}" if (note := earlier_run_note(log.earlier_step)) else ""
+        return f"the log has no row of metrics yet; {when if log.summary is None else ended}{earlier}"
     if not total(log, "total/model_flops"):
         return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
     if provenance is None or provenance.peak is None:
@@ -179,9 +181,23 @@ def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_S
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
         need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
         return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
-    found = _verdict(waterfall, _gains(waterfall, _good_share(log)), bool(uses.get("passes_timed")))
+    times_passes = bool(uses.get("passes_timed"))
+    found = _verdict(waterfall, _gains(waterfall, _good_share(log)), times_passes)
     inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
-    return replace(found, reservation=inexact if exactness_of(log)[0] is False else "")
+    reservations = (inexact if exactness_of(log)[0] is False else "", _bound_of_waits(found, waterfall, times_passes))
+    return replace(found, reservation=" ".join(filter(None, reservations)))
+
+
+def _bound_of_waits(verdict: Verdict, waterfall: Waterfall, times_passes: bool) -> str:
+    """How long unmeasured waits for batches can be, if the verdict names a loss that they may be part of."""
+    keys = MAY_HAVE_WAITS if times_passes else (*MAY_HAVE_WAITS, *_IF_PASSES_ARE_NOT_TIMED)
+    if not set(keys) & set(verdict.losses):
+        return ""
+    places = [loss for loss in waterfall.losses if loss.key in keys and loss.points >= LEAST_DRAWN_POINTS]
+    return (
+        f"If batches are fetched where flopwatch does not see it, this wait is part of {named(places)}: after warm-up "
+        f"at most {_points(sum(loss.points for loss in places))}."
+    )
 
 
 def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:

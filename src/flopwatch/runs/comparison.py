@@ -1,5 +1,6 @@
 """Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -43,7 +44,31 @@ class Difference:
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
     """The differences between the runs that affect the compared numbers, the most serious first."""
     pairs = zip(_facts(a), _facts(b), strict=True)
-    return tuple(Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b)
+    found = [Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
+    in_a, in_b = _arguments(a), _arguments(b)
+    names = [name for name in in_a | in_b if in_a.get(name) != in_b.get(name)]
+    return (*found, *(Difference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
+
+
+def _arguments(log: RunLog) -> dict[str, str]:
+    """The arguments of the script by name, or by place if they have no name. A flag without a value is `given`."""
+    logged = log.starts[-1].what_ran.get("arguments") if log.starts else None
+    given = (
+        [str(argument) for argument in logged] if isinstance(logged, Sequence) and not isinstance(logged, str) else []
+    )
+    found: dict[str, list[str]] = {}
+    name, places = "", 0
+    for argument in given:
+        if re.match(r"--?[a-zA-Z]", argument):
+            name, _, value = argument.partition("=")
+            found.setdefault(name, []).extend([value] if value else [])
+            name = "" if value else name
+        elif name:
+            found[name].append(argument)
+        else:
+            places += 1
+            found[str(places)] = [argument]
+    return {name: " ".join(values) or "given" for name, values in found.items()}
 
 
 def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
@@ -67,14 +92,14 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
         ("coverage", getattr(provenance, "coverage", None), _FLOPS),
         *((name, environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
         ("flopwatch", environment.get("flopwatch"), _FLOPS),
-        *((name, ran.get(name), _ALL) for name in ("script", "arguments", "git commit")),
+        *((name, ran.get(name), _ALL) for name in ("script", "git commit")),
     ]
 
 
 # The measures
 
 
-Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step"]
+Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step", "FLOP"]
 Part: TypeAlias = Callable[[SteadyStep], tuple[int | float | None, int | float | None]]
 
 
@@ -144,6 +169,7 @@ _QUOTIENTS: tuple[tuple[str, str, Unit, tuple[str, str] | None, Part], ...] = (
     ("padding_percent", "padding", "%", _SHARE, lambda step: (_padding(step), step.tokens)),
     ("samples_per_step", "samples per step", "per step", None, lambda step: (step.samples, 1)),
     ("tokens_per_step", "tokens per step", "per step", None, lambda step: (step.tokens, 1)),
+    ("model_flops_per_step", "model FLOPs per step", "FLOP", None, lambda step: (step.model_flops, 1)),
 )
 
 MEASURES = (
@@ -237,6 +263,7 @@ class RunSteps:
         left_out: Number of warm-up steps and of steps without a measured time.
         has_ended: False if the run is still running or was killed.
         world_size: Number of ranks. The log has the steps of the rank that writes it.
+        earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
     """
 
     log: str
@@ -244,6 +271,7 @@ class RunSteps:
     left_out: int
     has_ended: bool
     world_size: int
+    earlier_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +343,7 @@ def speed_line(comparison: Comparison) -> Line | None:
 def _run_steps(log: RunLog, compared: int) -> RunSteps:
     world_size = log.starts[-1].world_size if log.starts else 1
     steps = sum(len(row.steps.get("step", ())) for row in log.rows)
-    return RunSteps(str(log.path), compared, steps - compared, log.summary is not None, world_size)
+    return RunSteps(str(log.path), compared, steps - compared, log.summary is not None, world_size, log.earlier_step)
 
 
 class _Draws:

@@ -56,6 +56,8 @@ class Explanation(Stored):
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
+        earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
+        peak_was_logged: False if the peak was given or measured after the run, so that the log has no MFU at it.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.
         all_ranks_mfu: MFU of the window over all ranks; None if there is only one rank.
         what_ran: Script, arguments, folder, git commit, user, job and packages of the session, in words.
@@ -91,6 +93,8 @@ class Explanation(Stored):
     exact: bool | None = None
     notes: tuple[str, ...] = ()
     what_ran: Mapping[str, str] = field(default_factory=dict)
+    earlier_step: int | None = None
+    peak_was_logged: bool = True
 
 
 Cells = Mapping[str, Any]
@@ -102,13 +106,16 @@ def explain_step(log: RunLog, step: int) -> Explanation:
     return _explained(log, found.row, [found.cells], {}, is_window=False)
 
 
-def explain_window(log: RunLog, row: Row) -> Explanation:
-    """Explain the MFU of a logging window, which the log has as `perf/mfu`."""
+def explain_window(log: RunLog, row: Row, logged: Row | None = None) -> Explanation:
+    """Explain the MFU of a logging window, which the log has as `perf/mfu`.
+
+    If the peak was given after the run, `logged` is the row as the log has it.
+    """
     cells = [step_cells(log, number).cells for number in row.steps.get("step", ())]
     needs_flops = any("model_flops" in cell for cell in cells)
     left_out = {cell["step"]: reason for cell in cells if (reason := _why_left_out(cell, needs_flops=needs_flops))}
     counted = [cell for cell in cells if cell["step"] not in left_out]
-    return _explained(log, row, counted, left_out, is_window=True)
+    return _explained(log, row, counted, left_out, is_window=True, logged=logged)
 
 
 def _why_left_out(cells: Cells, *, needs_flops: bool) -> str | None:
@@ -120,7 +127,13 @@ def _why_left_out(cells: Cells, *, needs_flops: bool) -> str | None:
 
 
 def _explained(
-    log: RunLog, row: Row, steps: Sequence[Cells], left_out: Mapping[int, str], *, is_window: bool
+    log: RunLog,
+    row: Row,
+    steps: Sequence[Cells],
+    left_out: Mapping[int, str],
+    *,
+    is_window: bool,
+    logged: Row | None = None,
 ) -> Explanation:
     numbers = row.steps.get("step") or [row.step]
     step = row.step if is_window else steps[0]["step"]
@@ -133,7 +146,8 @@ def _explained(
     other = {name: row.values.get(f"time/{name}_seconds", spent.get(name)) for name in APART}
     world_size = max((start.world_size for start in log.starts), default=1)
     # With several ranks, the logged MFU is over all ranks but the logged steps are those of one rank.
-    comparable = row.values if is_window and world_size == 1 else {}
+    values = row.values if logged is None else logged.values
+    comparable = values if is_window and world_size == 1 else {}
     return Explanation(
         log=str(log.path),
         step=step,
@@ -153,6 +167,8 @@ def _explained(
         hfu=_division(steps, "hardware_flops", provenance, comparable.get("perf/hfu")),
         unknown=_unknown(sums, provenance, left_out, log),
         torn_lines=log.torn_lines,
+        earlier_step=log.earlier_step,
+        peak_was_logged=values.get("perf/mfu") == row.values.get("perf/mfu"),
         world_size=world_size,
         all_ranks_mfu=row.values.get("perf/mfu") if world_size > 1 else None,
         exact=row.exact,

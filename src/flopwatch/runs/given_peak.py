@@ -6,9 +6,10 @@ from typing import Any
 
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.run import Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs.reading import RunLog
 
+_PEAK_UNKNOWN = "peak_unknown"
 ChoosePeak = Callable[[RunStart | None, Provenance], Peak | None]
 """Returns the peak to use for a part of a run; None leaves it as it was logged."""
 
@@ -32,6 +33,7 @@ class PeakGiver:
         self._choose = choose
         self._start: RunStart | None = None
         self._peak: Peak | None = None
+        self._is_given = False
         self._newest: Mapping[str, Any] = {}
         """The newest totals. A summary has none of its own."""
 
@@ -42,6 +44,7 @@ class PeakGiver:
         if isinstance(record, Provenance):
             self._peak = self._choose(self._start, record)
             if self._peak is not None:
+                self._is_given = True
                 return replace(record, peak=self._peak.to_json(), achievable_flops_per_s=None)
         if self._peak is None:
             return record
@@ -52,6 +55,10 @@ class PeakGiver:
             values = _without_times_at_peak(record.values)
             return replace(record, values={**values, **_shares_of(record.values, self._peak), **times})
         return record
+
+    def is_out_of_date(self, notice: Notice) -> bool:
+        """Whether a notice says that there is no MFU, which the peak that was given afterwards has changed."""
+        return self._is_given and notice.code == _PEAK_UNKNOWN
 
     def row(self, row: Row) -> Row:
         if (peak := self._peak) is None:
@@ -89,6 +96,7 @@ def with_peak(log: RunLog, choose: ChoosePeak | None) -> RunLog:
     giver = giver_of(log, choose)
     changed: Any = {name: tuple(map(giver, getattr(log, name))) for name in ("starts", "provenances", "rows")}
     changed["summary"] = None if log.summary is None else giver(log.summary)
+    changed["notices"] = tuple(notice for notice in log.notices if not giver.is_out_of_date(notice))
     return replace(log, **changed)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flopwatch.numbers import number, step_time
-from flopwatch.records.time_uses import IN_STEPS, USES
+from flopwatch.records.time_uses import IN_STEPS, MAY_HAVE_WAITS, USES
 
 PASSES = "passes"
 """Key of the time of forward and backward passes in which the FLOPs of the model were computed."""
@@ -22,6 +22,7 @@ OF_PASSES = ("below_peak", "slow_matmuls", "achievable", "unpriced", "recompute"
 _ONCE = ("start_up", "compile", "count")
 LEAST_SHARE = 0.02
 """Two runs of the same training differ by some percent; a smaller share of the time per step is not put into words."""
+_NEARLY_ALL = 0.1
 _FAR_LONGER = 2.0
 """If the steps themselves became longer or shorter by this factor, as the whole run did, what changed most in them is
 named first, unless something else changed by more than this factor of it: a long pause may cost a short run somewhat
@@ -132,6 +133,15 @@ def _place_of_waits(a: RunTime, b: RunTime) -> str:
     return "between" if "between" in a.measured and "between" in b.measured else PASSES
 
 
+def _rare_places(run: RunTime) -> list[str]:
+    """Where an unmeasured wait is too, if it was far longer than usual."""
+    return [key for key in MAY_HAVE_WAITS if key != "between" and run.seconds.get(key)]
+
+
+def _in_quotes(keys: Sequence[str]) -> str:
+    return " and ".join(f'"{_name(key)}"' for key in dict.fromkeys(keys))
+
+
 def _folded(amounts: Mapping[str, float], folds: Mapping[str, str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, amount in amounts.items():
@@ -223,7 +233,8 @@ def _words(cause: Cause, parts: Mapping[str, PartChange], a: RunTime, b: RunTime
         return f"steps {became} the FLOPs, which makes {_ms(abs(cause.change_ms))} of {_name(PASSES)}"
     part = parts[cause.key]
     verb = "grew" if cause.change_ms > 0 else "shrank"
-    if cause.key == PASSES and (part.change_ms > 0) != (cause.change_ms > 0):
+    # What larger or smaller steps make of the growth is a cause of its own, and would be told twice.
+    if cause.key == PASSES and abs(part.change_ms - cause.change_ms) > _NEARLY_ALL * abs(part.change_ms):
         became = "slower" if cause.change_ms > 0 else "faster"
         return f"{part.name} became {became} at the same work, by {_ms(abs(cause.change_ms))}"
     return f"{part.name} {verb} from {_ms(part.a_ms)} to {_ms(part.b_ms)}"
@@ -238,9 +249,14 @@ def _notes(a: RunTime, b: RunTime) -> tuple[str, ...]:
     for key, target in _folds(a, b).items():
         which = "A" if key in a.measured else "B"
         notes.append(f'Only {which} measured "{_name(key)}", so it is part of "{_name(target)}" in both.')
+        if key == "input_wait" and (rare := _rare_places(b if which == "A" else a)):
+            other = "B" if which == "A" else "A"
+            notes.append(f"In {other}, some of the input wait may be part of {_in_quotes(rare)} too.")
     if "input_wait" not in {*a.measured, *b.measured}:
-        place = _name(_place_of_waits(a, b))
-        notes.append(f'The input wait of both runs is unknown. It is part of "{place}" and at most that long.')
+        places = _in_quotes((_place_of_waits(a, b), *_rare_places(a), *_rare_places(b)))
+        notes.append(
+            f"The input wait of both runs is unknown. After warm-up, it is part of {places}, at most all of it."
+        )
     once = [key for key in _ONCE if a.seconds.get(key) or b.seconds.get(key)]
     if a.steps != b.steps and once:
         names = ", ".join(_name(key) for key in once)

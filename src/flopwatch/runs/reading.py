@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -32,6 +33,7 @@ class RunLog:
         notices: Messages that the run logged for its user.
         summary: The record at the end of the last session; None if it is still running or was killed.
         torn_lines: Number of lines that are not complete records.
+        earlier_step: The last step of an earlier run in the same file, which is not read; None if there is none.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class RunLog:
     notices: tuple[Notice, ...] = ()
     summary: Summary | None = None
     torn_lines: int = 0
+    earlier_step: int | None = None
 
     def _repr_html_(self) -> str:
         """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
@@ -79,8 +82,14 @@ class _RowLine(NamedTuple):
         return self.step <= self.cut_after
 
 
+class _EarlierRun(NamedTuple):
+    """The newest row of an earlier run in the file."""
+
+    step: int
+
+
 _INEXACT = re.compile(rb'"exact": ?false')
-_Found: TypeAlias = Record | _RowLine | TornLineError
+_Found: TypeAlias = Record | _RowLine | _EarlierRun | TornLineError
 
 
 def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
@@ -124,7 +133,8 @@ def _current_run(path: Path) -> Iterator[_Found]:
     is_last_of_session = True
     has_later_row = False  # Whether a later row of the same session was found.
     doubts: tuple[Notice, ...] = ()
-    for line in lines_from_end(path):
+    lines = lines_from_end(path)
+    for line in lines:
         found = _read_line(line, may_be_torn=is_last_of_session)
         is_last_of_session = isinstance(found, RunStart)
         if isinstance(found, _RowLine) and found.is_partial and has_later_row:
@@ -148,10 +158,15 @@ def _current_run(path: Path) -> Iterator[_Found]:
             yield found
         if isinstance(found, RunStart):
             if found.resumed_after_step is None:
+                yield from islice(_earlier_rows(lines), 1)
                 return
             last_valid_step = min(last_valid_step, found.resumed_after_step)
     if superseded is not None:
         yield from _with_steps_left(superseded)
+
+
+def _earlier_rows(lines: Iterator[bytes]) -> Iterator[_EarlierRun]:
+    yield from (_EarlierRun(step) for line in lines if (step := row_step(line)) is not None)
 
 
 def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
@@ -203,7 +218,11 @@ def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
 def _as_log(path: Path, lines: Iterable[_Found], reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
     records: list[Record] = []
     torn = 0
+    earlier_step = None
     for item in lines:
+        if isinstance(item, _EarlierRun):
+            earlier_step = item.step
+            continue
         try:
             record = _record_of(item)
         except TornLineError:
@@ -219,10 +238,21 @@ def _as_log(path: Path, lines: Iterable[_Found], reduce_row: Callable[[Row], Row
     records.reverse()
     kinds = {"starts": RunStart, "provenances": Provenance, "rows": Row, "notices": Notice}
     found: dict[str, Any] = {name: tuple(each for each in records if isinstance(each, kinds[name])) for name in kinds}
-    return RunLog(path, **found, summary=newest if isinstance(newest, Summary) else None, torn_lines=torn)
+    summary = newest if isinstance(newest, Summary) else None
+    return RunLog(path, **found, summary=summary, torn_lines=torn, earlier_step=earlier_step)
 
 
-def _record_of(item: _Found) -> Record | None:
+def earlier_run_note(step: int | None) -> str:
+    """What a reader must know about the earlier run in the same file, which ends at `step`; empty without one."""
+    if step is None:
+        return ""
+    return (
+        f"The log also has an earlier run, up to step {step:,}, which is left out here: the newest session did not "
+        "continue its steps, so it began a run of its own. Give each run a folder of its own."
+    )
+
+
+def _record_of(item: Record | _RowLine | TornLineError) -> Record | None:
     if isinstance(item, TornLineError):
         raise item
     if not isinstance(item, _RowLine):
@@ -277,7 +307,8 @@ def _which_are(log: RunLog, step: int) -> str:
         after = min((span for span in spans if span[0] > step), default=None)
         nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
         text += f", but step {step} is missing; the nearest logged windows are steps {nearest}"
-    return text
+    note = earlier_run_note(log.earlier_step)
+    return f"{text}. {note.rstrip('.')}" if note else text
 
 
 class SteadyStep(NamedTuple):

@@ -45,6 +45,8 @@ class WatchFeed:
         for record in records:
             self.run.add(record if self._giver is None else self._giver(record))
             is_new = True
+        if self._giver is not None:
+            self.run.drop_notices(self._giver.is_out_of_date)
         if is_new and self._has_looked:
             # Use the clock of this machine, because the clock of the training machine may differ.
             self.run.heard_unix_time = self.unix_time()
@@ -120,10 +122,12 @@ class WatchedRun:
     Attributes:
         start: The record at the start of the last session; `summary`, that at its end.
         loss: Step and value of the newest logged loss.
+        earlier_step: The last step of an earlier run in the same log; None if there is none.
         heard_unix_time: When the last record was written.
     """
 
     def __init__(self) -> None:
+        self.earlier_step: int | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -143,7 +147,9 @@ class WatchedRun:
     def add(self, record: Record) -> None:
         if isinstance(record, RunStart):
             if record.resumed_after_step is None:
+                earlier_step = self.row.step if self.row is not None else self.earlier_step
                 self._forget()
+                self.earlier_step = earlier_step
             for curve in self.curves.values():
                 curve.drop_after(record.resumed_after_step or 0)  # the session repeats these steps
             self.start, self.summary, self._first_row = record, None, None
@@ -171,6 +177,10 @@ class WatchedRun:
         for key, curve in self.curves.items():
             if key in row.values:
                 curve.add(row.step, row.values[key])
+
+    def drop_notices(self, is_out_of_date: Callable[[Notice], bool]) -> None:
+        for notice in [notice for notice in self.notices if is_out_of_date(notice)]:
+            self.notices.remove(notice)
 
     def value(self, key: str) -> Number | None:
         """A metric of the newest window only, so that all values on the screen belong to the same steps."""

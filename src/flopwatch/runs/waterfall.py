@@ -14,8 +14,8 @@ from typing import Any
 
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
-from flopwatch.records.time_uses import IN_STEPS, LOSSES, OF_TRACES, Use
-from flopwatch.runs.reading import RunLog, provenance_at
+from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
+from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
 from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
 from flopwatch.text import one_line, plural
 
@@ -132,7 +132,7 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
     goodput = goodput_of(seconds)
     if goodput is None:
         return None
-    unread = []
+    unread = list(filter(None, [earlier_run_note(log.earlier_step)]))
     if log.torn_lines:
         lines, verb = plural(log.torn_lines, "line"), "is" if log.torn_lines == 1 else "are"
         why = "a process that is killed or is still writing leaves one such line"
@@ -276,8 +276,7 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
     """What a reader has to know about the figures: FLOPs that are not exact, what is not divided, the peak."""
     notes = []
     if not facts["knows_input_wait"]:
-        where = f'"{LOSSES["between"].name}"' if facts["times_passes"] else "other losses"
-        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {_MEASURE_WAIT}")
+        notes.append(f"The input wait of this run was not measured, so it is part of {_where(waterfall, facts)}")
     if not seconds.get("divided") and not waterfall.points("optimizer"):
         notes.append(
             "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
@@ -302,6 +301,18 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
         measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"
         notes.append(f"{note}{'' if facts['achievable_flops_per_s'] else measure}.")
     return notes
+
+
+def _where(waterfall: Waterfall, facts: Mapping[str, Any]) -> str:
+    places = [loss for loss in waterfall.losses if loss.key in MAY_HAVE_WAITS]
+    if not facts["times_passes"] or not places:
+        return f"other losses. {_MEASURE_WAIT}"
+    together = duration(sum(loss.seconds for loss in places))
+    return f"{named(places)}, after warm-up at most {together}. {_MEASURE_WAIT}"
+
+
+def named(losses: Sequence[Loss]) -> str:
+    return " and ".join(f'"{loss.name}"' for loss in losses)
 
 
 def _divide(

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.color import ColorSystem
@@ -103,11 +103,20 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", of("total/tokens", count)),
         ("tokens/s", of("perf/tokens_per_second", count)),
         ("model FLOPs", of("total/model_flops", flops)),
-        *((f"notice {code}", f"{times} x") for code, times in summary.notices.items()),
+        ("notices", _notices(summary.notices) or None),
         *((f"{sink} lost", f"{rows:,} rows") for sink, rows in summary.dropped_rows.items() if rows),
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
     ]
     return [(label, text) for label, text in lines if text is not None]
+
+
+def _notices(times: Mapping[str, int]) -> str:
+    """How often each notice was due; the table would become as wide as the longest code if these were labels.
+
+    >>> _notices({"stalled": 3, "not_exact": 1})
+    'stalled (due 3 times, shown once), not_exact'
+    """
+    return ", ".join(code if due == 1 else f"{code} (due {due:,} times, shown once)" for code, due in times.items())
 
 
 def _loss(value: float) -> str:

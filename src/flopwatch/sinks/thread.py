@@ -199,25 +199,30 @@ def build_sinks(
         if not isinstance(want, str):
             sinks.append(_checked(want))
             continue
-        if want not in SINK_NAMES and ":" not in want:
-            close = get_close_matches(want, SINK_NAMES, n=1)
-            maybe = f"did you mean {close[0]!r}? " if close else ""
-            raise InputError(
-                f"there is no sink {want!r}; {maybe}Use one of {', '.join(SINK_NAMES)}, your own as 'module:Class', "
-                "or an object of such a class"
-            )
+        check_name(want)
         try:
-            name, port = _split_port(want)
+            name, port = split_port(want)
             sinks.append(_make(name, output_dir, {**options.get(name, {}), **port}))
         except Exception as error:
             failures[want] = first_line(error)
     return sinks, failures
 
 
-def _split_port(want: str) -> tuple[str, dict[str, int]]:
+def check_name(want: str) -> None:
+    """Raise InputError if there is no sink with that name."""
+    if want not in SINK_NAMES and ":" not in want:
+        close = get_close_matches(want, SINK_NAMES, n=1)
+        maybe = f"did you mean {close[0]!r}? " if close else ""
+        raise InputError(
+            f"there is no sink {want!r}; {maybe}Use one of {', '.join(SINK_NAMES)}, your own as 'module:Class', "
+            "or an object of such a class"
+        )
+
+
+def split_port(want: str) -> tuple[str, dict[str, int]]:
     """Separate the port from `prometheus:9480`.
 
-    >>> _split_port("prometheus:9480"), _split_port("my_sinks:Mine")
+    >>> split_port("prometheus:9480"), split_port("my_sinks:Mine")
     (('prometheus', {'port': 9480}), ('my_sinks:Mine', {}))
     """
     name, _, port = want.partition(":")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import RUNS_FOLDER, argument, flag
+from flopwatch.cli import RUNS_FOLDER, argument, flag, flops_per_s
 from flopwatch.errors import InputError
 from flopwatch.hardware.peaks import fastest_measured
 from flopwatch.records.flops import Peak
@@ -46,16 +46,13 @@ PEAK_TFLOPS = flag(
     "Read the log as if the run had known this dense peak of one device, in TFLOP/s, for all compute types.",
     metavar="X",
 )
-_MOST_TERAFLOPS = 1e6
 
 
 def peak_to_use(peak_tflops: float | None) -> ChoosePeak:
     """How to choose the peak of a log: as given, as logged, or as measured on such a device after the run."""
     if peak_tflops is None:
         return _measured_if_unknown
-    if not 0 < peak_tflops < _MOST_TERAFLOPS:
-        raise InputError(f"--peak-tflops must be a positive number of TFLOP/s, such as 989.4, got {peak_tflops:g}")
-    return override(peak_tflops * 1e12)
+    return override(flops_per_s(peak_tflops))
 
 
 def _measured_if_unknown(start: RunStart | None, provenance: Provenance) -> Peak | None:

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument, flag, print_json
+from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json
+from flopwatch.cli.run_logs import chosen_run
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Part, Section, Table, Text, numbers
@@ -26,7 +27,13 @@ _REFUSED = "trace_not_taken"
 
 
 def trace(
-    place: Annotated[str, argument("The folder of a run, its log file, or a trace file.", "RUN_DIR")],
+    place: Annotated[
+        str | None,
+        argument(
+            "A run (folder or log file), or a trace file; of a folder of runs, the newest. Default: flopwatch-runs.",
+            "[RUN_DIR]",
+        ),
+    ] = None,
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
@@ -35,11 +42,11 @@ def trace(
 
     If the training has ended, print its newest trace. Given a trace file, print that trace.
     """
-    path = Path(place).expanduser()
+    path = Path(place or RUNS_FOLDER).expanduser()
     if path.exists() and not path.is_dir() and path.suffix != ".jsonl":  # a trace, or neither file nor folder
-        splits: Sequence[TraceSplit] = [read_trace(place)]
+        splits: Sequence[TraceSplit] = [read_trace(str(path))]
     else:
-        feed = WatchFeed(place, time.time)
+        feed = WatchFeed(chosen_run(place), time.time)
         feed.look(must_exist=True)
         if not wait:
             _ask_only(feed, steps, as_json=as_json)

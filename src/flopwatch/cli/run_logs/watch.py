@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flopwatch.cli import RUNS_FOLDER, flag
@@ -44,7 +45,18 @@ def watch(
         feed.look(must_exist=True)
         console.print(_frame(feed, console))
     else:
+        _refuse_typing_error(feed.place)
         _watch_live(feed, console, refresh)
+
+
+def _refuse_typing_error(place: str) -> None:
+    """Raise InputError for a path that does not exist, unless it is in a named folder that does: it may come."""
+    path = Path(place).expanduser()
+    if not path.exists() and (path.parent == Path() or not path.parent.is_dir()):
+        raise InputError(
+            f"there is no {str(path.absolute())!r}: name the folder of a run or its log file, and start the training "
+            "before you watch it"
+        )
 
 
 def _list_of_runs(folder: str) -> Document:

@@ -14,7 +14,7 @@ from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
 from flopwatch.records.time_uses import USES
 from flopwatch.runs.advice import waterfall_bars
-from flopwatch.runs.reading import RunLog
+from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import State, WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
 from flopwatch.text import one_line, plain
@@ -31,12 +31,24 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "failed": ("x", "red"),
 }
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
-_TIME_LOOKS = (
-    *(("green", "█"), ("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "=")),
-    *(("blue", "▓"), ("cyan", "░"), ("bright_black", "·"), ("bright_cyan", "~"), ("magenta", "×"), ("red", "▒")),
-    ("bright_black", "-"),
-)
-"""Of the parts of the time, in their order: training steps, warm-up, the uses that are lost, and other time."""
+_TIME_LOOKS = {
+    "productive": ("green", "█"),
+    "warm_up": ("yellow", "▚"),
+    "compile": ("yellow", "▚"),
+    "start_up": ("bright_blue", "○"),
+    "restart": ("bright_red", "+"),
+    "rerun": ("bright_yellow", "="),
+    "eval": ("blue", "▓"),
+    "checkpoint": ("cyan", "░"),
+    "pause": ("bright_black", "·"),
+    "outside": ("bright_cyan", "~"),
+    "count": ("magenta", "×"),
+    "input_wait": ("red", "▒"),
+    "stall": ("bright_magenta", "!"),
+    "between": ("bright_green", ":"),
+    "other": ("bright_black", "-"),
+}
+"""Of the parts of the time, by the key of the use."""
 _PEAK_LOOKS = (("green", "█"), ("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
 """Of the MFU, and of the largest losses."""
 _REST_LOOK = ("bright_black", "-")
@@ -77,7 +89,10 @@ def draw_frame(
     state = run.state(unix_time)
     title = _title(run, place, state, unix_time, width)
     if state == "no log":
-        return [title, _line(), *_paragraph("Waiting for the first record of a run.", width, "dim")]
+        where = (
+            f"Waiting for the first record of a run in {Path(place).expanduser().absolute()}; Ctrl-C ends the waiting."
+        )
+        return [title, _line(), *_paragraph(where, width, "dim")]
     is_large = height >= _TALL and width >= _WIDE
     top = [title, _facts(run, width), _line(), _progress(run, state, width), _line(), *_cards(run, width), _line()]
     bars = [*_time_bar(run, width, in_colour), *([_line()] if is_large else [])]
@@ -211,11 +226,23 @@ def _cards(run: WatchedRun, width: int) -> list[Text]:
     widths = [width * part // 120 for part in _CARD_WIDTHS]
     widths.append(width - sum(widths) - len(widths))
     blocks = []
-    for card in (*shown, _loss(run), _tokens(run), _step_time(run)):
+    for card, room in zip((*shown, _loss(run), _tokens(run), _step_time(run)), widths, strict=True):
         value = _line((card.value or "", f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         value = _line(("unknown", "dim italic")) if card.value is None else value
-        blocks.append([_line((card.name, "dim")), value, _line((card.remark, "dim"))])
+        blocks.append([_line((card.name, "dim")), value, _line((_without_cut_number(card.remark, room), "dim"))])
     return _beside(list(zip(widths, blocks, strict=True)), gap=1)
+
+
+def _without_cut_number(remark: str, room: int) -> str:
+    """The remark, of which no number is cut: its first digits would look like a smaller number.
+
+    >>> _without_cut_number("p50 30 p90 46 p99 329", 19), _without_cut_number("4.5 GFLOP/s", 9)
+    ('p50 30 p90 46 p99 …', '4.5 GFLOP/s')
+    """
+    kept = remark[: max(room - 1, 0)]
+    if len(remark) <= room or not kept or remark[len(kept)] not in "0123456789.,":
+        return remark
+    return f"{kept.rpartition(' ')[0]} …".strip()
 
 
 def _utilisation(run: WatchedRun, name: str, which: str) -> _Card:
@@ -386,18 +413,16 @@ def _without_bar(label: str, why: str) -> list[Text]:
 
 def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     """How the time since the first start of the run was spent, the goodput, and the largest causes of lost time."""
-    spent = run.seconds_spent()
-    parts = {
-        "productive": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
-        **{key: seconds for key, seconds in spent.items() if key not in ("train", "wall")},
-    }
-    parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
+    goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
+    parts = (
+        _without_wall(run) if goodput is None else {"productive": goodput.productive_seconds, **goodput.lost_seconds}
+    )
+    parts = {key: max(seconds, 0.0) for key, seconds in parts.items()}  # one may be negative in a damaged log
     whole = sum(parts.values())
     if whole <= 0:
         return _without_bar("time", "not logged yet")
     named = {USES[key].name: seconds for key, seconds in parts.items()}
-    drawn = _bar("time", named, _TIME_LOOKS, duration(whole), width, in_colour)
-    goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
+    drawn = _bar("time", named, [_TIME_LOOKS[key] for key in parts], duration(whole), width, in_colour)
     if goodput is None:
         return drawn
     text = _line(" " * _LABEL_WIDTH, "goodput ", (percent(goodput.share), "bold"))
@@ -406,6 +431,13 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
         text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
     losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
     return [*drawn, _with_losses(text, losses, width)]
+
+
+def _without_wall(run: WatchedRun) -> dict[str, float]:
+    """The seconds by use of a log that does not have the wall time, and so no goodput."""
+    spent = run.seconds_spent()
+    in_steps = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
+    return in_steps | {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}
 
 
 def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
@@ -463,6 +495,8 @@ def _notices(run: WatchedRun, width: int) -> list[Text]:
     first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
     advised = None if run.row is None else advice(run.row.values)
     last = [] if advised is None else [Notice(None, "info", "advice", advised)]
+    if note := earlier_run_note(run.earlier_step):
+        first.append(Notice(None, "info", "earlier_run", note))
     rows: list[Text] = []
     for notice in [*first, *reversed(run.notices), *last]:
         mark, style = _LEVELS.get(notice.level, ("!", "yellow"))

@@ -47,13 +47,14 @@ def explain(
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
     from flopwatch.present.terminal import print_document
 
-    log = with_peak(read_around(find_log(chosen_run(run_dir)), step), peak_to_use(peak_tflops))
+    logged = read_around(find_log(chosen_run(run_dir)), step)
+    log = with_peak(logged, peak_to_use(peak_tflops))
     if step is None and not log.rows:
         if as_json:
             raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
         print_document(where_the_time_went(log, (), ())[1])
         return
-    explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
+    explanation = explain_window(log, log.rows[-1], logged.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
         print_json(explanation.to_json())
     else:

@@ -18,6 +18,7 @@ from flopwatch.monitor.pricing.estimates import sum_of_costs
 from flopwatch.monitor.pricing.evidence import Evidence, StepKind, Verdict
 from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
 from flopwatch.monitor.pricing.step_counter import StepCounter, StepTrace
+from flopwatch.numbers import flop_rate
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
@@ -220,7 +221,10 @@ class StepPricer:
         if peak is None or peak.kind in ("measured", "override") or self.peaks.ranks > 1:
             return None
         measured = measured_peak(self.peaks.device, peak.dtype)
-        return None if measured is None or measured.confidence == "low" else measured.flops_per_s
+        if measured is not None and measured.confidence == "low":
+            self._notify(*notices.notice("measured_peak_not_used", rate=flop_rate(measured.flops_per_s)))
+            return None
+        return None if measured is None else measured.flops_per_s
 
 
 def _flops_of(count: StepCount, padding: int) -> StepFlops:

@@ -145,6 +145,14 @@ def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Ite
         yield f'<rect class="tip" {size_words} {height}{svg.tipped(chr(10).join(lines))}/>'
 
 
+def _span(moment: Moment, x: svg.LinearScale, y: float) -> str:
+    """A line over the steps between which it happened, because the log has no place inside of a logging window."""
+    if moment.last_step is None or moment.kind == "restart":
+        return ""
+    first = x.low if moment.first_step is None else moment.first_step
+    return f"M{x(first):.1f} {y:.1f}H{x(moment.last_step):.1f}" if first < moment.last_step else ""
+
+
 def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Table) -> Drawing:
     """Draw one lane for each kind of moment, over the steps of the run."""
     x = svg.LinearScale(*steps, 84.0, _RIGHT)
@@ -159,7 +167,7 @@ def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Tabl
             if moment.kind == kind == "notice":
                 parts.append(_triangle(place, middle - 1, moment))
             elif moment.kind == kind:
-                shape = f"M{place:.1f} {middle - 7:.1f}v14"
+                shape = f"M{place:.1f} {middle - 7:.1f}v14{_span(moment, x, middle)}"
                 parts.append(f'<path class="tick lane {kind}" d="{shape}"{svg.tipped(moment_words(moment))}/>')
     bottom = 28.0 * len(kinds) + 16
     parts += _step_labels(x, 76, bottom)

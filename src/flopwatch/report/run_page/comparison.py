@@ -9,6 +9,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, flops, number, percent, 
 from flopwatch.present.document import Cell, Column, Document, Facts, Most, Part, Section, Table, Text, Tone, numbers
 from flopwatch.runs.comparison import Comparison, Difference, RunSteps
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
+from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 
@@ -36,6 +37,7 @@ _POINTS = (
     "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
     "milliseconds at the speed of the passes."
 )
+_SAME_SIZE_PERCENT = 1.0
 _LEAST_MS = 0.05
 """A part that is shorter in both runs would be printed as 0.0 ms."""
 
@@ -43,7 +45,7 @@ _LEAST_MS = 0.05
 def comparison_document(comparison: Comparison) -> Document:
     """The settings that differ, the table of figures, and how far the verdicts can be trusted."""
     runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
-    parts: list[Part] = [Facts(runs), Section("", [*_differences(comparison.differences)])]
+    parts: list[Part] = [Facts(runs), *_other_work(comparison), Section("", [*_differences(comparison.differences)])]
     interval = Column("99 % interval", is_number=True, is_extra=True)
     columns: list[Column | str] = ["", *numbers("A", "B", "change"), interval, ""]
     rows: list[Sequence[Cell | str]] = [
@@ -67,6 +69,19 @@ def _run(name: str, run: RunSteps) -> Iterator[tuple[str, str]]:
     left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
     yield name, run.log
     yield "", f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
+    if note := earlier_run_note(run.earlier_step):
+        yield "", note
+
+
+def _other_work(comparison: Comparison) -> Iterator[Part]:
+    """A warning before all figures if the steps of the two runs do not do the same work."""
+    line, tokens = comparison.line("model_flops_per_step"), comparison.line("tokens_per_step")
+    if line.a is None or line.b is None or line.change is None or abs(line.change) <= _SAME_SIZE_PERCENT:
+        return
+    has_same_tokens = tokens.change is not None and abs(tokens.change - line.change) <= _SAME_SIZE_PERCENT
+    what = "MFU and rates, not step times" if has_same_tokens else "MFU, not step times or rates"
+    said = f"These runs do not do the same work: a step has {flops(line.a)} in A and {flops(line.b)} in B"
+    yield Section("", [Text(f"{said} ({_signed(line.change)} %). Compare {what}.", "warn")])
 
 
 def _differences(differences: Sequence[Difference]) -> list[Part]:
@@ -137,7 +152,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
     if comparison.per_step is not None:
         yield from comparison.per_step.notes
     per_step = comparison.line("tokens_per_step")
-    if per_step.change is not None and abs(per_step.change) > 1:
+    knows_flops = comparison.line("model_flops_per_step").change is not None  # and has said so before all figures
+    if per_step.change is not None and abs(per_step.change) > _SAME_SIZE_PERCENT and not knows_flops:
         yield "The steps of the two runs differ in size: compare rates and MFU, not step times."
     yield (
         "The verdicts compare the difference with the spread of step times within each run, in blocks of consecutive "

@@ -149,6 +149,7 @@ class RunReport:
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
+        earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         left_out: Names of the user's metrics that have no curve here because there are too many.
     """
 
@@ -174,6 +175,7 @@ class RunReport:
     exactness: Exactness
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
+    earlier_step: int | None = None
     left_out: tuple[str, ...] = ()
 
     @property
@@ -233,6 +235,7 @@ def read_report(
         exactness=collector.exactness(),
         provenances=_changes(log.provenances),
         torn_lines=log.torn_lines,
+        earlier_step=log.earlier_step,
         left_out=tuple(collector.left_out),
     )
 

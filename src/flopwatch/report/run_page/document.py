@@ -14,6 +14,7 @@ from flopwatch.report.run_page import words
 from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
 from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, RunReport, merged
 from flopwatch.runs.advice import waterfall_bars
+from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.stats import in_groups
 from flopwatch.text import one_line, plural
@@ -65,6 +66,8 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
     places = [(name, text) for name, text in words.places(report) if name in ("host", "device", "torch")]
     where = [f"torch {text}" if name == "torch" else text for name, text in places]
     yield doc.Only(("terminal",), [doc.Text(", ".join(where), "soft")])
+    if note := earlier_run_note(report.earlier_step):
+        yield doc.Text(note, "warn")
     said = report.conclusion
     verdict: list[doc.Part] = [doc.Text(said.sentence, "strong")]
     verdict += [doc.Text(said.reservation)] if said.reservation else []

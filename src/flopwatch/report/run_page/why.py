@@ -17,7 +17,7 @@ from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
 from flopwatch.runs.explain import Division, Explanation
-from flopwatch.runs.reading import RunLog
+from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces.splits import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
@@ -196,6 +196,8 @@ def explanation_document(explanation: Explanation) -> Document:
         for place, text in enumerate(paragraphs)
     ]
     parts: list[Part] = [Text(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", "strong")]
+    if note := earlier_run_note(explanation.earlier_step):
+        parts.append(Text(note, "warn"))
     if explanation.world_size > 1:
         of_all = explanation.all_ranks_mfu
         together = "" if of_all is None else f": MFU {percent(of_all, decimals=2)}"
@@ -356,12 +358,21 @@ def _division(name: str, numerator: str, division: Division | None, explanation:
         f"    = {division.share:.6g}",
     )
     parts = [Block("\n".join(written))]
-    if division.logged is not None:
-        difference = division.logged / division.share - 1 if division.share else 0.0
-        is_same = abs(difference) <= _ROUNDING_SECONDS * (1 + len(explanation.steps) / division.seconds)
-        how = f"the same value: {division.logged:.6g}"
-        how = how if is_same else f"{division.logged:.6g}, which differs by {difference:+.2%}"
+    if (how := _how_logged(name, division, explanation)) is not None:
         parts.append(Text(f"The log has {how}.", "soft"))
     if division.share > 1:
         parts.append(Text("This is more than the peak, so the peak, the FLOPs or the time is wrong.", "warn"))
     return parts
+
+
+def _how_logged(name: str, division: Division, explanation: Explanation) -> str | None:
+    """What the log has for this value; None if it has none that can be compared."""
+    if not explanation.peak_was_logged:
+        without = f"no {name}, because the run did not know this peak"
+        return without if division.logged is None else f"{division.logged:.6g}, at the peak that the run knew"
+    if division.logged is None:
+        return None
+    difference = division.logged / division.share - 1 if division.share else 0.0
+    is_same = abs(difference) <= _ROUNDING_SECONDS * (1 + len(explanation.steps) / division.seconds)
+    what = f"{division.logged:.6g}"
+    return f"the same value: {what}" if is_same else f"{what}, which differs by {difference:+.2%}"

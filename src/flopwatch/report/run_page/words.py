@@ -88,15 +88,17 @@ def state_sentence(report: RunReport) -> str:
 
 
 def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
-    """The main numbers, each with the words that say what it is."""
+    """The main numbers, each with the words that say what it is; `~` marks those of FLOPs that are not exact."""
+    about = "~" if report.exactness.inexact_windows else ""
     whole = report.waterfall.mfu_percent if report.waterfall else None
-    of_wall = f"; {percent(whole / 100)} of the whole wall time" if whole is not None else ""
+    of_wall = f"; {about}{percent(whole / 100)} of the whole wall time" if whole is not None else ""
     rate = report.times.flops_per_second if report.times is not None else None
     if rate is not None and "perf/mfu_percent" not in report.curves:
-        yield flop_rate(rate), "model FLOP/s of one device"
+        yield f"{about}{flop_rate(rate)}", "model FLOP/s of one device"
     else:
-        yield metric_text("perf/mfu_percent", report.mean("perf/mfu_percent")), f"MFU of the training steps{of_wall}"
-        yield metric_text("perf/hfu_percent", report.mean("perf/hfu_percent")), "HFU of the training steps"
+        for key, words in (("mfu", f"MFU of the training steps{of_wall}"), ("hfu", "HFU of the training steps")):
+            mean = report.mean(f"perf/{key}_percent")
+            yield f"{about if mean is not None else ''}{metric_text(f'perf/{key}_percent', mean)}", words
     of = next((name for name in ("tokens", "samples") if f"perf/{name}_per_second" in report.curves), None)
     if of is not None:
         yield count(report.mean(f"perf/{of}_per_second")), f"{of} per second"
