@@ -94,7 +94,7 @@ class MonitorOwner:
         self.strict = bool(monitor_options.get("strict"))
         self.monitor: TrainingMonitor | None = None
 
-    def _begin(self, folder: str, max_steps: int, log_every: float | None, **own: Any) -> TrainingMonitor:
+    def _begin(self, folder: str | Path, max_steps: int, log_every: float | None, **own: Any) -> TrainingMonitor:
         own["output_dir"] = self._output_dir or Path(folder) / "flopwatch"
         own["total_steps"] = max_steps if max_steps > 0 else None
         if log_every:

@@ -83,8 +83,8 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._loss = self._learning_rate = None
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
-        folder, dtype = trainer.log_dir or trainer.default_root_dir, autocast_dtype(trainer.precision)
-        monitor = self._begin(folder, trainer.max_steps, trainer.log_every_n_steps, dtype=dtype)
+        dtype = autocast_dtype(trainer.precision)
+        monitor = self._begin(_log_folder(trainer), trainer.max_steps, trainer.log_every_n_steps, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
             monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
@@ -217,6 +217,12 @@ class AutomaticCallback(FlopwatchCallback):
         self._metrics = "basic" if trainer.loggers else "none"  # Lightning keeps what is logged, for nobody
         if self._is_alone(trainer.callbacks, FlopwatchCallback):
             super().on_train_start(trainer, pl_module)
+
+
+def _log_folder(trainer: Any) -> str | Path:
+    """What `trainer.log_dir` says, which itself waits for all ranks: forever, if one of them has no callback."""
+    logger = next(iter(trainer.loggers), None)
+    return getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or Path(trainer.default_root_dir)
 
 
 def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:

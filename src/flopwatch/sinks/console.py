@@ -255,6 +255,14 @@ class ConsoleSink:
         )
 
 
+class StderrConsoleSink(ConsoleSink):
+    """Writes to `sys.stderr`, looked up at the first record, so that the sink can be sent to a process that trains."""
+
+    def _open(self) -> Console:
+        self._stream = self._stream or sys.stderr
+        return super()._open()
+
+
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
     """Seconds until the run ends, estimated from the time per step since the first row; None if unknown."""
     steps_left = max(total_steps - last.steps_done, 0)
