@@ -20,7 +20,11 @@ STEPS, BATCH_SIZE, SEQ_LEN, RANKS = 20, 2, 16, 2
 
 
 @pytest.mark.slow
-def test_the_trainer_on_two_ranks_has_the_tokens_and_flops_of_both(tmp_path):
+def test_the_trainer_on_two_ranks_has_the_tokens_and_flops_of_both(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    monkeypatch.setenv("FLOPWATCH_PEAK_TFLOPS", "1")
     logging_rank, other = torchrun(SCRIPT, str(tmp_path), ranks=RANKS)
     architecture = BY_NAME["llama"]
     one_batch = flopwatch.count_flops(architecture.build(), architecture.batch(BATCH_SIZE, SEQ_LEN)).model_flops
@@ -29,6 +33,12 @@ def test_the_trainer_on_two_ranks_has_the_tokens_and_flops_of_both(tmp_path):
     assert logging_rank["values"]["total/tokens"] == STEPS * RANKS * BATCH_SIZE * SEQ_LEN
     assert logging_rank["values"]["total/model_flops"] == STEPS * RANKS * one_batch
     assert logging_rank["values"]["ranks/reporting"] == RANKS
+    # The values of a window arrive after its row, and are then added at the step at which it ended.
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tokens = {event.step: event.value for event in events.Scalars("train/total/tokens")}
+    assert tokens == {step: step * RANKS * BATCH_SIZE * SEQ_LEN for step in tokens}
+    assert {15, 20} <= set(tokens) <= {5, 10, 15, 20}
+    assert [event.step for event in events.Scalars("train/perf/mfu")][-1] == STEPS
 
 
 @pytest.mark.slow

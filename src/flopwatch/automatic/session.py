@@ -272,7 +272,7 @@ _STARTED_BY = "FLOPWATCH_STARTED_BY"
 
 
 def tell_children(output_dir: Path, options: Mapping[str, Any]) -> None:
-    """Tell processes that Lightning starts as further ranks what `flopwatch run` was given; they start with `python`."""
+    """Tell the ranks that Lightning starts with `python` what `flopwatch run` was given."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     os.environ[_STARTED_BY] = json.dumps({"pid": os.getpid(), "output_dir": str(output_dir), "options": plain})
 

@@ -622,6 +622,12 @@ def act_on_run(monitor: TrainingMonitor, part: str, action: Callable[[MonitoredR
     monitor._do(part, action)
 
 
+def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Number]]]:
+    """The windows that a framework has asked for and that are complete since the last call, by their last step."""
+    run = monitor._started_run
+    return [] if run is None else run.rows.take_answers()
+
+
 def open_monitors() -> "list[TrainingMonitor]":
     """The monitors of this process that are not closed."""
     return list(_open_monitors)

@@ -1,4 +1,4 @@
-"""Lightning on two ranks, with a callback on rank 0 only if that is asked; run by tests/integrations/test_many_ranks.py."""
+"""Lightning on two ranks, also with a callback on rank 0 only; run by tests/integrations/test_many_ranks.py."""
 
 import json
 import os
