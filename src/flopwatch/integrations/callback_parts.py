@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -83,6 +84,21 @@ def replace_method(
     return put_back
 
 
+_folders: dict[Path, list[Path]] = {}
+"""Folders of the runs of this process, by the folder that was wanted."""
+
+
+def _folder_of_run(wanted: Path, *, is_new: bool) -> Path:
+    """A folder for each training of this process; one that continues from a checkpoint takes the newest of them."""
+    here = wanted.absolute()
+    runs = _folders.setdefault(here, [])
+    if is_new or not runs:
+        used = {folder for each in _folders.values() for folder in each}
+        numbered = (here.with_name(f"{here.name}-{number}") for number in count(2))
+        runs.append(next(folder for folder in chain([here], numbered) if folder not in used))
+    return wanted if runs[-1] == here else runs[-1]
+
+
 Selection = Literal["none", "basic", "all"]
 
 
@@ -95,8 +111,10 @@ class MonitorOwner:
         self.strict = bool(monitor_options.get("strict"))
         self.monitor: TrainingMonitor | None = None
 
-    def _begin(self, folder: str | Path, max_steps: int, log_every: float | None, **own: Any) -> TrainingMonitor:
-        own["output_dir"] = self._output_dir or Path(folder) / "flopwatch"
+    def _begin(
+        self, folder: str | Path, max_steps: int, log_every: float | None, *, is_new: bool, **own: Any
+    ) -> TrainingMonitor:
+        own["output_dir"] = _folder_of_run(Path(self._output_dir or Path(folder) / "flopwatch"), is_new=is_new)
         own["total_steps"] = max_steps if max_steps > 0 else None
         if log_every:
             # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.

@@ -66,7 +66,10 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         self._steps_to_log = 0
         every = state.logging_steps if args.logging_strategy == "steps" else None
         dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-        monitor = self._begin(args.output_dir, state.max_steps, every, model=kwargs["model"], dtype=dtype)
+        is_new = state.global_step == 0
+        monitor = self._begin(
+            args.output_dir, state.max_steps, every, is_new=is_new, model=kwargs["model"], dtype=dtype
+        )
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         saved = saved[0] if isinstance(saved, list) else saved
         totals = dict(saved.get("attributes", {}).get("totals", {}))

@@ -87,7 +87,8 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         dtype = autocast_dtype(trainer.precision)
-        monitor = self._begin(_log_folder(trainer), trainer.max_steps, trainer.log_every_n_steps, dtype=dtype)
+        folder, every, is_new = _log_folder(trainer), trainer.log_every_n_steps, trainer.global_step == 0
+        monitor = self._begin(folder, trainer.max_steps, every, is_new=is_new, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
             monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
