@@ -183,18 +183,19 @@ class WatchedProcess:
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
 
     def _monitor_options(self) -> dict[str, Any]:
-        options = dict(self._options)
-        if self._is_quiet:
+        """The options, with a console on stderr, because stdout is the script's."""
+        options, settings = dict(self._options), self._settings()
+        wanted = options.get("sinks")
+        if wanted is None:  # a list that is passed on to the monitor replaces that of the file
+            wanted = settings.sinks
+        wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+        options["sinks"] = [sink for sink in wanted if sink != "console"]
+        if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
             options["quiet"] = True
-        elif sys.stderr is not None and not self._settings().quiet:
+        else:
             from flopwatch.sinks.console import StderrConsoleSink
 
-            wanted = options.get("sinks")
-            if wanted is None:  # a list that is passed on to the monitor replaces that of the file
-                wanted = self._settings().sinks
-            wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-            others = [sink for sink in wanted if sink != "console"]
-            options["sinks"] = [*others, StderrConsoleSink()]
+            options["sinks"].append(StderrConsoleSink())
         return options
 
     def _add_to_hugging_face(self) -> None:
