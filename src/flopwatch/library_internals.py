@@ -60,6 +60,16 @@ def lightning_logs_this_step(trainer: Any) -> bool:
     return bool(due)
 
 
+def lightning_row_writer(trainer: Any) -> Any:
+    """The object whose `log_metrics` Lightning calls with the values of a row before any of its loggers gets them.
+
+    Lightning's public ways, `log` and `log_dict`, also put a value into `trainer.callback_metrics`. In releases without
+    `_logger_connector` this is None, and our values get rows of their own.
+    """
+    connector = getattr(trainer, "_logger_connector", None)
+    return connector if hasattr(connector, "log_metrics") else None
+
+
 def without_fabric_wrapper(model: Any) -> Any:
     """The model that `fabric.setup` has wrapped, or `model` itself if it is not wrapped.
 

@@ -89,6 +89,16 @@ def test_quiet_in_the_file_prints_nothing(run_with):
     assert stderr == ""
 
 
+@pytest.mark.parametrize(("settings", "flags"), [("", ["--quiet"]), ("quiet: true", [])])
+def test_the_console_sink_of_the_file_prints_nothing_to_the_scripts_stdout(tmp_path, settings, flags):
+    (tmp_path / "train.py").write_text(SCRIPT + 'print("loss 1")')
+    (tmp_path / "settings.yaml").write_text(f"sinks: [console]\n{settings}")
+    command = ("run", "--output-dir", "run", *flags, "--config", "settings.yaml", "train.py")
+    out, err = start_warm(COMMAND, *command, cwd=tmp_path).communicate()
+    assert out == "loss 1\n"
+    assert ("The run ended" in err) is not bool(flags)
+
+
 def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
     records, _ = run_with("flopwatch: {attention: causal, log_every: 1, peak_tflops: 1}")
     linear = 2 * (2 * SAMPLES * POSITIONS * WIDTH * 3 * WIDTH)  # forward and the weight's gradient

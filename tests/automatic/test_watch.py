@@ -127,6 +127,20 @@ def test_with_several_optimizers_the_first_step_is_not_measured(watched):
     assert totals(watched) == (4, 4 * (2 * STEP_FLOPS + STEP_FLOPS // 2), 4 * 4)
 
 
+def test_a_dead_optimizer_that_waits_for_the_garbage_collector_is_no_second_one(tmp_path):
+    gc.disable()
+    try:
+        earlier = torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1)
+        earlier.itself = earlier  # as the schedulers of torch do
+        del earlier
+        process = flopwatch.watch(tmp_path / "run", quiet=True)
+        train(nn.Linear(8, 8), steps=5)
+        process.stop()
+    finally:
+        gc.enable()
+    assert totals(process) == (5, 5 * STEP_FLOPS, 5 * 4)
+
+
 def test_a_training_goes_on_unmeasured_after_stop(watched):
     model = nn.Linear(8, 8)
     hooks = copy.copy(model._forward_pre_hooks)

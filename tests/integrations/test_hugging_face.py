@@ -53,6 +53,21 @@ class TestRows:
         assert [row["values"]["training/lr"] for row in logged] == [entry["learning_rate"] for entry in told]
         assert logged[0]["values"]["training/grad_norm"] == told[0]["grad_norm"]
 
+    def test_a_row_of_the_trainer_is_of_all_steps_since_its_last_one_if_our_rows_are_shorter(self, tmp_path):
+        told = {}
+
+        class Watch(TrainerCallback):
+            def on_log(self, args, state, control, logs, **_):
+                told[state.global_step] = logs.get("perf/step_time", told.get(state.global_step))
+
+        shorter = {"log_seconds": 1e-9, "warm_up_steps": 0}
+        hf_trainer(tmp_path, quick_callback(config=shorter), Watch()).train()
+        columns = [row["steps"] for row in logged_rows(tmp_path / "flopwatch")]
+        assert [column["step"] for column in columns] == [[1], [2], [3], [4], [5], [6]]
+        seconds = {column["step"][0]: column["seconds"][0] for column in columns if "seconds" in column}
+        assert told[4] == pytest.approx((seconds[3] + seconds[4]) / 2, rel=1e-3)
+        assert told[6] == pytest.approx((seconds[5] + seconds[6]) / 2, rel=1e-3)
+
     def test_an_epoch_between_two_logs_of_the_trainer_leaves_rows_on_the_way(self, tmp_path):
         hf_trainer(tmp_path, quick_callback(log_every=2), logging_strategy="epoch", num_train_epochs=2).train()
         assert [row["step"] for row in logged_rows(tmp_path / "flopwatch")] == [2, 3, 5, 6]

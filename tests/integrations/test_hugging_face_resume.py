@@ -51,3 +51,15 @@ class TestResume:
 
     def test_a_checkpoint_made_with_the_callback_can_be_resumed_without(self, tmp_path):
         assert self.trained_twice(tmp_path, [quick_callback()], []).state.global_step == 6
+
+
+@pytest.mark.slow
+def test_a_second_training_of_one_trainer_is_a_run_of_its_own_and_a_third_continues_it(tmp_path):
+    callback = quick_callback()
+    trainer = hf_trainer(tmp_path, callback, save_strategy="steps", save_steps=3)
+    trainer.train()
+    trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [row["step"] for row in logged_rows(tmp_path / "flopwatch")] == [2, 4, 6]
+    assert [row["step"] for row in logged_rows(tmp_path / "flopwatch-2")] == [2, 4, 6, 4, 6]
+    assert callback.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]

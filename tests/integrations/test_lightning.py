@@ -49,6 +49,22 @@ class TestRows:
         assert [row["values"]["training/loss"] for row in rows] == pytest.approx([loss for _, loss in told])
         assert rows[0]["values"]["training/lr"] == 0.1
 
+    def test_values_for_callbacks_and_the_script_are_those_of_the_module_only(self, tmp_path):
+        trainer = lightning_trainer(tmp_path, quick_callback(), logger=CSVLogger(tmp_path))
+        trainer.fit(TextModule(), tiny_run.loader())
+        assert set(trainer.callback_metrics) == set(trainer.logged_metrics) == {"loss"}
+
+    def test_a_module_that_logs_nothing_leaves_rows_of_ours(self, tmp_path):
+        module = TextModule()
+        module.logs = False
+        lightning_trainer(tmp_path, quick_callback(), logger=CSVLogger(tmp_path)).fit(module, tiny_run.loader())
+        (path,) = tmp_path.glob("lightning_logs/**/metrics.csv")
+        assert [row["step"] for row in csv.DictReader(path.read_text().splitlines()) if row["perf/mfu"]] == [
+            "1",
+            "3",
+            "5",
+        ]
+
     def test_the_folder_is_that_of_the_logger(self, tmp_path):
         logger = CSVLogger(tmp_path)
         callback = quick_callback()

@@ -9,8 +9,9 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import merge, report_of
-from flopwatch.monitor.rows import MeasuredSum, RowMaker
+from flopwatch.monitor.rows import RowMaker
 from flopwatch.monitor.session import Session
+from flopwatch.monitor.span import MeasuredSum
 from flopwatch.monitor.window import PricedStep
 from flopwatch.records.flops import Peak
 

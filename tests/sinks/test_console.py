@@ -43,6 +43,13 @@ def test_what_is_not_known_is_left_out():
     assert printed(Row(20, 0.0, {"perf/step_time": 2.5})) == "step 20  2.50 s/step\n"
 
 
+def test_the_first_row_without_rates_says_why():
+    first = Row(1, 0.0, {"training/loss": 2.0}, steps={"step": [0, 1], "warm_up": [True, True]})
+    lines = printed(first, replace(first, step=3)).splitlines()
+    assert lines == ["step 1  loss  2.0000  no rates yet, because these steps were counted or are warm-up",
+                     "step 3  loss  2.0000"]  # fmt: skip
+
+
 def test_a_file_gets_no_escape_codes_and_no_bar():
     text = printed(*records())
     assert "\x1b" not in text

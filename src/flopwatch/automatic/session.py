@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import logging
 import os
 import sys
@@ -189,18 +190,19 @@ class WatchedProcess:
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
 
     def _monitor_options(self) -> dict[str, Any]:
-        options = dict(self._options)
-        if self._is_quiet:
+        """The options, with a console on stderr, because stdout is the script's."""
+        options, settings = dict(self._options), self._settings()
+        wanted = options.get("sinks")
+        if wanted is None:  # a list that is passed on to the monitor replaces that of the file
+            wanted = settings.sinks
+        wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+        options["sinks"] = [sink for sink in wanted if sink != "console"]
+        if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
             options["quiet"] = True
-        elif sys.stderr is not None and not self._settings().quiet:
-            from flopwatch.sinks.console import ConsoleSink
+        else:
+            from flopwatch.sinks.console import StderrConsoleSink
 
-            wanted = options.get("sinks")
-            if wanted is None:  # a list that is passed on to the monitor replaces that of the file
-                wanted = self._settings().sinks
-            wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-            others = [sink for sink in wanted if sink != "console"]
-            options["sinks"] = [*others, ConsoleSink(sys.stderr)]
+            options["sinks"].append(StderrConsoleSink())
         return options
 
     def _add_to_hugging_face(self) -> None:
@@ -274,6 +276,26 @@ def _precision_of_accelerate() -> str | None:
     return precision if precision in ("bf16", "fp16") else None
 
 
+_STARTED_BY = "FLOPWATCH_STARTED_BY"
+
+
+def tell_children(output_dir: Path, options: Mapping[str, Any]) -> None:
+    """Tell the ranks that Lightning starts with `python` what `flopwatch run` was given."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    os.environ[_STARTED_BY] = json.dumps({"pid": os.getpid(), "output_dir": str(output_dir), "options": plain})
+
+
+def _watched_as_rank() -> WatchedProcess | None:
+    """What watches this process if Lightning has started it as a rank of a training of `flopwatch run`."""
+    told = json.loads(os.environ.get(_STARTED_BY, "{}"))
+    if told.get("pid") != os.getppid() or "LOCAL_RANK" not in os.environ:
+        return None
+    watched = WatchedProcess(told["output_dir"], True, told["options"])
+    watched.is_on = True  # without hooks, because the callback is all that this rank needs
+    return watched
+
+
 def lightning_callbacks() -> list[Any]:
     """The callback for a Lightning `Trainer`, which asks for it through an entry point; none if nothing is watched."""
-    return [_active.make_callback("lightning")] if _active is not None and _active.is_on else []
+    watched = _active or _watched_as_rank()
+    return [watched.make_callback("lightning")] if watched is not None and watched.is_on else []

@@ -53,7 +53,7 @@ class Optimizers:
             self.has_changed = True
             self._last, self._steps_of_others = weakref.ref(optimizer), 0
             if self._are_several is None:
-                self._are_several = exists(Optimizer, more_than=1)
+                self._are_several = _are_several()
             return None if self._are_several and (last is not None or len(self._stepped) == 1) else True
         if optimizer is not last:
             self._steps_of_others += 1
@@ -62,6 +62,11 @@ class Optimizers:
             self._last = weakref.ref(optimizer)
         self._steps_of_others = 0
         return True
+
+
+def _are_several() -> bool:
+    """Whether the process has several optimizers; an earlier one may only wait for the garbage collector."""
+    return exists(Optimizer, more_than=1) and gc.collect() >= 0 and exists(Optimizer, more_than=1)
 
 
 def exists(kind: type, more_than: int = 0) -> bool:

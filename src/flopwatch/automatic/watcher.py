@@ -39,7 +39,10 @@ from flopwatch.torch_internals.autograd import current_graph_task_id
 from flopwatch.torch_internals.modules import compiled_call
 
 FIRST_STEP = "the first step is not in the totals, because {why}; steps count from 0, so the log begins with step 1"
-SEVERAL_OPTIMIZERS = "the training has several optimizers, and which of them ends a step is known when they step again"
+SEVERAL_OPTIMIZERS = (
+    "there are several optimizers in this process, perhaps of an earlier training, and which of them ends a step is "
+    "known when they step again"
+)
 NO_CALL = "it called no module, so that nothing showed where it began"
 MANY_CALLS = "so many modules were called before the optimizer stepped that they do not look like one step"
 NO_MODULE = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from flopwatch.automatic.script import check_module, check_script, run_module, run_script
-from flopwatch.automatic.session import default_output_dir, watch
+from flopwatch.automatic.session import default_output_dir, tell_children, watch
 from flopwatch.cli import argument, flag, flops_per_s
 from flopwatch.errors import InputError
 from flopwatch.hardware.peaks import canonical_dtype
@@ -72,7 +72,10 @@ def _check(log_every: int | None, sinks: list[str], dtype: str | None, attention
 
 def _start(command: list[str], is_module: bool, output_dir: Path | None, options: dict[str, Any]) -> None:
     """Run the script; what it raises, `SystemExit` too, passes through."""
-    watched = watch((output_dir or default_output_dir(command[0])).absolute(), **options)
+    folder = (output_dir or default_output_dir(command[0])).absolute()
+    watched = watch(folder, **options)
+    if watched.is_on:
+        tell_children(folder, options)
     try:
         (run_module if is_module else run_script)(command[0], command[1:])
     except BaseException as error:

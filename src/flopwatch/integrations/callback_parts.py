@@ -3,10 +3,12 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
+from flopwatch.monitor.run import MonitoredRun
+from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, take_asked_windows
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number
 
@@ -82,6 +84,21 @@ def replace_method(
     return put_back
 
 
+_folders: dict[Path, list[Path]] = {}
+"""Folders of the runs of this process, by the folder that was wanted."""
+
+
+def _folder_of_run(wanted: Path, *, is_new: bool) -> Path:
+    """A folder for each training of this process; one that continues from a checkpoint takes the newest of them."""
+    here = wanted.absolute()
+    runs = _folders.setdefault(here, [])
+    if is_new or not runs:
+        used = {folder for each in _folders.values() for folder in each}
+        numbered = (here.with_name(f"{here.name}-{number}") for number in count(2))
+        runs.append(next(folder for folder in chain([here], numbered) if folder not in used))
+    return wanted if runs[-1] == here else runs[-1]
+
+
 Selection = Literal["none", "basic", "all"]
 
 
@@ -94,17 +111,35 @@ class MonitorOwner:
         self.strict = bool(monitor_options.get("strict"))
         self.monitor: TrainingMonitor | None = None
 
-    def _begin(self, folder: str, max_steps: int, log_every: float | None, **own: Any) -> TrainingMonitor:
-        own["output_dir"] = self._output_dir or Path(folder) / "flopwatch"
+    def _begin(
+        self, folder: str | Path, max_steps: int, log_every: float | None, *, is_new: bool, **own: Any
+    ) -> TrainingMonitor:
+        own["output_dir"] = _folder_of_run(Path(self._output_dir or Path(folder) / "flopwatch"), is_new=is_new)
         own["total_steps"] = max_steps if max_steps > 0 else None
         if log_every:
             # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
             own["log_every"] = int(log_every) + 1
         self.monitor = TrainingMonitor(**(own | self._monitor_options))
         self.strict = self.strict or self.monitor.config.strict
-        act_on_run(self.monitor, "console", lambda run: run.outlets.print_no_rows())
+        act_on_run(self.monitor, "console", _leave_rows_to_framework)
         self.monitor.says_what_was_not_given(False)  # the callbacks have clearer words for what is missing
         return self.monitor
+
+    def _end_window(self, *, wait: bool, **last_values: Any) -> dict[int, dict[str, float]]:
+        """End the window where the framework logs a row. Returns the windows that are known now, by their last step.
+
+        With several ranks, the values of a window arrive after its row was logged.
+        """
+        if self.monitor is None:
+            return {}
+        act_on_run(self.monitor, "log_now", lambda run: run.ask_for_window())
+        self.monitor.log_now(wait=wait, **last_values)
+        return self._known_windows()
+
+    def _known_windows(self) -> dict[int, dict[str, float]]:
+        """The windows of the framework whose values have become known since the last call, by their last step."""
+        found = [] if self.monitor is None else take_asked_windows(self.monitor)
+        return {step: framework_metrics(values, self._metrics) for step, values in found}
 
     def _is_alone(self, callbacks: Iterable[Any], kind: type) -> bool:
         return not any(isinstance(other, kind) and other is not self for other in callbacks)
@@ -127,6 +162,12 @@ class MonitorOwner:
             self._put_back.pop()()
         if self.monitor is not None:
             self.monitor.close()
+
+
+def _leave_rows_to_framework(run: MonitoredRun) -> None:
+    """The framework prints rows with our values, unless several ranks make them known too late for that."""
+    if run.rows.layout.world_size == 1:
+        run.outlets.print_no_rows()
 
 
 _GROUPS = ("perf", "total", "time", "ranks")

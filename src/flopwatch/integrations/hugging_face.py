@@ -1,12 +1,13 @@
 """A callback for the Hugging Face `Trainer` and its subclasses, such as the trainers of TRL."""
 
+import copy
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flopwatch.integrations.callback_parts import MonitorOwner, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless, replace_method
 from flopwatch.library_internals import find_trainer, guarded_part
 from flopwatch.monitor.training_monitor import TimedIterator
 from flopwatch.optional import require
@@ -53,6 +54,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def __init__(self, output_dir: str | Path | None = None, *, metrics: Selection = "basic", **monitor_options: Any):
         super().__init__(None if output_dir is None else str(output_dir), metrics, monitor_options)
         self._steps_to_log = 0
+        self._trackers: list[Any] = []
         self._added: dict[str, float] = {}
         """What we add to the row that the `Trainer` is logging."""
         self.totals: dict[str, Any] = {}
@@ -64,7 +66,10 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         self._steps_to_log = 0
         every = state.logging_steps if args.logging_strategy == "steps" else None
         dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-        monitor = self._begin(args.output_dir, state.max_steps, every, model=kwargs["model"], dtype=dtype)
+        is_new = state.global_step == 0
+        monitor = self._begin(
+            args.output_dir, state.max_steps, every, is_new=is_new, model=kwargs["model"], dtype=dtype
+        )
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         saved = saved[0] if isinstance(saved, list) else saved
         totals = dict(saved.get("attributes", {}).get("totals", {}))
@@ -89,6 +94,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         # be iterating over the list. Callbacks behind this one keep their index, so each is called once.
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is self)))
+        self._trackers = [each for each in callbacks if _is_tracker(each)]
         self._change_rows(callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
         if hasattr(trainer, "get_batch_samples"):
@@ -105,6 +111,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         if self.monitor is not None:
             self._steps_to_log += 1
             self.monitor.log_step(state.global_step, state.epoch)
+            self._send_late(self._known_windows(), args, state, control)
 
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -113,11 +120,20 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
             return  # this row is from an evaluation or from code of the user
         self._steps_to_log = 0
         # Waiting for the device takes no time here, because the Trainer has just read the loss from it.
-        values = self.monitor.log_now(
-            loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate"), wait=True
+        known = self._end_window(
+            wait=True, loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate")
         )
-        self._added = framework_metrics(values, self._metrics)
+        self._added = known.pop(state.global_step, {})
         self._add_to(logs)
+        self._send_late(known, args, state, control)
+
+    def _send_late(self, known: dict[int, dict[str, float]], args: Any, state: Any, control: Any) -> None:
+        """Give the trackers the values of earlier rows, each with its step."""
+        for step, values in known.items():
+            at_step = copy.copy(state)
+            at_step.global_step = step
+            for tracker in self._trackers if values else ():
+                tracker.on_log(args, at_step, control, logs=dict(values))
 
     def _add_to(self, logs: dict[str, Any]) -> None:
         logs.update(self._added)
@@ -155,6 +171,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     @harmless
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()
+        self._send_late(self._known_windows(), args, state, control)
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint stores: the totals, and the options that can be stored as JSON."""
@@ -213,12 +230,12 @@ class AutomaticCallback(FlopwatchCallback):
         pass
 
     def _change_rows(self, callbacks: list[Any]) -> None:
-        trackers = [
-            each
-            for each in callbacks
-            if any(kind.__module__.startswith("transformers.integrations") for kind in type(each).__mro__)
-        ]
-        self._give_rows(trackers, lambda logs: {**logs, **self._added})
+        self._give_rows(self._trackers, lambda logs: {**logs, **self._added})
+
+
+def _is_tracker(callback: Any) -> bool:
+    """Whether a callback sends rows to W&B, TensorBoard or another tracker (`report_to`)."""
+    return any(kind.__module__.startswith("transformers.integrations") for kind in type(callback).__mro__)
 
 
 def _is_plain(value: Any) -> bool:

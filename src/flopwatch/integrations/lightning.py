@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from flopwatch.integrations.callback_parts import MonitorOwner, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
-from flopwatch.library_internals import lightning_logs_this_step
+from flopwatch.library_internals import lightning_logs_this_step, lightning_row_writer
 from flopwatch.monitor.training_monitor import act_on_run
 from flopwatch.optional import require
 
@@ -76,6 +77,8 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._learning_rate: Any = None
         self._steps_done = 0
         self._is_fetching = False
+        self._is_row_due = self._has_own_rows = False
+        """Whether Lightning is about to log a row of the step that has ended; whether our values get another row."""
 
     @harmless
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -83,11 +86,16 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._loss = self._learning_rate = None
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
-        folder, dtype = trainer.log_dir or trainer.default_root_dir, autocast_dtype(trainer.precision)
-        monitor = self._begin(folder, trainer.max_steps, trainer.log_every_n_steps, dtype=dtype)
+        dtype = autocast_dtype(trainer.precision)
+        folder, every, is_new = _log_folder(trainer), trainer.log_every_n_steps, trainer.global_step == 0
+        monitor = self._begin(folder, trainer.max_steps, every, is_new=is_new, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
             monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
+        writer = lightning_row_writer(trainer)
+        self._has_own_rows = writer is None
+        if writer is not None:
+            self._put_back.append(replace_method(writer, "log_metrics", self._with_values(trainer)))
         # Lightning calls `start` and `stop` of its profiler around each fetch of a batch, even without profiling.
         self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
         self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
@@ -125,10 +133,9 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
             trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
         )
         self._loss = self._learning_rate = None
-        if lightning_logs_this_step(trainer):
-            values = framework_metrics(self.monitor.log_now(), self._metrics)
-            if values:
-                pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+        self._is_row_due = lightning_logs_this_step(trainer)
+        ends_here = self._is_row_due and self._has_own_rows
+        self._send_late(trainer, self._end_window(wait=False) if ends_here else self._known_windows())
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._enter(self._phases, "eval")
@@ -140,6 +147,7 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
     @harmless
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.end()
+        self._send_late(trainer, self._known_windows())
 
     @harmless
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -187,6 +195,36 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
 
         return stop_seen
 
+    def _with_values(self, trainer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Add our values to the row of Lightning's loggers; what is logged with `log_dict` reaches callbacks too."""
+
+        def make(log_metrics: Callable[..., Any]) -> Callable[..., Any]:
+            def log_with_values(metrics: Any, *args: Any, **kwargs: Any) -> Any:
+                is_due, self._is_row_due = self._is_row_due, False
+                added = (self._row(trainer, metrics) or {}) if is_due else {}
+                logged = log_metrics({**metrics, **added}, *args, **kwargs)
+                for key in added:
+                    trainer.logged_metrics.pop(key, None)  # it is for the script, and has only tensors
+                return logged
+
+            return log_with_values
+
+        return make
+
+    @harmless
+    def _row(self, trainer: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
+        # If there are tensors, Lightning reads them from the device now, so that waiting for it takes no time.
+        known = self._end_window(wait=any(isinstance(value, torch.Tensor) for value in metrics.values()))
+        values = known.pop(self._steps_done - 1, {})
+        self._send_late(trainer, known)
+        return values
+
+    def _send_late(self, trainer: Any, known: dict[int, dict[str, float]]) -> None:
+        """Give the loggers the values of earlier rows, each with its step."""
+        for step, values in known.items():
+            for logger in trainer.loggers if values else ():
+                logger.log_metrics(values, step)
+
     def _as_checkpoint(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def timed_save(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as phase:
@@ -214,9 +252,14 @@ class AutomaticCallback(FlopwatchCallback):
     """The callback of `flopwatch run`, which does nothing if the script has added a callback of its own."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._metrics = "basic" if trainer.loggers else "none"  # Lightning keeps what is logged, for nobody
         if self._is_alone(trainer.callbacks, FlopwatchCallback):
             super().on_train_start(trainer, pl_module)
+
+
+def _log_folder(trainer: Any) -> str | Path:
+    """What `trainer.log_dir` says, which itself waits for all ranks: forever, if one of them has no callback."""
+    logger = next(iter(trainer.loggers), None)
+    return getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or Path(trainer.default_root_dir)
 
 
 def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:

@@ -66,7 +66,7 @@ _INFOS = {
 _WARNINGS = {
     "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} "
     "FLOP/s ({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
-    "peak_flops_per_s=312e12 if it is 312 TFLOP/s",
+    "peak_flops_per_s=312e12 (--peak-tflops 312) if it is 312 TFLOP/s",
     "step_logged_twice": "step {step} was logged twice, and both count as optimizer steps. With gradient "
     "accumulation, pass each batch to micro_batch() and log the step once, after optimizer.step()",
     "folder_in_use": "process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are "
@@ -171,6 +171,7 @@ def doubt_of_rank(rank: int) -> str:
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:
     # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
+    why = why.replace("override_flops_per_s=...", "peak_flops_per_s=... (`flopwatch run --peak-tflops ...`)")
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
     if why.startswith("The peak"):  # a wrong dtype= or peak is to be corrected instead
         why += "; or give it afterwards, such as `flopwatch why --peak-tflops 312`"

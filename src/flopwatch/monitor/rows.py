@@ -26,8 +26,9 @@ from flopwatch.monitor.ranks.job_values import (
     with_job_wait,
 )
 from flopwatch.monitor.ranks.rank import CompleteWindow
-from flopwatch.monitor.ranks.reports import RankReport, extend
+from flopwatch.monitor.ranks.reports import RankReport
 from flopwatch.monitor.session import Session, Totals
+from flopwatch.monitor.span import Span
 from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
@@ -82,7 +83,6 @@ class RowMaker:
         self._doubted: list[tuple[int, int, str]] = []
         self._doubted_by_ranks: list[tuple[int, int, str]] = []
         """Doubts of other ranks, which hold for steps that were counted on this rank too."""
-        self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
         self.missing_ranks = 0
@@ -91,7 +91,10 @@ class RowMaker:
         self._steps_seen = 0
         self._next_detailed = 0
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
-        self._sums = MeasuredSum()
+        self._of_session, self._of_asked = Span(), Span()
+        self._asked: list[int] = []
+        """Last steps of windows whose values a framework has asked for, and which are in no row yet."""
+        self._answers: list[tuple[int, dict[str, Number]]] = []
         self.exact: bool | None = None
         self.notes: tuple[str, ...] = ()
         self.latest: dict[str, Number] = {}
@@ -125,9 +128,7 @@ class RowMaker:
 
     def session_values(self) -> dict[str, Number]:
         """Return the run's totals, the rates of this session, and its last logged loss."""
-        values = self._sums.values(self.layout.devices_per_batch)
-        if self._all_ranks is not None:
-            values = job_values(self._all_ranks, self.layout.data_parallel_size)
+        values = self._of_session.values(self.layout.devices_per_batch, self.layout.data_parallel_size)
         if self.layout.world_size > 1:
             values["ranks/reporting"] = self._fewest_ranks
         if self._last_loss is not None:
@@ -208,6 +209,7 @@ class RowMaker:
         self._last_loss = values.get("training/loss", self._last_loss)
         self.latest = values
         self.last_step = last.measured.step
+        self._answer()
         return Row(
             last.measured.step,
             time.time(),
@@ -221,6 +223,30 @@ class RowMaker:
             notes,
             _denominator(measured, peak),
         )
+
+    def ask(self, last_step: int) -> None:
+        """Ask for the values of all steps since the last time up to this one, in as many rows as they are."""
+        self._asked.append(last_step)
+        self._answer()
+
+    def take_answers(self) -> list[tuple[int, dict[str, Number]]]:
+        """Last step and values of the windows that were asked for and are complete; none if a row has two in part."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _answer(self) -> None:
+        last = -1 if self.last_step is None else self.last_step
+        due = [step for step in self._asked if step <= last]
+        if not due:
+            return
+        span, layout = self._of_asked, self.layout
+        is_known = span.rows == 1 or not (span.lacks_ranks and layout.world_size > 1)
+        if due == [last] and span.is_whole and is_known:
+            more = {} if span.rows == 1 else span.values(layout.devices_per_batch, layout.data_parallel_size)
+            exact = {} if span.exact is None else {"perf/exact": int(span.exact)}
+            self._answers.append((last, self.latest | more | exact))
+        self._asked = self._asked[len(due) :]
+        self._of_asked = Span(is_whole=due[-1] == last)
 
     def _booked(
         self,
@@ -248,7 +274,8 @@ class RowMaker:
         """Compute this rank's metrics. Those under `perf/` are left out if `report` has them for all ranks."""
         self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
-        self._sums.add(steps, flops_per_s)
+        for span in (self._of_session, self._of_asked):
+            span.add(steps, flops_per_s, report)
         layout = self.layout
         values = window_values(
             steps, peak_flops_per_s=flops_per_s, device_count=layout.devices_per_batch, world_size=layout.world_size
@@ -265,6 +292,7 @@ class RowMaker:
             exact = not notes
         if exact is not None:
             self.exact = exact and self.exact is not False
+            self._of_asked.exact = exact and self._of_asked.exact is not False
             self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
         return exact, notes
 
@@ -282,7 +310,6 @@ class RowMaker:
         self._fewest_ranks = min(self._fewest_ranks, reporting)
         if complete is None:
             return {} if world_size == 1 else {"ranks/reporting": reporting}
-        self._all_ranks = complete if self._all_ranks is None else extend(self._all_ranks, complete)
         self.straggler = self._stragglers.judge(complete)
         return job_values(complete, self.layout.data_parallel_size) | straggler_values(self.straggler)
 
@@ -299,38 +326,6 @@ class RowMaker:
             return {}
         ordered = sorted(self._recent_seconds)
         return {f"perf/step_time_p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)}
-
-
-class MeasuredSum:
-    """Sums for a session's rates. Steps that lack a value are summed separately, because some rates skip them."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._sums: dict[tuple[str, ...], dict[str, Any]] = {}
-        self._peak: float | None = None
-
-    def add(self, steps: Sequence[MeasuredStep], peak_flops_per_s: float | None) -> None:
-        self._peak = peak_flops_per_s
-        timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
-        self._steps += len(timed)
-        for step in timed:
-            known = tuple(name for name in _SUMMED if getattr(step, name) is not None)
-            sums = self._sums.setdefault(known, dict.fromkeys(known, 0))
-            for name in known:
-                sums[name] += getattr(step, name)
-
-    def values(self, device_count: int) -> dict[str, Number]:
-        seconds = sum(sums["seconds"] for sums in self._sums.values())
-        if not seconds:
-            return {}
-        steps = [MeasuredStep(0, **sums) for sums in self._sums.values()]
-        values = window_values(steps, peak_flops_per_s=self._peak, device_count=device_count)
-        values["perf/step_time"] = seconds / self._steps
-        values["perf/steps_per_second"] = self._steps / seconds
-        return values
-
-
-_SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 
 
 def _means(steps: Sequence[PricedStep]) -> dict[str, Number]:

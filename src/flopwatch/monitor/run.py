@@ -350,6 +350,11 @@ class MonitoredRun:
             rate = known.pop("learning_rate", last.learning_rate)
             self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
 
+    def ask_for_window(self) -> None:
+        """Ask for the values of the steps since the last time, for the row of a framework that ends a window here."""
+        if self.ranks.is_logging and self.last_step is not None:
+            self.rows.ask(self.last_step)
+
     def _is_window_full(self, step: int, previous: int | None) -> bool:
         """Whether the window ends with this step: by the logging rank's plan, or by `log_every` and `log_seconds`."""
         if self.ranks.window_steps is not None:

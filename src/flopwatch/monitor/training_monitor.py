@@ -629,6 +629,12 @@ def note_exit(monitor: TrainingMonitor, code: Any) -> None:
     monitor._exit = SystemExit(code)
 
 
+def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Number]]]:
+    """The windows that a framework has asked for and that are complete since the last call, by their last step."""
+    run = monitor._started_run
+    return [] if run is None else run.rows.take_answers()
+
+
 def open_monitors() -> "list[TrainingMonitor]":
     """The monitors of this process that are not closed."""
     return list(_open_monitors)

@@ -163,6 +163,8 @@ class ConsoleSink:
         self._first_row: Row | None = None
         self._last_row: Row | None = None
         self._bar_is_drawn = False
+        self._has_said_why = False
+        """Whether a line has said why it has no rates."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
@@ -231,7 +233,11 @@ class ConsoleSink:
         total = self._start.total_steps if self._start else None
         room = self._open().width if self._open().is_terminal else sys.maxsize
         parts: list[str] = []
-        for label, figure, unit in row_parts(row, step_width=len(f"{total:,}") if total else 0):
+        shown = row_parts(row, step_width=len(f"{total:,}") if total else 0)
+        if not self._has_said_why and "perf/step_time" not in row.values and all(row.steps.get("warm_up", [False])):
+            self._has_said_why = True
+            shown.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
+        for label, figure, unit in shown:
             label = f"{label} " if label else ""
             room -= len(label) + len(figure) + len(unit) + (2 if parts else 0)
             if room < 0:
@@ -262,6 +268,14 @@ class ConsoleSink:
             + self._paint(steps, "dim")
             + self._paint(left, "cyan")
         )
+
+
+class StderrConsoleSink(ConsoleSink):
+    """Writes to `sys.stderr`, looked up at the first record, so that the sink can be sent to a process that trains."""
+
+    def _open(self) -> Console:
+        self._stream = self._stream or sys.stderr
+        return super()._open()
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:

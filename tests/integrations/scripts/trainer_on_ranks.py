@@ -23,7 +23,7 @@ def main(folder: str) -> None:
         max_steps=STEPS,
         logging_steps=5,
         save_steps=10,
-        report_to=[],
+        report_to=["tensorboard"],
         use_cpu=True,
         disable_tqdm=True,
     )
