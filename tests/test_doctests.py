@@ -25,6 +25,7 @@ def test_the_examples_of_a_module_are_true(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # measured peaks change what other tests see
 
     result = doctest.testmod(import_module(f"flopwatch.{module}"), optionflags=doctest.NORMALIZE_WHITESPACE)
 

@@ -346,7 +346,7 @@ def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, wri
 
 
 @pytest.mark.parametrize(
-    ("tokens", "what"), [(1000, "MFU, not step times or rates"), (2000, "MFU and rates, not step")]
+    ("tokens", "what"), [(1000, "MFU; step times and rates are those of different"), (2000, "MFU and rates, not step")]
 )
 def test_runs_that_do_other_work_are_said_to_before_any_figure(flopwatch, write, tokens, what):
     a = write("a", noisy(1, 40), tokens=1000, model_flops=10**12)

@@ -57,7 +57,7 @@ _INFOS = {
     "steps were counted as they ran. In a longer run most steps are not counted, and show how long a step takes alone",
     "measured_peak_not_used": "`flopwatch peak --measure` has measured {rate} on this device, but with low confidence, "
     "because its repetitions differ by 20 % or more. So it does not show how much of the peak can be reached; measure "
-    "again with --refresh while nothing else runs",
+    "again while nothing else runs, with `flopwatch peak --measure --measure-again`",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "

@@ -79,7 +79,9 @@ def _other_work(comparison: Comparison) -> Iterator[Part]:
     if line.a is None or line.b is None or line.change is None or abs(line.change) <= _SAME_SIZE_PERCENT:
         return
     has_same_tokens = tokens.change is not None and abs(tokens.change - line.change) <= _SAME_SIZE_PERCENT
-    what = "MFU and rates, not step times" if has_same_tokens else "MFU, not step times or rates"
+    what = (
+        "MFU and rates, not step times" if has_same_tokens else "MFU; step times and rates are those of different work"
+    )
     said = f"These runs do not do the same work: a step has {flops(line.a)} in A and {flops(line.b)} in B"
     yield Section("", [Text(f"{said} ({_signed(line.change)} %). Compare {what}.", "warn")])
 
