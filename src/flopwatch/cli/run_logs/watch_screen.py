@@ -107,6 +107,8 @@ def draw_frame(
     room -= len(shown)
     curves = _curves(run, width, max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE)))
     frame = [*top, *curves, _line(), *shown, *bars]
+    if notices and len(frame) + 2 > height:  # what ended the run is worth more than curves
+        frame = [*top, *shown, *bars]
     room = height - len(frame) - 1
     if notices and room >= 1:
         if len(notices) > room:
