@@ -99,4 +99,4 @@ def test_a_peak_that_was_measured_badly_is_named_with_the_reason_why_it_is_not_u
     (message,) = [notice.message for notice in log.notices if notice.code == "measured_peak_not_used"]
     assert log.provenances[-1].achievable_flops_per_s is None
     assert "with low confidence" in message
-    assert "--refresh" in message
+    assert "--measure-again" in message

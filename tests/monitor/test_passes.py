@@ -153,5 +153,5 @@ def test_goodput_does_not_rise_when_the_input_between_the_passes_gets_slower():
     slow = {"wall": 150.0, "train": 100.0, "passes_timed": 100.0, "outside_passes": 50.0}
 
     assert goodput_of(slow).share == goodput_of(fast).share == 0.5
-    assert "may be input wait" in goodput_of(slow).caveat
+    assert "waits for batches that were not timed" in goodput_of(slow).caveat
     assert goodput_of(fast).caveat is None

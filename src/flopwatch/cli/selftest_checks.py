@@ -37,7 +37,7 @@ def _check_monitor() -> tuple[bool, str]:
 
 
 def _check_cost() -> tuple[bool, str]:
-    """Check that the monitor takes less than 5 % of the time of an ordinary step; some of the first ones are counted."""
+    """Check that the monitor takes less than 5 % of the time of an ordinary step, which is not counted."""
     with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, peak_flops_per_s=1e12, quiet=True) as monitor:
         _, seconds, own_seconds = _train(monitor)
     own, step_seconds = median(own_seconds), median(seconds)

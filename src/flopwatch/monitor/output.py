@@ -307,7 +307,7 @@ class Outlets:
             )
             if is_full_disk(error):
                 message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
-        if self._has_only_log:  # no sink is left that could show a notice
+        if self._has_only_log and is_full_disk(error):  # under `flopwatch run`, only a sink would show a notice
             sys.stderr.write(f"flopwatch: {message}\n")
             return
         self.notify("error", f"sink_failed:{name}", message)

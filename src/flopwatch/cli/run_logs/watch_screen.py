@@ -31,24 +31,13 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "failed": ("x", "red"),
 }
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
-_TIME_LOOKS = {
-    "productive": ("green", "█"),
-    "warm_up": ("yellow", "▚"),
-    "compile": ("yellow", "▚"),
-    "start_up": ("bright_blue", "○"),
-    "restart": ("bright_red", "+"),
-    "rerun": ("bright_yellow", "="),
-    "eval": ("blue", "▓"),
-    "checkpoint": ("cyan", "░"),
-    "pause": ("bright_black", "·"),
-    "outside": ("bright_cyan", "~"),
-    "count": ("magenta", "×"),
-    "input_wait": ("red", "▒"),
-    "stall": ("bright_magenta", "!"),
-    "between": ("bright_green", ":"),
-    "other": ("bright_black", "-"),
-}
-"""Of the parts of the time, by the key of the use."""
+_TIME_LOOKS = (
+    *(("yellow", "▚"), ("bright_blue", "○"), ("bright_red", "+"), ("bright_yellow", "="), ("blue", "▓")),
+    *(("cyan", "░"), ("bright_black", "·"), ("bright_cyan", "~"), ("magenta", "×"), ("bright_black", "-")),
+    *(("yellow", "▚"), ("bright_magenta", "!"), ("green", "█"), ("red", "▒")),
+)
+"""Of the parts of the time, in the order of `USES`, up to input wait; what comes later looks alike."""
+_LATER_LOOK = ("bright_green", ":")
 _PEAK_LOOKS = (("green", "█"), ("red", "▒"), ("yellow", "▚"), ("blue", "▓"))
 """Of the MFU, and of the largest losses."""
 _REST_LOOK = ("bright_black", "-")
@@ -424,7 +413,8 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     if whole <= 0:
         return _without_bar("time", "not logged yet")
     named = {USES[key].name: seconds for key, seconds in parts.items()}
-    drawn = _bar("time", named, [_TIME_LOOKS[key] for key in parts], duration(whole), width, in_colour)
+    looks = dict(zip(USES, _TIME_LOOKS, strict=False))
+    drawn = _bar("time", named, [looks.get(key, _LATER_LOOK) for key in parts], duration(whole), width, in_colour)
     if goodput is None:
         return drawn
     text = _line(" " * _LABEL_WIDTH, "goodput ", (percent(goodput.share), "bold"))
