@@ -96,5 +96,4 @@ def test_the_bound_of_unseen_waits_holds_for_a_loader_that_is_late_now_and_then(
     verdict = verdict_of(log, replace(waterfall, losses=losses), least_seconds=0.0)
     bound = float(re.search(r"at most ([\d.]+) points", verdict.reservation)[1])
     assert '"stalled steps"' in verdict.reservation
-    # On a busy machine a step that is counted again may be one of those that sleep.
-    assert bound / 100 * waterfall.wall_seconds > 0.7 * float(done.stdout.split()[1])
+    assert bound / 100 * waterfall.wall_seconds > 0.95 * float(done.stdout.split()[1])
