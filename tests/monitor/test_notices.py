@@ -41,3 +41,27 @@ def test_a_run_whose_steps_were_all_counted_says_that_the_time_of_counting_is_un
                 model(batch).sum().backward()
     assert ("counting_time_unknown" in monitor.summary.notices) == is_told
     assert ("time/count_seconds" in monitor.summary.values) != is_told
+
+
+class Attention(nn.Module):
+    def __init__(self, is_fused):
+        super().__init__()
+        self.project, self.is_fused = nn.Linear(8, 8), is_fused
+
+    def forward(self, x):
+        x = self.project(x)[:, None]
+        if self.is_fused:
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        hidden = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).triu(1)
+        return (x @ x.transpose(2, 3)).masked_fill(hidden, -torch.inf).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(("is_fused", "convention"), [(True, "causal"), (False, "full")])
+def test_attention_by_hand_whose_mask_is_not_seen_is_not_called_causal(is_fused, convention, tmp_path):
+    model = Attention(is_fused)
+    with flopwatch.TrainingMonitor(tmp_path, model=model, attention="causal", quiet=True) as monitor:
+        for batch in torch.randn(6, 4, 16, 8):
+            with monitor.step(batch):
+                model(batch).sum().backward()
+    assert flopwatch.runs.read_log(tmp_path / "training_log.jsonl").provenances[-1].attention == convention
+    assert ("not_causal" in monitor.summary.notices) == (not is_fused)

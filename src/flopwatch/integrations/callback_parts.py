@@ -112,13 +112,12 @@ class MonitorOwner:
         self.monitor: TrainingMonitor | None = None
 
     def _begin(
-        self, folder: str | Path, max_steps: int, log_every: float | None, *, is_new: bool, **own: Any
+        self, folder: str | Path, max_steps: int, log_every: int | None, *, is_new: bool, **own: Any
     ) -> TrainingMonitor:
         own["output_dir"] = _folder_of_run(Path(self._output_dir or Path(folder) / "flopwatch"), is_new=is_new)
         own["total_steps"] = max_steps if max_steps > 0 else None
         if log_every:
-            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
-            own["log_every"] = int(log_every) + 1
+            own["log_every"] = log_every
         self.monitor = TrainingMonitor(**(own | self._monitor_options))
         self.strict = self.strict or self.monitor.config.strict
         act_on_run(self.monitor, "console", _leave_rows_to_framework)

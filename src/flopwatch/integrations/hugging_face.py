@@ -64,7 +64,10 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()  # closes the monitor of an earlier training that raised
         self._steps_to_log = 0
-        every = state.logging_steps if args.logging_strategy == "steps" else None
+        # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does. With
+        # several ranks, whose first windows end before a multiple of it, the first one ends where the Trainer logs.
+        logs_steps = args.logging_strategy == "steps" and state.logging_steps
+        every = int(state.logging_steps) + 1 if logs_steps else None
         dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
         is_new = state.global_step == 0
         monitor = self._begin(

@@ -87,7 +87,11 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         dtype = autocast_dtype(trainer.precision)
-        folder, every, is_new = _log_folder(trainer), trainer.log_every_n_steps, trainer.global_step == 0
+        folder, is_new = _log_folder(trainer), trainer.global_step == 0
+        # The monitor never logs before Lightning does. With several ranks their windows end where Lightning logs.
+        every = trainer.log_every_n_steps or None
+        if every is not None and trainer.world_size == 1:
+            every += 1
         monitor = self._begin(folder, trainer.max_steps, every, is_new=is_new, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
             monitor.load_state_dict(self._totals)

@@ -58,6 +58,8 @@ _INFOS = {
     "measured_peak_not_used": "`flopwatch peak --measure` has measured {rate} on this device, but with low confidence, "
     "because its repetitions differ by 20 % or more. So it does not show how much of the peak can be reached; measure "
     "again while nothing else runs, with `flopwatch peak --measure --measure-again`",
+    "not_causal": "attention causal was asked for, but the model ran no fused attention. Plain matrix products show no "
+    "mask, so all pairs of positions are counted, and the FLOPs are those of attention full",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "

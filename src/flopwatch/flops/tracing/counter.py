@@ -4,7 +4,7 @@ The mode also finds kernels that bypass torch's dispatcher, and prevents one ran
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -82,6 +82,20 @@ METADATA_OPS = {
 
 UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts masked pairs too, as its mask is not visible"
 
+
+def counted_convention(wanted: AttentionConvention, ops: Collection[str]) -> tuple[AttentionConvention, str | None]:
+    """The convention that a count of these ops has, and what is to be said about it.
+
+    Without fused attention no masked pair was left out, so a count is `full` although `causal` was wanted.
+    """
+    if wanted == "full":
+        return "full", None
+    # All fused attention ops have one of these words in their names.
+    is_fused = any("attention" in op or "attn" in op for op in ops)
+    is_told = not is_fused or any("bmm" in op for op in ops)
+    return "causal" if is_fused else "full", UNMASKED_PRODUCTS if is_told else None
+
+
 UNKNOWN_TYPE = "unknown"
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -123,13 +137,8 @@ class Tally:
 
     def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
         by_op = self._grouped(0)
-        if attention == "causal":
-            # All fused attention ops have one of these words in their names.
-            is_fused = any("attention" in op or "attn" in op for op in by_op)
-            if not is_fused or any("bmm" in op for op in by_op):
-                self.note(UNMASKED_PRODUCTS)
-            # Without fused attention no masked pair was left out, so the count is `full` and not `causal`.
-            attention = "causal" if is_fused else "full"
+        attention, note = counted_convention(attention, by_op)
+        self.note(note)
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
         calls = self._counted_calls + uncounted_calls

@@ -138,6 +138,7 @@ class Evidence:
         counts: Number of live counts.
         uncounted: Names of ops without a formula that counted steps ran.
         coverage: The smallest share of products with a formula in a counted step.
+        ops: Names of ops that counted steps ran.
         failure: Why the last step that could not be counted could not be; None if all could.
     """
 
@@ -145,6 +146,7 @@ class Evidence:
         self.counts = 0
         self.uncounted: tuple[str, ...] = ()
         self.coverage = 1.0
+        self.ops: set[str] = set()
         self.failure: str | None = None
         self._known: dict[StepKind, _Known] = {}
         self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
@@ -167,6 +169,7 @@ class Evidence:
             return None
         self.uncounted = tuple(sorted({*self.uncounted, *count.uncounted}))
         self.coverage = min(self.coverage, count.coverage)
+        self.ops |= count.by_op.keys()
         predicted = self._by_formula(kind)
         known = self._known.get(kind)
         if known is None:

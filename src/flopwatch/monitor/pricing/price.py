@@ -194,13 +194,15 @@ class StepPricer:
             self._notify(
                 *notices.notice("coverage_below_1", percent=100 * (1 - facts.coverage), notes="; ".join(facts.notes))
             )
+        if facts.attention != self._config.attention:
+            self._notify(*notices.notice("not_causal"))
         peak = self.peak
         return Provenance(
             step,
             self._config.mode,
             facts.method,
             facts.exact,
-            self._config.attention,
+            facts.attention,
             facts.coverage,
             None if peak is None else peak.to_json(),
             device_count,

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
 from flopwatch.flops.tracing import regions
+from flopwatch.flops.tracing.counter import counted_convention
 from flopwatch.flops.tracing.live import (
     RISKY,
     LiveStep,
@@ -43,7 +44,7 @@ from flopwatch.monitor.pricing.estimates import EstimatedCosts
 from flopwatch.monitor.pricing.evaluations import Evaluations
 from flopwatch.monitor.pricing.evidence import ENOUGH, UNKNOWN, Doubt, Evidence, StepKind
 from flopwatch.monitor.pricing.schedule import Schedule
-from flopwatch.records.flops import PhaseFlops
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.torch_internals.autograd import compiled_graphs, recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -89,12 +90,14 @@ class FlopFacts:
     Attributes:
         method: `step` for live counts, `trace` or `estimate` for those of `model(batch)`.
         exact: Whether the FLOPs of counted kinds of steps are exact.
+        attention: The convention that the counts have, which is not always the one that was wanted.
         coverage: 1 if every op had a formula, otherwise the share of ops with one; None for estimates.
         notes: Remarks.
     """
 
     method: str
     exact: bool
+    attention: AttentionConvention
     coverage: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -247,12 +250,13 @@ class StepCounter:
     def facts(self) -> FlopFacts | None:
         """How the FLOPs are found; None while they are not."""
         if self._estimates is not None and not self.evidence.counts:
-            return FlopFacts("estimate", False, None, self._estimates.notes)
+            return FlopFacts("estimate", False, self._config.attention, None, self._estimates.notes)
         if not self.evidence.counts:
             return None
         uncounted = self.evidence.uncounted
+        attention, note = counted_convention(self._config.attention, self.evidence.ops)
         more = (f"ops without a formula: {', '.join(uncounted)}",) if uncounted else ()
-        return FlopFacts("step", not uncounted, self.evidence.coverage, more)
+        return FlopFacts("step", not uncounted, attention, self.evidence.coverage, (*more, *((note,) if note else ())))
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
