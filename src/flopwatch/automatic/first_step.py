@@ -117,14 +117,18 @@ class FirstStep:
         """The calls so far were an evaluation and no part of the step."""
         if not self.has_begun:
             return
-        self.has_begun = False
-        if self._evaluation_began is None:
-            self._evaluation_began = self._began
+        self._begin_later()
         if self._live is not None:
             self._live.end()
             self._live = None
         if self._calls is not None:
             del self._calls.calls[:-1], self._calls.nodes[:-1]
+
+    def _begin_later(self) -> None:
+        """What ran since the step seemed to begin was an evaluation."""
+        self.has_begun = False
+        if self._evaluation_began is None:
+            self._evaluation_began = self._began
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -158,8 +162,8 @@ class FirstStep:
             return None
         if kind.has_grad and not self._is_sure:
             self._is_sure = True
-            if kind.module in self._regions_evaluated:
-                self._drop_calls()
+            if self.has_begun and self._live is None and kind.module in self._regions_evaluated:
+                self._begin_later()  # the calls are kept for a teacher among them; `Evaluations` leaves out the others
         if not self.has_begun:
             self._begin()
         if self._is_sure or not kind.has_parameters:
