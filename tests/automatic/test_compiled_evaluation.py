@@ -84,3 +84,49 @@ def test_evaluations_of_a_compiled_model_are_evaluation_and_no_part_of_steps(pla
     values = read_log(tmp_path / "run" / "training_log.jsonl").summary.values
     assert values["time/eval_seconds"] == pytest.approx(evaluated, abs=SLEPT_SECONDS)
     assert values.get("time/outside_seconds", 0) < generated + SLEPT_SECONDS
+
+
+TEACHER_SCRIPT = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+teacher, student = Model().eval().requires_grad_(False), Model()
+teacher, student = (torch.compile(each, backend="aot_eager", fullgraph=True) for each in (teacher, student))
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+for step in range(30):
+    if step % 10 == 0:
+        student.eval()
+        with torch.no_grad():
+            student(torch.randn(8, 64))
+            student(torch.randn(8, 64))
+        student.train()
+    batch = torch.randn(8, 64)
+    with torch.no_grad():
+        aim = teacher(batch)
+    (student(batch) - aim).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_teacher_belongs_to_every_step_also_after_an_evaluation_before_the_first(tmp_path):
+    (tmp_path / "train.py").write_text(TEACHER_SCRIPT)
+    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    summary = read_log(tmp_path / "run" / "training_log.jsonl").summary
+    # The teacher, the student, and the gradient of its weights; its input needs none.
+    assert summary.values["total/model_flops"] == 30 * 3 * (2 * 8 * 64 * 64)
+    assert summary.exact
+    assert "time/eval_seconds" in summary.values
