@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -55,6 +55,8 @@ class FirstStep:
         """Whether a call with gradients has shown that the step has begun."""
         self._maybe_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that were called without gradients, in evaluation mode, before the first call with gradients."""
+        self._regions_evaluated: set[int] = set()
+        """The same for compiled code, whose module and mode are not seen: numbers of the models that it belongs to."""
         self._evaluation_began: float | None = None
         self._evaluation_ended = self._began = self._ended = 0.0
         self._optimizer: tuple[Any, ...] | None = None
@@ -115,14 +117,18 @@ class FirstStep:
         """The calls so far were an evaluation and no part of the step."""
         if not self.has_begun:
             return
-        self.has_begun = False
-        if self._evaluation_began is None:
-            self._evaluation_began = self._began
+        self._begin_later()
         if self._live is not None:
             self._live.end()
             self._live = None
         if self._calls is not None:
             del self._calls.calls[:-1], self._calls.nodes[:-1]
+
+    def _begin_later(self) -> None:
+        """What ran since the step seemed to begin was an evaluation."""
+        self.has_begun = False
+        if self._evaluation_began is None:
+            self._evaluation_began = self._began
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -148,12 +154,25 @@ class FirstStep:
         if not self._is_sure:
             self._evaluation_ended = monotonic_seconds()
 
-    def region_called(self, has_grad: bool) -> None:
-        if not self.has_begun and self._calls is not None:
-            if has_optimizer():
-                self._begin()
-            else:
-                self._calls.take()
+    def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
+        if self._calls is None:
+            return None
+        if not self.has_begun and not has_optimizer():
+            self._calls.take()
+            return None
+        if kind.has_grad and not self._is_sure:
+            self._is_sure = True
+            if self.has_begun and self._live is None and kind.module in self._regions_evaluated:
+                self._begin_later()  # the calls are kept for a teacher among them; `Evaluations` leaves out the others
+        if not self.has_begun:
+            self._begin()
+        if self._is_sure or not kind.has_parameters:
+            return None
+        self._regions_evaluated.add(kind.module)
+        return self._region_returned
+
+    def _region_returned(self, output: Any) -> None:
+        self._evaluation_ended = monotonic_seconds()
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._optimizer = optimizer, args, kwargs

@@ -309,7 +309,7 @@ class Watcher:
     def returned(self, kind: CallKind, output: Any) -> None:
         pass
 
-    def region_called(self, has_grad: bool) -> None:
+    def region_called(self, kind: CallKind) -> None:
         pass
 
     def compiled_model_called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

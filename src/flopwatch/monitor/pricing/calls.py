@@ -74,7 +74,7 @@ class CallListener(Protocol):
 
     def returned(self, kind: CallKind, output: Any) -> None: ...
 
-    def region_called(self, has_grad: bool) -> Callable[[Any], None] | None:
+    def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
         """Compiled code is called; what is returned is called with its outputs."""
 
 
@@ -158,7 +158,7 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
-        return None if self.listener is None else self.listener.region_called(has_grad)
+        return None if self.listener is None else self.listener.region_called(kind)
 
     def batch_kind(self, batch: Any) -> CallKind:
         """A batch of the monitor, as if it were a call."""

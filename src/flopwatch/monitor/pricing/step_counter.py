@@ -26,6 +26,7 @@ from flopwatch.flops.tracing.live import (
 )
 from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.region_counts import with_regions
+from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
@@ -445,8 +446,16 @@ class StepCounter:
         if self._calls.is_inside and self._live is None and (kind.has_grad or not self.is_evaluation(kind)):
             self._passes.forward_begins()
 
-    def region_called(self, has_grad: bool) -> Callable[[Any], None] | None:
-        return self._passes.region_begins() if has_grad else None
+    def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
+        if kind.has_grad:
+            return self._passes.region_begins()
+        model = self.model  # the call does not show in which mode its module is
+        is_in_mode = model is not None and not unwrap(model).training
+        return self._region_evaluated if is_in_mode and self.is_evaluation(kind) else None
+
+    def _region_evaluated(self, output: Any) -> None:
+        with suppress(Exception):  # must not reach the user's call
+            self._on_evaluation()
 
     def returned(self, kind: CallKind, output: Any) -> None:
         self._passes.forward_ends(output)

@@ -1,0 +1,132 @@
+"""`flopwatch run` sees the evaluations of a compiled model: their time belongs to no step."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flopwatch.runs.reading import read_log
+
+SLEPT_SECONDS = 0.1
+SCRIPT = f"""
+import json, sys, time, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.linear(x), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+raw = model = Model()
+if sys.argv[1] == "wrapped":
+    model = torch.compile(raw, backend="aot_eager", fullgraph=True)
+elif sys.argv[1] == "in place":
+    raw.compile(backend="aot_eager", fullgraph=True)
+else:
+    for block in raw.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def evaluate(slept_seconds):
+    began = time.perf_counter()
+    with torch.no_grad():
+        for number in range(3):
+            time.sleep(slept_seconds if number else 0)
+            model(torch.randn(4, 8))
+    return time.perf_counter() - began
+
+
+for mode in (False, True):  # compiled now, so that no evaluation takes that time
+    model.train(mode)
+    evaluate(0.0)
+optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+evaluated = generated = 0.0
+for step in range(60):
+    if step % 20 == 0:
+        model.eval()
+        evaluated += evaluate({SLEPT_SECONDS})
+        model.train()
+    elif step % 20 == 10:  # without `model.eval()`, this is no evaluation
+        generated += evaluate({SLEPT_SECONDS})
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([evaluated, generated]))
+"""
+
+
+@pytest.mark.parametrize("place", ["wrapped", "in place", "blocks"])
+def test_evaluations_of_a_compiled_model_are_evaluation_and_no_part_of_steps(place, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run", "train.py", place]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    evaluated, generated = json.loads(done.stdout)
+
+    values = read_log(tmp_path / "run" / "training_log.jsonl").summary.values
+    assert values["time/eval_seconds"] == pytest.approx(evaluated, abs=SLEPT_SECONDS)
+    assert values.get("time/outside_seconds", 0) < generated + SLEPT_SECONDS
+
+
+TEACHER_SCRIPT = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+teacher, student = Model().eval().requires_grad_(False), Model()
+teacher, student = (torch.compile(each, backend="aot_eager", fullgraph=True) for each in (teacher, student))
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+for step in range(30):
+    if step % 10 == 0:
+        student.eval()
+        with torch.no_grad():
+            student(torch.randn(8, 64))
+            student(torch.randn(8, 64))
+        student.train()
+    batch = torch.randn(8, 64)
+    with torch.no_grad():
+        aim = teacher(batch)
+    (student(batch) - aim).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_teacher_belongs_to_every_step_also_after_an_evaluation_before_the_first(tmp_path):
+    (tmp_path / "train.py").write_text(TEACHER_SCRIPT)
+    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    summary = read_log(tmp_path / "run" / "training_log.jsonl").summary
+    # The teacher, the student, and the gradient of its weights; its input needs none.
+    assert summary.values["total/model_flops"] == 30 * 3 * (2 * 8 * 64 * 64)
+    assert summary.exact
+    assert "time/eval_seconds" in summary.values
