@@ -49,7 +49,8 @@ def training(folder, *arguments):
     process = start_warm(TRAIN, str(folder), *arguments)
     try:
         deadline = time.monotonic() + 120
-        while not (folder / "training_log.jsonl").exists():
+        log = folder / "training_log.jsonl"
+        while not log.exists() or not log.stat().st_size:  # it is created before its first record is written
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield process
