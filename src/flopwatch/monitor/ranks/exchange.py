@@ -60,7 +60,7 @@ _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 10.0
 _END_SECONDS = 1.0
 """How long to wait for the thread after `give_up`. It takes longer only if the store does not answer."""
 _LONGEST_PAUSE_SECONDS, _RETRY_SECONDS = 0.5, 2.0
-"""The longest pause between two looks for reports, and between two tries to write to a slot that is not empty."""
+"""The longest pause between two looks for reports, and the pause before writing again to a slot that was not empty."""
 _links: "WeakSet[RankLink]" = WeakSet()
 
 
@@ -323,12 +323,9 @@ class RankLink:
                 pass
 
     def _own_reports(self) -> Iterator[RankReport]:
-        retries: Iterator[float] | None = None
         while True:
-            # A checkpoint may wait for a report for which there was no room yet, so the first retries come soon.
-            retries = (retries or pauses(self._world_size, _RETRY_SECONDS)) if self._unsent else None
             with self._changed:
-                seconds = _BEAT_SECONDS if retries is None else next(retries)
+                seconds = _RETRY_SECONDS if self._unsent else _BEAT_SECONDS
                 self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished.is_set(), seconds)
                 report = self._waiting.popleft() if self._waiting else None
             if report is not None:
