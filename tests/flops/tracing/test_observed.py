@@ -565,8 +565,8 @@ def test_the_profile_of_the_user_stays_whole(test: str) -> None:
     in_new_process(test)
 
 
-def test_the_cost_is_small_beside_that_of_the_dispatch_mode() -> None:
-    """Print the time of a step: bare, under the dispatch mode, and observed."""
+def test_observing_a_tiny_step_costs_less_than_20_times_the_dispatch_mode() -> None:
+    """Print the time of a step: bare, under the dispatch mode, and observed, which is 5 times the mode's here."""
     step = seeded(llama)
     step()
     seconds: dict[str, list[float]] = {"bare": [], "LiveStep": [], "ObservedStep": []}

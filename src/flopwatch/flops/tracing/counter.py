@@ -82,6 +82,8 @@ METADATA_OPS = {
 
 UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts masked pairs too, as its mask is not visible"
 
+UNKNOWN_TYPE = "unknown"
+
 
 def counted_convention(wanted: AttentionConvention, ops: Collection[str]) -> tuple[AttentionConvention, str | None]:
     """The convention that a count of these ops has, and what is to be said about it.
@@ -95,8 +97,6 @@ def counted_convention(wanted: AttentionConvention, ops: Collection[str]) -> tup
     is_told = not is_fused or any("bmm" in op for op in ops)
     return "causal" if is_fused else "full", UNMASKED_PRODUCTS if is_told else None
 
-
-UNKNOWN_TYPE = "unknown"
 
 Phase = Literal["forward", "backward", "recompute"]
 
