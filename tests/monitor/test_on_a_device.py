@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flopwatch
+from flopwatch.monitor.kept import LateValues
 from flopwatch.monitor.timing.timers import EventTimer
-from flopwatch.monitor.window import LateValues
 from support.fakes import FakeEvents
 from testbeds.fakes import FakeClock, RecordingSink
 
@@ -62,7 +62,7 @@ def test_a_norm_that_is_spread_over_ranks_is_never_gathered(tmp_path, caplog, pl
 
 def test_rows_come_when_the_device_has_got_there(tmp_path, clock, monkeypatch):
     """The device is 25 s behind; windows of 10 s become rows when their last step has passed on it."""
-    monkeypatch.setattr("flopwatch.monitor.window.sleep", lambda seconds: clock.advance(1.0))
+    monkeypatch.setattr("flopwatch.monitor.arrival.sleep", lambda seconds: clock.advance(1.0))
     events = FakeEvents(clock, lag_seconds=25.0)
     monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: EventTimer(device, events))
     sink = RecordingSink()

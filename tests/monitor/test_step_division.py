@@ -2,12 +2,14 @@
 
 import gc
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.divide import Division, times_of
+from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.timers import HostTimer
 from testbeds.fakes import FakeClock
 
@@ -17,8 +19,9 @@ class Loop:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
+        self.steps = Tape(HostTimer(self.clock), self.clock)
         self.outside: list[float] = []
-        self.steps = StepClock(HostTimer(self.clock), self.clock, on_time_outside=self.outside.append)
+        self._division = Division()
 
     def takes(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -30,24 +33,27 @@ class Loop:
 
     def end(self) -> dict[str, float | None]:
         """Seconds of the step that ends: whole, input wait, optimizer, and after the optimizer."""
-        segments, waits = self.steps.end_step()
-        place = self.steps.optimizer_place
+        self.steps.end_step()
         self.steps.begin_gap()
-        assert segments is not None
-        own = rest = None
-        if place is not None:
-            own = length([segment for first, last in place.spans for segment in segments[first:last]])
-            rest = None if place.rest_at is None else length(segments[place.rest_at :])
+        divided = self._division.divide(self.steps.take())
+        self.outside += [seconds for phase, seconds in divided.spent if phase == "outside"]
+        times = times_of(divided.steps[-1], lambda start, end: end - start)
         return {
-            "step": length(segments),
-            "wait": None if waits is None else length(waits),
-            "optimizer": own,
-            "host": rest,
+            "step": pytest.approx(times.seconds),
+            "wait": approximately(times.input_wait_seconds),
+            "optimizer": approximately(times.optimizer_seconds),
+            "host": approximately(times.host_seconds),
         }
 
+    @contextmanager
+    def apart(self):
+        began = self.steps.begin_phase()
+        yield
+        self.steps.end_phase(began)
 
-def length(segments):
-    return pytest.approx(sum(end - start for start, end in segments))
+
+def approximately(seconds):
+    return None if seconds is None else pytest.approx(seconds)
 
 
 @pytest.fixture
@@ -91,7 +97,7 @@ def test_an_optimizer_after_the_steps_context_is_no_input_wait_and_belongs_to_th
 def test_an_evaluation_after_the_optimizer_is_no_part_of_the_step(loop):
     loop.steps.start_step()
     loop.optimizer(0.25)
-    with loop.steps.apart():
+    with loop.apart():
         loop.takes(8.0)
     loop.takes(0.5)
 
@@ -114,7 +120,7 @@ def test_an_optimizer_in_another_thread_or_in_an_evaluation_is_not_timed(loop):
     thread = threading.Thread(target=loop.optimizer, args=(0.25,))
     thread.start()
     thread.join()
-    with loop.steps.apart():
+    with loop.apart():
         loop.optimizer(2.0)
 
     assert loop.end() == {"step": 0.25, "wait": 0.0, "optimizer": None, "host": None}

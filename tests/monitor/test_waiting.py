@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.divide import Division, times_of
+from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.usual_gaps import UsualGaps
 from testbeds.fakes import FakeClock, RecordingSink
 
@@ -287,13 +288,11 @@ def test_a_loader_that_gets_slower_for_good_is_waited_for_soon(run):
     assert waits[-80:] == pytest.approx([30.0] * 80)
 
 
-def gaps(has_workers, cpu):
-    usual = UsualGaps(cpu_seconds=cpu, has_worker_processes=lambda: has_workers)
+def gaps(has_workers):
+    usual = UsualGaps(has_worker_processes=lambda: has_workers)
 
     def is_outside(seconds, busy_seconds=0.0):
-        usual.gap_begins()
-        cpu.advance(busy_seconds)
-        return usual.is_outside(seconds, work_seconds=0.3, has_seen_other_work=False)
+        return usual.is_outside(seconds, work_seconds=0.3, has_seen_other_work=False, cpu_seconds=busy_seconds)
 
     return is_outside
 
@@ -302,15 +301,15 @@ def gaps(has_workers, cpu):
     ("has_workers", "busy_seconds", "outside"), [(True, 0.0, False), (True, 2.0, True), (False, 0.0, True)]
 )
 def test_a_long_gap_is_a_wait_only_where_worker_processes_are_waited_for_idly(has_workers, busy_seconds, outside):
-    is_outside = gaps(has_workers, FakeClock())
+    is_outside = gaps(has_workers)
     assert not any(is_outside(0.001) for _ in range(7))
     assert is_outside(2.5, busy_seconds) is outside
 
 
 def test_gaps_are_judged_once_there_are_some_and_short_ones_never():
-    is_outside = gaps(False, FakeClock())
+    is_outside = gaps(False)
     assert not is_outside(100.0)
-    is_outside = gaps(False, FakeClock())
+    is_outside = gaps(False)
     assert not any(is_outside(0.001) for _ in range(20))
     assert not is_outside(0.25), "not longer than a step"
     assert is_outside(0.35)
@@ -321,7 +320,7 @@ def test_a_gap_in_which_the_model_was_called_is_not_taken_for_a_wait(run):
         with run.monitor.step(batch):
             run.work()
         if index == 4:
-            run.monitor._run.step_clock.model_is_called(False)
+            run.monitor._run.tape.model_is_called(False)
             run.clock.advance(1.0)
 
     assert run.column("input_wait_seconds") == [0.0, 1.0, 1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0]
@@ -332,7 +331,7 @@ def test_a_loop_that_evaluates_after_every_step_is_told_that_this_is_in_the_step
     for batch in run.batches(10):
         with run.monitor.step(batch):
             run.work()
-        run.monitor._run.step_clock.model_is_called(has_grad=False)
+        run.monitor._run.tape.model_is_called(has_grad=False)
         run.clock.advance(2.0)
     run.monitor.close()
 
@@ -345,7 +344,7 @@ def test_an_evaluation_between_steps_that_was_booked_as_such_is_not_told_about(r
     for batch in run.batches(10):
         with run.monitor.step(batch):
             run.work()
-        run.monitor._run.step_clock.model_is_called(has_grad=False)
+        run.monitor._run.tape.model_is_called(has_grad=False)
         run.clock.advance(2.0)
         run.monitor.spent_on("eval")
 
@@ -379,17 +378,15 @@ def test_a_wait_during_which_the_device_is_still_busy_is_no_wait():
     """The host queues 5 s of work in no time and waits 2 or 7 s for the next batch."""
     clock = FakeClock()
     device = Device(clock)
-    steps = StepClock(device, clock)
-    found = []
+    steps = Tape(device, clock)
     for wait in (2.0, 2.0, 7.0, 7.0):
         clock.advance(wait)
         steps.start_step()
         device.queue(5.0)
-        found.append(steps.end_step())
+        steps.end_step()
         steps.begin_gap()
-    waited = [sum(device.seconds(*pair) for pair in waits) for _, waits in found]
-    took = [sum(device.seconds(*pair) for pair in segments) for segments, _ in found]
+    times = [times_of(parts, device.seconds) for parts in Division().divide(steps.take()).steps]
 
     # Batches come at 2, 4, 11 and 18 s; the device works from 2 to 17 s without a pause, then again from 18 s on.
-    assert took == [5.0, 5.0, 5.0, 6.0]
-    assert waited == [0.0, 0.0, 0.0, 1.0]
+    assert [step.seconds for step in times] == [5.0, 5.0, 5.0, 6.0]
+    assert [step.input_wait_seconds for step in times] == [0.0, 0.0, 0.0, 1.0]

@@ -17,6 +17,7 @@ from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, ob
 from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
 from flopwatch.monitor.pricing.calls import CallKind, RootCalls, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
+from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.autograd import current_graph_task_id, recorded_operations
@@ -211,7 +212,7 @@ class FirstStep:
         """Tell the run when its first step began, and how long an evaluation before it took."""
         if self._evaluation_began is not None:
             run.spent_before_first_step("eval", self._evaluation_ended - self._evaluation_began)
-        run.step_clock.open_first(self._ended - self._began, self._micro_batches)
+        run.tape.add(FIRST, (self._ended - self._began, self._micro_batches))
 
     def _warn_again(self) -> None:
         if self._filter in warnings.filters and not may_compile():  # otherwise the hook stays

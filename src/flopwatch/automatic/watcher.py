@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from flopwatch.automatic.first_step import FirstStep, UnclearBatches
 from flopwatch.automatic.trained import Optimizers, exists, find_trained_modules, note_call, take_calls
 from flopwatch.flops.tracing.live import may_compile
+from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
@@ -173,7 +174,7 @@ class Watcher:
             return
         self.steps = max(self.steps, 1)
         self._notify("info", "first_step", FIRST_STEP.format(why=why))
-        self._act("step", lambda run: run.abandon_step())
+        self._act("step", lambda run: run.recorder.abandon_step())
         self._is_timed = False
         self._called.clear()
         if current_graph_task_id() == -1:
@@ -211,7 +212,7 @@ class Watcher:
         if len(self._called) > 1:
             names = ", ".join(dict.fromkeys(self._called.values()))
             self._notify("warning", "several_models", SEVERAL_MODELS.format(models=names))
-            self._act("batches", lambda run: run.drop_batches())
+            self._act("batches", lambda run: run.recorder.drop_batches())
         if self._has_skipped():
             self._act("step", lambda run: run.counter.doubt_step(SKIPPED))
         number, self.steps = self.steps, self.steps + 1
@@ -283,7 +284,7 @@ class Watcher:
             return
         if not self._is_timed:
             self._is_timed = True
-            self._act("start_step", lambda run: run.step_clock.start_step())
+            self._act("start_step", lambda run: run.tape.start_step())
         if kind.has_grad and self._is_of_first_trained(kind, module):
             self.monitor.micro_batch(batch_of_call(module, args, kwargs))
         elif kind.has_grad and not self._called:
@@ -304,7 +305,7 @@ class Watcher:
         """Add the batches of modules whose optimizer has stepped for the first time."""
         for kind, module, reading in self._unclear.take():
             if module is not None and self._is_of_first_trained(kind, module):
-                self._act("batches", partial(MonitoredRun.add_reading, reading=reading))
+                self._act("batches", partial(_add_reading, reading))
 
     def returned(self, kind: CallKind, output: Any) -> None:
         pass
@@ -318,7 +319,7 @@ class Watcher:
             return
         if not self._is_timed:
             self._is_timed = True
-            self._act("start_step", lambda run: run.step_clock.start_step())
+            self._act("start_step", lambda run: run.tape.start_step())
         self.monitor.micro_batch(batch_of_call(model, args, kwargs))
 
     def _take_compiled_calls(self) -> None:
@@ -352,3 +353,7 @@ class _CallHook:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A method that does nothing, so that a saved model can be loaded where flopwatch is not installed.
         return getattr, (nullcontext(), "__exit__")
+
+
+def _add_reading(reading: Reading, run: MonitoredRun) -> None:
+    run.recorder.add_reading(reading)

@@ -118,7 +118,7 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._learning_rate = optimizer.param_groups[0]["lr"]
         if self.monitor is not None:  # Lightning runs forward and backward pass inside of the optimizer's step
-            act_on_run(self.monitor, "optimizer", lambda run: run.step_clock.optimizer_begins(id(optimizer)))
+            act_on_run(self.monitor, "optimizer", lambda run: run.tape.optimizer_begins(id(optimizer)))
 
     @harmless
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -64,6 +64,7 @@ class RowMaker:
     """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
     Attributes:
+        session: The run's totals.
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
         last_step: The last step of the newest row. The totals end with the same step.
         latest: All values of the newest row; percentiles only if the row is detailed or was made on request.
@@ -75,7 +76,7 @@ class RowMaker:
 
     def __init__(self, config: MonitorConfig, world_size: int, session: Session) -> None:
         self._config = config
-        self._session = session
+        self.session = session
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self._held: list[Window] = []
         self._doubted: list[tuple[int, int, str]] = []
@@ -119,7 +120,7 @@ class RowMaker:
             windows = self._with_warm_up(windows)
         if self._doubted:
             windows = [replace(window, steps=tuple(map(self._with_doubt, window.steps))) for window in windows]
-        self._session.expect([step for window in windows for step in window.steps])
+        self.session.expect([step for window in windows for step in window.steps])
         return windows
 
     def session_values(self) -> dict[str, Number]:
@@ -131,7 +132,7 @@ class RowMaker:
             values["training/loss"] = self._last_loss
         if self.exact is not None:
             values["perf/exact"] = int(self.exact)
-        return {**values, **self._session.totals(are_last=True).values}
+        return {**values, **self.session.totals(are_last=True).values}
 
     def _with_warm_up(self, windows: list[Window]) -> list[Window]:
         wanted = self._config.warm_up_steps
@@ -159,7 +160,7 @@ class RowMaker:
         last_step = steps[-1].step if steps else self.last_step
         if last_step is None:
             return None
-        ledger = self._session.totals_with(steps).ledger
+        ledger = self.session.totals_with(steps).ledger
         return PartialRow(last_step, time.time(), {}, steps=_columns(steps), ledger=ledger)
 
     def row(
@@ -245,12 +246,12 @@ class RowMaker:
         peak_flops_per_s: float | None,
     ) -> Totals:
         if report is None:
-            return self._session.book(steps, {}, later_seconds)
+            return self.session.book(steps, {}, later_seconds)
         unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
         steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
         totals = job_totals(report, self.layout.data_parallel_size)
         uses = job_use_of_peak(report, totals, peak_flops_per_s) | rank_losses(report)
-        return self._session.book(steps, totals, later_seconds, uses)
+        return self.session.book(steps, totals, later_seconds, uses)
 
     def _peak_of_devices(
         self, steps: Sequence[MeasuredStep], values: Mapping[str, Number], peak: Peak | None

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,74 +15,17 @@ from torch import nn
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
+from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
+from flopwatch.monitor.timed_batches import Batch, TimedBatches
+from flopwatch.monitor.timing.tape import OWN_END
 from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
-
-Batch = TypeVar("Batch")
-
-
-class WaitTimer(Protocol):
-    """Measures how long it takes to fetch a batch."""
-
-    def begin_wait(self) -> bool:
-        """Begin to time a fetch. Returns False if this fetch is not timed."""
-
-    def end_wait(self, *, has_batch: bool = True) -> None:
-        """End the fetch that `begin_wait` began to time; `has_batch` says whether the fetch returned a batch."""
-
-
-class TimedIterator(Generic[Batch]):
-    """An iterator that times every call of `next`."""
-
-    __slots__ = ("_iterator", "_timer")
-
-    def __init__(self, iterator: Iterator[Batch], timer: WaitTimer) -> None:
-        self._iterator = iterator
-        self._timer = timer
-
-    def __iter__(self) -> "TimedIterator[Batch]":
-        return self
-
-    def __next__(self) -> Batch:
-        is_timed = self._timer.begin_wait()
-        has_batch = False
-        try:
-            batch = next(self._iterator)
-            has_batch = True
-        finally:
-            if is_timed:
-                self._timer.end_wait(has_batch=has_batch)
-        return batch
-
-
-class TimedBatches(Generic[Batch]):
-    """A loader that times each fetch. It has the loader's length and attributes, and can be iterated again."""
-
-    def __init__(self, loader: Iterable[Batch], timer: WaitTimer) -> None:
-        self._loader = loader
-        self._timer = timer
-
-    def __iter__(self) -> Iterator[Batch]:
-        is_timed = self._timer.begin_wait()  # the start of the loader's workers is input wait, too
-        try:
-            iterator = iter(self._loader)
-        finally:
-            if is_timed:
-                self._timer.end_wait(has_batch=False)
-        return TimedIterator(iterator, self._timer)
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
 
 _NOTHING_MORE: dict[str, Any] = {}
 
@@ -128,14 +71,7 @@ class Step:
         self._monitor.micro_batch(batch, lengths)
 
     def __enter__(self) -> "Step":
-        monitor = self._monitor
-        run = monitor._run
-        if run is not None:
-            try:
-                run.step_clock.start_step(self._batch is not None)
-                run.counter.begin_step(self._batch)
-            except Exception as error:
-                monitor._failed("start_step", error)
+        self._monitor._start_step(self._batch is not None, self._batch)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -143,21 +79,14 @@ class Step:
         run = monitor._run
         batch, self._batch = self._batch, None  # the loop may keep this object longer than its batch
         if kind is not None:
-            monitor._do("step", lambda run: run.abandon_step())
+            monitor._do("step", lambda run: run.recorder.abandon_step())
         elif self._more or batch is None or run is None or not monitor._logs_steps_itself:
             monitor.log_step(self.number, batch=batch, lengths=self._lengths, **self._values())
         else:  # the same as `log_step`, without the cost of another call with keyword arguments
-            entered = monitor._clock()
-            try:
-                run.note_step(
-                    self.number, self._epoch, self._loss, self._grad_norm, self._lr, False,
-                    batch, self._lengths, _NOTHING_MORE,
-                )  # fmt: skip
-                if run.is_off:
-                    monitor._run = None
-            except Exception as error:
-                monitor._failed("log_step", error)
-            monitor._own_seconds += monitor._clock() - entered
+            monitor._end_step(
+                run, self.number, self._epoch, self._loss, self._grad_norm, self._lr, False,
+                batch, self._lengths, _NOTHING_MORE,
+            )  # fmt: skip
 
     def _values(self) -> dict[str, Any]:
         known = {"epoch": self._epoch, "loss": self._loss, "grad_norm": self._grad_norm, "learning_rate": self._lr}
@@ -267,6 +196,9 @@ class TrainingMonitor:
         self._started_run: MonitoredRun | None = None
         """The run, even after it was closed; None if the monitor is disabled."""
         self._own_seconds = 0.0
+        self._exit: SystemExit | None = None
+        self._guard = Guard("log_step", self._failed)
+        """For what runs on every step."""
         if is_switched_off():
             return
         rank, world_size = rank_and_world_size()
@@ -283,7 +215,6 @@ class TrainingMonitor:
             peak_flops_per_s=peak_flops_per_s,
         )
         self._started_run = self._run
-        self._exit: SystemExit | None = None
         _open_monitors.add(self)
         for problem in problems:
             message = f"a setting of the monitor's configuration is not used: {problem}"
@@ -324,15 +255,16 @@ class TrainingMonitor:
         run = self._run
         if run is None:
             return
+        if batch is None and not run.recorder.has_batches:
+            batch = run.recorder.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
+        self._end_step(run, step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+
+    def _end_step(self, run: MonitoredRun, *step: Any) -> None:
         entered = self._clock()
-        if batch is None and not run.has_batches:
-            batch = run.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
-        try:
-            run.note_step(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
-            if run.is_off:
+        with self._guard:
+            run.note_step(*step)
+            if run.ranks.is_off:
                 self._run = None
-        except Exception as error:
-            self._failed("log_step", error)
         self._own_seconds += self._clock() - entered
 
     def step(
@@ -352,20 +284,20 @@ class TrainingMonitor:
             epoch: The current epoch, which can be a fraction.
             lengths: Lengths of the documents in a packed batch, if the batch does not contain them.
         """
-        last = self._run.last_step if self._run is not None else None
+        last = self._run.recorder.last_step if self._run is not None else None
         number = step if step is not None else (0 if last is None else last + 1)
         return Step(self, number, epoch, batch, lengths)
 
     def start_step(self) -> None:
         """Begin a step whose batch has arrived; needed only without `step(batch)`, which calls it."""
+        self._start_step(True, None)
+
+    def _start_step(self, has_batch: bool, batch: Any) -> None:
         run = self._run
-        if run is None:
-            return
-        try:
-            run.step_clock.start_step()
-            run.counter.begin_step()
-        except Exception as error:
-            self._failed("start_step", error)
+        if run is not None:
+            with self._guard:
+                run.tape.start_step(has_batch)
+                run.counter.begin_step(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Time how long the loader takes for each batch: `for batch in monitor.batches(loader)`.
@@ -387,26 +319,20 @@ class TrainingMonitor:
 
     def begin_wait(self) -> bool:
         """Begin to time a fetch of a batch. Returns False if it is not timed: in an evaluation or another thread."""
-        if self._run is None:
-            return False
-        try:
-            return self._run.step_clock.begin_wait()
-        except Exception as error:
-            self._failed("begin_wait", error)
-            return False
+        if self._run is not None:
+            with self._guard:
+                return self._run.tape.begin_wait()
+        return False
 
     def end_wait(self, *, has_batch: bool = True) -> None:
         """End a fetch for which `begin_wait` has returned True; `has_batch` is False if no batch was left."""
-        if self._run is None:
-            return
-        try:
-            self._run.step_clock.end_wait(has_batch=has_batch)
-        except Exception as error:
-            self._failed("end_wait", error)
+        if self._run is not None:
+            with self._guard:
+                self._run.tape.end_wait(has_batch=has_batch)
 
     def end_micro_batch(self) -> None:
         """End the work on a micro-batch; the time until the next `start_step` counts as input wait."""
-        self._do("end_micro_batch", lambda run: run.step_clock.end_micro_batch(), is_own_work=False)
+        self._do("end_micro_batch", lambda run: run.tape.end_micro_batch(), is_own_work=False)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
         """Add a batch to the current step, for gradient accumulation."""
@@ -457,9 +383,10 @@ class TrainingMonitor:
         """
         if self._run is None or not self.config.log_dataset_metrics:
             return
-        coming = 0 if self._run.last_step is None else self._run.last_step + 1
+        last = self._run.recorder.last_step
+        coming = 0 if last is None else last + 1
         if coming % self.config.dataset_metrics_every == 0:
-            self._do("log_datasets", lambda run: run.datasets.add(names, losses, logits, labels))
+            self._do("log_datasets", lambda run: run.arrivals.datasets.add(names, losses, logits, labels))
 
     def log_now(
         self, *, loss: Any = None, grad_norm: Any = None, learning_rate: Any = None, wait: bool = False
@@ -492,7 +419,7 @@ class TrainingMonitor:
 
     def says_what_was_not_given(self, says: bool) -> None:
         """Set whether a missing model or batch is reported. Integrations that pass them later switch the report off."""
-        self._do("says_what_was_not_given", lambda run: run.set_looks_for_gaps(says))
+        self._do("says_what_was_not_given", lambda run: setattr(run.recorder, "tells_missing", says))
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model that is trained, if it did not exist when the monitor was created."""
@@ -510,12 +437,12 @@ class TrainingMonitor:
     @property
     def own_seconds(self) -> float:
         """Seconds that the training's thread has spent in the monitor, except for the time spent counting FLOPs."""
-        return 0.0 if self._started_run is None else self._own_seconds - self._started_run.count_seconds
+        return 0.0 if self._started_run is None else self._own_seconds - self._started_run.arrivals.count_seconds
 
     @property
     def count_seconds(self) -> float:
         """Seconds that the training's thread has spent counting FLOPs; they are not part of any step's time."""
-        return 0.0 if self._started_run is None else self._started_run.count_seconds
+        return 0.0 if self._started_run is None else self._started_run.arrivals.count_seconds
 
     @property
     def thread_cpu_seconds(self) -> float:
@@ -545,12 +472,10 @@ class TrainingMonitor:
         run = self._run
         if run is None:
             return
-        try:
+        with Guard("close", self._failed):
             ended_by = _named(error) if is_of_this_run else None
             summary = run.close(after_error=error is not None, ended_by=ended_by)
             self.summary = summary if run.ranks.is_logging else None
-        except Exception as failure:
-            self._failed("close", failure)
         self._run = None
         _open_monitors.discard(self)
 
@@ -570,7 +495,7 @@ class TrainingMonitor:
 
         summary, run = self.summary, self._started_run
         if summary is None and run is not None:
-            summary = Summary(run.last_step, 0.0, self.latest, exact=run.rows.exact, notes=run.rows.notes)
+            summary = Summary(run.recorder.last_step, 0.0, self.latest, exact=run.rows.exact, notes=run.rows.notes)
         title = f"{self.output_dir}: {self._state()}"
         return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
 
@@ -593,9 +518,9 @@ class TrainingMonitor:
     def _state(self) -> str:
         if self._started_run is None:
             return "switched off by FLOPWATCH_DISABLE"
-        if self._started_run.last_step is None:
+        if self._started_run.recorder.last_step is None:
             return "no step yet" if self._run is not None else "closed before the first step"
-        return f"{'' if self._run is not None else 'closed at '}step {self._started_run.last_step:,}"
+        return f"{'' if self._run is not None else 'closed at '}step {self._started_run.recorder.last_step:,}"
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
         """Call `action`; report its errors as those of `part`. With `is_own_work`, its time is no input wait."""
@@ -603,12 +528,11 @@ class TrainingMonitor:
         if run is None:
             return
         entered = self._clock()
-        try:
-            began = run.step_clock.begin_own_work() if is_own_work else None
+        is_timed = is_own_work and run.tape.begin_own_work()
+        with Guard(part, self._failed):
             action(run)
-            run.step_clock.end_own_work(began)
-        except Exception as error:
-            self._failed(part, error)
+        if is_timed:
+            run.tape.add(OWN_END)
         self._own_seconds += self._clock() - entered
 
     def _failed(self, part: str, error: Exception) -> None:

@@ -5,9 +5,12 @@ import random
 import pytest
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
+from flopwatch.monitor.ranks.busy_time import busy_times, profile_of, typical_busy_seconds
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
+from flopwatch.monitor.timing.divide import Division
+from flopwatch.monitor.timing.tape import Tape
+from flopwatch.monitor.timing.timers import HostTimer
 
 pytestmark = pytest.mark.slow
 
@@ -83,31 +86,29 @@ def test_the_message_names_rank_amount_and_cause():
 
 def test_busy_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
     now = [100.0]
-    own = BusyTime(lambda: now[0])
+    tape = Tape(HostTimer(lambda: now[0]), lambda: now[0], measures_busy_time=True)
+    tape._cpu_seconds = lambda: now[0]
     for _ in range(3):
         now[0] += 7.0  # fetching a batch
-        own.batch_is_here()
+        tape.start_step()
         now[0] += 2.0
-        state = own.leave()
+        began = tape.begin_phase()
         now[0] += 50.0  # evaluation
-        own.come_back(state)
+        tape.end_phase(began)
         now[0] += 1.0
-        own.step_ends()
+        tape.end_step()
+        tape.begin_gap()
 
-    assert own.typical(step_seconds=1.0) == 3.0
+    assert [step.busy_seconds for step in Division().divide(tape.take()).steps] == [3.0] * 3
 
 
 def test_the_typical_step_is_that_of_the_last_minute():
-    now = [0.0]
-    own = BusyTime(lambda: now[0])
-    for busy in [5.0] * 100 + [1.0] * 40:
-        own.batch_is_here()
-        now[0] += busy
-        own.step_ends()
+    own = busy_times()
+    own.extend([5.0] * 100 + [1.0] * 40)
 
-    assert own.typical(step_seconds=0.1) == 5.0  # 512 steps and more fit into a minute
-    assert own.typical(step_seconds=1.0) == 1.0  # 60 do: 40 of the new kind
-    assert own.typical(step_seconds=100.0) == 1.0  # at least 32
+    assert typical_busy_seconds(own, step_seconds=0.1) == 5.0  # 512 steps and more fit into a minute
+    assert typical_busy_seconds(own, step_seconds=1.0) == 1.0  # 60 do: 40 of the new kind
+    assert typical_busy_seconds(own, step_seconds=100.0) == 1.0  # at least 32
 
 
 def test_what_is_left_of_a_step_is_waiting():

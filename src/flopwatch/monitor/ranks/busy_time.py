@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import islice
 from statistics import median
 from types import FrameType
+from typing import Protocol
 
 from flopwatch.monitor.ranks.reports import Profile
 
@@ -21,50 +22,25 @@ _SECONDS_REMEMBERED = 60.0
 _FEWEST_STEPS, _MOST_STEPS = 32, 512
 
 
-class BusyTime:
-    """Adds up, per step, the processor time of the training's thread from the batch's arrival to the step's end."""
+class Worker(Protocol):
+    """What shows whether the training works on a batch."""
 
-    def __init__(self, cpu_seconds: Callable[[], float] = time.thread_time) -> None:
-        self._cpu = cpu_seconds
-        self._last = cpu_seconds()
-        self._busy = 0.0
-        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
-        self.is_in_step = False
-        """True while the training works on a batch; `StallSampler` reads it from another thread."""
+    is_working: bool
 
-    def batch_is_here(self) -> None:
-        self._last = self._cpu()
-        self.is_in_step = True
 
-    def step_ends(self) -> None:
-        now = self._cpu()
-        if self.is_in_step:
-            self._busy += now - self._last
-        self._last = now
-        self.is_in_step = False
-        self._steps.append(self._busy)
-        self._busy = 0.0
+def busy_times() -> deque[float]:
+    """An empty list for the processor time of the training's thread in each step, which keeps the newest."""
+    return deque(maxlen=_MOST_STEPS)
 
-    def leave(self) -> bool:
-        """Pause the measurement; pass the returned flag to `come_back`."""
-        was_in_step = self.is_in_step
-        if was_in_step:
-            self._busy += self._cpu() - self._last
-        self.is_in_step = False
-        return was_in_step
 
-    def come_back(self, was_in_step: bool) -> None:
-        self._last = self._cpu()
-        self.is_in_step = was_in_step
+def typical_busy_seconds(busy: Sequence[float], step_seconds: float) -> float | None:
+    """Median busy seconds per step over the last minute; None before the first step.
 
-    def typical(self, step_seconds: float) -> float | None:
-        """Median busy seconds per step over the last minute; None before the first step.
-
-        The median covers a minute, because other processes can slow the machine down for some seconds.
-        """
-        wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
-        first = max(0, len(self._steps) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
-        return median(islice(self._steps, first, None)) if self._steps else None
+    The median covers a minute, because other processes can slow the machine down for some seconds.
+    """
+    wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
+    first = max(0, len(busy) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
+    return median(islice(busy, first, None)) if busy else None
 
 
 def profile_of(
@@ -107,8 +83,8 @@ _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parall
 class StallSampler:
     """Samples in its own thread how often the thread that created it is idle without waiting for other ranks."""
 
-    def __init__(self, busy_time: BusyTime) -> None:
-        self._busy_time = busy_time
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._ident = threading.get_ident()
         self._samples: deque[bool] = deque(maxlen=_SAMPLES_KEPT)
         self._is_over = False
@@ -127,7 +103,7 @@ class StallSampler:
 
     def _run(self) -> None:
         # This uses `sleep`, because `Event.wait` with a timeout runs Python code, which is slow right after a step.
-        clock, busy_time, sample = self._clock, self._busy_time, self._sample
+        clock, worker, sample = self._clock, self._worker, self._sample
         began, pause = time.monotonic(), _SHORTEST_PAUSE_SECONDS
         while not self._is_over:
             time.sleep(pause)
@@ -137,7 +113,7 @@ class StallSampler:
                 busy = time.clock_gettime(clock) - before
             except OSError:  # the training's thread has ended
                 return
-            if busy_time.is_in_step:
+            if worker.is_working:
                 sample(busy)
             self.cpu_seconds = time.thread_time()
             pause = max(_SHORTEST_PAUSE_SECONDS, self.cpu_seconds / _SHARE_OF_A_CORE - time.monotonic() + began)

@@ -9,11 +9,12 @@ import torch
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.output import Notify
-from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
+from flopwatch.monitor.ranks.busy_time import StallSampler, busy_times, profile_of, typical_busy_seconds
 from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
 from flopwatch.monitor.ranks.job_store import RunKey, is_possible
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, Window, report_of
+from flopwatch.monitor.timing.tape import Tape
 
 _runs_of: Counter[int] = Counter()
 """Number of runs that monitors of this process have joined, by logging rank."""
@@ -31,7 +32,10 @@ class Rank:
     Attributes:
         is_logging: Whether this rank writes the log.
         link: The link to the other ranks; None with one rank, before the run starts, and after the link has failed.
-        busy_time: Busy time of the training's thread; None with one rank, or if it cannot be measured.
+        has_started: Whether the first step has ended.
+        is_off: Whether this rank has stopped reporting to the logging rank.
+        may_wait: Whether a checkpoint may wait for other ranks; False once it has waited in vain.
+        busy_time: Processor time of the training's thread per step; None with one rank, or if it cannot be measured.
         window_steps: Steps per window by the logging rank's plan; None until the plan arrives.
     """
 
@@ -42,24 +46,35 @@ class Rank:
         self._logging_rank = logging_rank
         self._notify = notify
         self.link: RankLink | None = None
-        self.busy_time = BusyTime() if world_size > 1 else None
+        self.has_started = self.is_off = False
+        self.may_wait = True
+        self.busy_time = busy_times() if world_size > 1 else None
         self._stalls: StallSampler | None = None
         self.window_steps: int | None = None
         self._device_type = "cpu"
         self._incomplete: deque[Window] = deque()
 
-    def start(self, log: str, device: torch.device) -> None:
+    def start(self, log: str, device: torch.device, tape: Tape) -> None:
         """Start the link to the other ranks of this run, without waiting for them."""
-        self._device_type = device.type
+        self.has_started, self._device_type = True, device.type
         if self.world_size == 1:
             return
         if not is_possible():
+            self.is_off = not self.is_logging
             self._notify(*notices.notice("ranks_unknown", rank=self.rank, world_size=self.world_size))
             return
         key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
         if self.busy_time is not None:
-            self._stalls = StallSampler(self.busy_time)
+            self._stalls = StallSampler(tape)
+
+    def add_busy_seconds(self, seconds: float) -> None:
+        if self.busy_time is not None:
+            self.busy_time.append(seconds)
+
+    def busy_seconds_per_step(self, step_seconds: float) -> float | None:
+        """Processor time of the training's thread in a typical step; None if it is not measured."""
+        return None if self.busy_time is None else typical_busy_seconds(self.busy_time, step_seconds)
 
     @property
     def ranks_on_device(self) -> int:
@@ -159,6 +174,7 @@ class Rank:
 
     def leave(self) -> None:
         """Stop exchanging reports with other ranks, without waiting."""
+        self.is_off = not self.is_logging
         if self._stalls is not None:
             self._stalls.stop()
         if self.link is not None:

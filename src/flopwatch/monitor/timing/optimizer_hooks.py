@@ -1,4 +1,4 @@
-"""Tells a run's clock when optimizers begin and end their step, by the hooks that torch offers for all optimizers."""
+"""Records when optimizers begin and end their step, by the hooks that torch offers for all optimizers."""
 
 import weakref
 from typing import Any, Protocol
@@ -7,13 +7,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopwatch.monitor.pricing.step_counter import StepCounter
-from flopwatch.monitor.timing.step_clock import StepClock
+from flopwatch.monitor.timing.tape import Tape
 
 
-class HasClock(Protocol):
-    """A run; its clock and its model may be replaced by others."""
+class HasTape(Protocol):
+    """A run; its model may be replaced by another one."""
 
-    step_clock: StepClock
+    tape: Tape
     counter: StepCounter
 
     @property
@@ -53,7 +53,7 @@ def _shares_parameters(model: torch.nn.Module, optimizer: Any) -> bool:
 class OptimizerHooks:
     """The hooks of one run. They do not keep the run alive, and they are constants for `torch.compile`."""
 
-    def __init__(self, run: HasClock) -> None:
+    def __init__(self, run: HasTape) -> None:
         self._run = weakref.ref(run)
         self._owned = _Owned()
         self._handles = [
@@ -76,9 +76,9 @@ class OptimizerHooks:
             return
         run.counter.optimizer_begins(optimizer, args, kwargs)
         if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
-            run.step_clock.optimizer_is_untimed(id(optimizer))
+            run.tape.optimizer_is_untimed(id(optimizer))
         else:
-            run.step_clock.optimizer_begins(id(optimizer), is_own=self._owned.has(run.model, optimizer))
+            run.tape.optimizer_begins(id(optimizer), is_own=self._owned.has(run.model, optimizer))
 
     def _ends(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -86,4 +86,4 @@ class OptimizerHooks:
         run = self._run()
         if run is not None:
             run.counter.optimizer_ends()
-            run.step_clock.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))
+            run.tape.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))

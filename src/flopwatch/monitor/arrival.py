@@ -1,0 +1,233 @@
+"""From recorded steps to measured ones: waits for their values to come from the device, and reads them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from flopwatch.monitor.datasets import DatasetMetrics
+from flopwatch.monitor.kept import Kept, LateValues
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.pricing.price import StepCost
+from flopwatch.monitor.pricing.step_counter import NOTHING, StepTrace
+from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
+from flopwatch.monitor.timing.tape import Tape
+from flopwatch.monitor.timing.timers import StepTimer
+
+_LOOK_SECONDS = 0.001
+
+
+class RecordedStep(NamedTuple):
+    """What is recorded of a step when it ends; nothing of it has been read from the device yet."""
+
+    step: int
+    epoch: Any
+    loss: Any
+    grad_norm: Any
+    learning_rate: Any
+    readings: Sequence[Reading]
+    skip_wandb: bool
+    more: Mapping[str, Any]
+    user_flops: int | None = None
+    trace: StepTrace = NOTHING
+
+    def scalars(self) -> list[tuple[str, Any]]:
+        """The step's values by name, in the order in which they are read."""
+        own = ("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.learning_rate), ("epoch", self.epoch)
+        return [*own, *self.more.items()]
+
+
+class Arrival:
+    """The steps of one window, while their values are copied from the device to the host.
+
+    Attributes:
+        steps: The steps as they were recorded.
+        parts: What their time consists of.
+        left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
+        batch_failure: The exception that reading a batch has raised; None if all batches could be read.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[RecordedStep],
+        parts: Sequence[StepParts],
+        timer: StepTimer,
+        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+    ) -> None:
+        """Begin to copy the values to the host. `look_at` computes the batch sizes that `log_step` left for later."""
+        self.steps, self.parts = steps, parts
+        self._timer = timer
+        self.left_out: set[str] = set()
+        self.batch_failure: Exception | None = None
+        self._readings = [self._looked_at(step.readings, look_at) for step in steps]
+        self._scalars = LateValues(
+            [kept.value for step in steps for _, kept in step.scalars() if isinstance(kept, Kept)]
+        )
+        self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
+
+    def _looked_at(
+        self, readings: Sequence[Reading], look_at: Callable[[Reading], Reading | None]
+    ) -> list[Reading] | None:
+        """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
+        try:
+            looked_at = [look_at(reading) for reading in readings]
+        except Exception as error:  # for example, a dtype or tensor class does not support an op used here
+            self.batch_failure = error
+            return None
+        known = [reading for reading in looked_at if reading is not None]
+        if len(known) < len(looked_at):
+            self.left_out.add("batch")
+            return None
+        return known
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the values, and return whether they have arrived.
+
+        Polls instead of synchronising, because a hung device must not block the training.
+        """
+        ends = monotonic() + seconds
+        while not self._has_arrived():
+            if monotonic() >= ends:
+                return False
+            sleep(_LOOK_SECONDS)
+        return True
+
+    def _has_arrived(self) -> bool:
+        segments = self.parts[-1].segments
+        marks_passed = segments is None or self._timer.has_passed(segments[-1][2])
+        return marks_passed and self._scalars.are_there() and self._integers.are_there()
+
+    def measured(self, cost: Callable[[RecordedStep, list[Work] | None], StepCost]) -> tuple[MeasuredStep, ...]:
+        """Read all values; `cost` finds the FLOPs. Call this only after `arrives` has returned True."""
+        scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
+        measured = []
+        for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
+            works = None if readings is None else [as_work(reading, integers) for reading in readings]
+            values = self._values(step, scalars)
+            measured.append(_measured(step, parts, self._timer, works, values, cost(step, works)))
+        return tuple(measured)
+
+    def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, value in step.scalars():
+            if value is None or isinstance(value, str):
+                continue
+            read = next(scalars) if isinstance(value, Kept) else [value]
+            try:
+                if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
+                    raise ValueError
+                values.setdefault(name, float(read[0]))  # Arguments such as `loss` take precedence over `more`.
+            except Exception:  # Code of the user, such as __float__, has raised. Only this value is lost.
+                self.left_out.add(name)
+        return values
+
+
+def passed_seconds(parts: Sequence[StepParts], timer: StepTimer) -> float:
+    """Time of these steps so far, up to the last event that the device has reached."""
+    segments = [segment for part in parts for segment in part.segments or () if timer.has_passed(segment[2])]
+    return sum(timer.seconds(start, end) for _, start, end in segments)
+
+
+def _measured(
+    step: RecordedStep,
+    parts: StepParts,
+    timer: StepTimer,
+    works: list[Work] | None,
+    values: dict[str, float],
+    cost: StepCost,
+) -> MeasuredStep:
+    flops, is_counted = cost.flops, step.trace.was_counted
+    return MeasuredStep(
+        step.step,
+        samples=_sum_known([work.samples for work in works or ()]),
+        tokens=_sum_known([work.tokens for work in works or ()]),
+        real_tokens=_sum_known([work.real_tokens for work in works or ()]),
+        trainable_tokens=_sum_known([work.trainable_tokens for work in works or ()]),
+        model_flops=None if flops is None else flops.model,
+        hardware_flops=None if flops is None else flops.hardware,
+        recompute_flops=None if flops is None else flops.recompute,
+        model_peak_seconds=cost.model_peak_seconds,
+        hardware_peak_seconds=cost.hardware_peak_seconds,
+        reason=cost.reason,
+        is_warm_up=is_counted,
+        is_counted=is_counted,
+        loss=values.pop("loss", None),
+        grad_norm=values.pop("grad_norm", None),
+        epoch=values.pop("epoch", None),
+        learning_rate=values.pop("lr", None),
+        more=values,
+        skip_wandb=step.skip_wandb,
+        **times_of(parts, timer.seconds)._asdict(),
+    )
+
+
+def _sum_known(amounts: Sequence[int | None]) -> int | None:
+    """The sum; None if there are no amounts or one of them is unknown."""
+    if len(amounts) == 1:
+        return amounts[0]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known and len(known) == len(amounts) else None
+
+
+class Arrivals:
+    """The steps that are on their way from the tape to a window.
+
+    Attributes:
+        begun: Steps of the current window whose values were already read when a checkpoint was saved.
+        datasets: Sums by dataset, which arrive late too.
+        outside_seconds: Time of gaps between steps that was not spent waiting for a batch.
+        count_seconds: Time that the training's thread has spent counting FLOPs.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self.division = Division()
+        self._parts: list[StepParts] = []
+        """The parts of the recorded steps that are in no `Arrival` yet."""
+        self._late: deque[tuple[Arrival, list[MeasuredStep], float | None]] = deque()
+        self.begun: list[MeasuredStep] = []
+        self.datasets = DatasetMetrics()
+        self.outside_seconds = self.count_seconds = 0.0
+
+    def use_timer(self, timer: StepTimer) -> None:
+        """Measure with another timer from now on; the step that is open begins again."""
+        self._tape.timer = timer
+        self._tape.take()
+        self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
+
+    def divide(self) -> Divided:
+        """Divide what the tape has, and return it."""
+        divided = self.division.divide(self._tape.take())
+        self._parts += divided.steps
+        self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
+        return divided
+
+    def arrival(self, steps: Sequence[RecordedStep], look_at: Callable[[Reading], Reading | None]) -> Arrival:
+        parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
+        return Arrival(steps, parts, self._tape.timer, look_at)
+
+    def wait_for(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
+        """End the current window, whose last steps are those of the arrival."""
+        self._late.append((arrival, self.begun, busy_seconds_per_step))
+        self.begun = []
+
+    def take_arrived(self, wait_seconds: float) -> Iterator[tuple[Arrival, list[MeasuredStep], float | None]]:
+        """The windows whose values are there: their late steps, the steps before these, and the busy time."""
+        while self._late and self._late[0][0].arrives(wait_seconds):
+            yield self._late.popleft()
+
+    @property
+    def late_steps(self) -> int:
+        return sum(len(arrival.steps) for arrival, _, _ in self._late)
+
+    def later_seconds(self) -> float:
+        """Time of the steps that are in no window yet and whose values have not been read."""
+        late = [
+            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(begun) for arrival, begun, _ in self._late
+        ]
+        return passed_seconds(self._parts, self._tape.timer) + sum(late)
+
+
+def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
+    return sum(step.seconds or 0.0 for step in steps)

@@ -1,0 +1,22 @@
+"""Catches what a part of the monitor raises, so that it never reaches the training."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Guard:
+    """A context in which exceptions of one part of the monitor are reported and go no further."""
+
+    __slots__ = ("_on_failure", "_part")
+
+    def __init__(self, part: str, on_failure: Callable[[str, Exception], None]) -> None:
+        self._part, self._on_failure = part, on_failure
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._on_failure(self._part, error)
+        return True

@@ -1,0 +1,134 @@
+"""Records what a step ran on when it ends. On an ordinary step it does not read from the device, write or wait."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flopwatch.errors import InputError
+from flopwatch.monitor.arrival import RecordedStep
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.guard import Guard
+from flopwatch.monitor.kept import keep
+from flopwatch.monitor.pricing.batch_reader import Reading
+from flopwatch.monitor.pricing.step_counter import NOTHING, StepCounter
+from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
+
+Flops = Callable[[Any], int]
+
+
+class Recorder:
+    """Records the steps of the window that is open.
+
+    Attributes:
+        steps: The steps that no window has taken yet.
+        last_step: Number of the newest step.
+        began: Host time at which the window began.
+        tells_missing: Whether a missing model or batch is still to be reported.
+        assumed_batch: Batch of the size `batch_size` x `seq_length`, for steps that are logged without a batch.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        counter: StepCounter,
+        hooks: OptimizerHooks,
+        flops_fn: Flops | None,
+        now: float,
+        failed: Callable[[str, Exception], None],
+    ) -> None:
+        self.counter, self.hooks, self.flops_fn = counter, hooks, flops_fn
+        self.steps: list[RecordedStep] = []
+        self.last_step: int | None = None
+        self.began = now
+        self.assumed_batch = _assumed_batch(config)
+        self._readings: list[Reading] = []
+        self._user_flops: int | None = None
+        self.tells_missing = True
+        self._guard_batch, self._guard_flops = Guard("batch", failed), Guard("flops", failed)
+
+    def record(
+        self,
+        step: int,
+        epoch: Any,
+        loss: Any,
+        grad_norm: Any,
+        learning_rate: Any,
+        skip_wandb: bool,
+        batch: Any,
+        lengths: Sequence[int] | None,
+        more: Mapping[str, Any],
+    ) -> None:
+        """Record the step that has ended; if a part of it fails, without that part."""
+        trace = NOTHING
+        try:
+            if batch is not None:
+                with self._guard_batch:
+                    self.add_batch(batch, lengths)
+            with self._guard_flops:
+                trace = self.counter.end_step(self._readings, step)
+        finally:
+            recorded = RecordedStep(
+                step,
+                epoch if epoch is None or type(epoch) is int or type(epoch) is float else keep(epoch),
+                None if loss is None else keep(loss),
+                None if grad_norm is None else keep(grad_norm),
+                learning_rate if type(learning_rate) is float else keep(learning_rate),
+                self._readings,
+                skip_wandb,
+                {name: keep(value) for name, value in more.items()} if more else more,
+                self._user_flops,
+                trace,
+            )
+            self.steps.append(recorded)
+            self._readings, self._user_flops = [], None
+            self.last_step = step
+
+    def take(self) -> list[RecordedStep]:
+        steps, self.steps = self.steps, []
+        return steps
+
+    def add_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
+        """Add a batch to the current step."""
+        self.add_reading(self.counter.read(batch, lengths))
+        if self.flops_fn is not None:
+            self._user_flops = (self._user_flops or 0) + _checked_flops(self.flops_fn, batch)
+
+    def add_reading(self, reading: Reading) -> None:
+        """Add a batch whose sizes were read."""
+        self._readings.append(reading)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the current step has already received micro-batches."""
+        return bool(self._readings)
+
+    def drop_batches(self) -> None:
+        """Forget the batches of the current step, because they are not all of it."""
+        self._readings = []
+
+    def abandon_step(self) -> None:
+        """Drop the current step, because its body has raised an exception."""
+        self.counter.abandon_step()
+        self._readings, self._user_flops = [], None
+
+    def add_to_last_step(self, values: Mapping[str, Any]) -> bool:
+        """Add values to the newest step; False if a window has taken it."""
+        if self.steps:
+            self.steps[-1] = self.steps[-1]._replace(**{name: keep(value) for name, value in values.items()})
+        return bool(self.steps)
+
+
+def _checked_flops(flops_fn: Flops, batch: Any) -> int:
+    """Call the user's function with a batch; raise if its result is not a positive finite number."""
+    flops = flops_fn(batch)
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
+        raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
+    return int(flops)
+
+
+def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
+    """Make a batch for steps that are logged without batch and mask; None if its size is not configured."""
+    if config.batch_size is None or config.seq_length is None:
+        return None
+    return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}

@@ -1,0 +1,177 @@
+"""Records when steps, waits, optimizers, phases and passes begin and end. `divide` decides later what that means."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flopwatch.clock import Clock
+from flopwatch.monitor.timing.timers import StepTimer
+
+(
+    START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, APART, BACK, BOOK, OWN,
+    OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT,
+) = range(24)  # fmt: skip
+"""What an event says; `divide` has a method for each."""
+
+Event = tuple[int, float, Any, Any, float | None]
+"""Code, host time, mark of the timer, a fact, and processor time of the thread (None if it is not needed)."""
+
+_DIVIDED_STEPS, _DIVIDED_EVERY = 256, 7
+"""Optimizer and passes are timed in this many steps at first, and then in one of seven, because marks cost time."""
+_MOST_EVENTS = 50_000
+_GAPS_PER_LOOK = 32
+
+
+def _is_divided(number: int) -> bool:
+    """Whether the optimizer is timed in a step. Each place among seven steps has its turn.
+
+    Otherwise an optimizer that steps every seventh time would be timed each time or never.
+    """
+    return number < _DIVIDED_STEPS or number % _DIVIDED_EVERY == number // _DIVIDED_EVERY % _DIVIDED_EVERY
+
+
+class Tape:
+    """The events of a training, in their order. Its methods run on every step, so they append and decide nothing.
+
+    Attributes:
+        events: What was recorded since the last `take`.
+        clock: Host time in seconds.
+        timer: Sets the marks: readings of the clock on a CPU, events of the stream on an accelerator.
+        divides: Whether optimizer and passes of the current step are recorded.
+        is_working: Whether the training works on a batch; `StallSampler` reads it from another thread.
+        in_pass: `FORWARD` or `BACKWARD` while a pass runs that is recorded; otherwise None.
+        on_full: Is called if a loop that ends no steps has recorded very many events; calls `take`.
+    """
+
+    def __init__(self, timer: StepTimer, clock: Clock, *, measures_busy_time: bool = False) -> None:
+        self.events: list[Event] = []
+        self.timer, self.clock = timer, clock
+        self._cpu_seconds: Callable[[], float] | None = time.thread_time if measures_busy_time else None
+        self._thread = threading.get_ident()
+        self.divides, self.is_working = True, False
+        self.in_pass: int | None = None
+        self.on_full: Callable[[], object] = self.take
+        self._inside: list[tuple[int, bool]] = []
+        """Phases and fetches that the training is in, and whether it was working when each of them began."""
+        self._steps = 0
+
+    def add(self, code: int, fact: Any = None) -> float:
+        """Append an event, and return its time."""
+        now = self.clock()
+        mark = now if self.timer.mark is self.clock else self.timer.mark()
+        self.events.append((code, now, mark, fact, None if self._cpu_seconds is None else self._cpu_seconds()))
+        if len(self.events) > _MOST_EVENTS:
+            self.on_full()
+        return now
+
+    def note(self, code: int, fact: Any = None) -> None:
+        """Append an event whose time does not matter."""
+        self.events.append((code, 0.0, None, fact, None))
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def is_in_thread(self) -> bool:
+        """Whether this is the thread of the training."""
+        return threading.get_ident() == self._thread
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def start_step(self, has_batch: bool = True) -> None:
+        """Begin a step, or the next micro-batch of a step.
+
+        Args:
+            has_batch: Whether the batch was already fetched; False if the step itself fetches it.
+        """
+        if not self._steps:  # the monitor may have been made in another thread than the training's
+            self._thread = threading.get_ident()
+        self.is_working = True
+        self.add(START, has_batch)
+
+    def end_micro_batch(self) -> None:
+        """End the work on a micro-batch and begin the gap before the next one."""
+        self.is_working = False
+        self.add(END_MICRO)
+
+    def end_step(self) -> float:
+        """End a step, and return the host time."""
+        now = self.add(END, self.divides)
+        self._steps += 1
+        self.divides = _is_divided(self._steps)
+        self.is_working, self.in_pass = False, None
+        return now
+
+    def begin_gap(self) -> None:
+        """Begin the gap, the time until the next batch arrives; called after `end_step` and the monitor's own work."""
+        if self._steps % _GAPS_PER_LOOK == 1 and self._cpu_seconds is None and multiprocessing.active_children():
+            self._cpu_seconds = time.thread_time  # tells a gap spent waiting for a loader's workers from other work
+        self.add(GAP)
+
+    def begin_own_work(self) -> bool:
+        """Begin the monitor's own work; if it returns True, `OWN_END` must follow."""
+        if not self.is_working:
+            self.add(OWN)
+        return not self.is_working
+
+    def model_is_called(self, has_grad: bool) -> None:
+        """Note a forward pass, unless nothing has happened since an equal one."""
+        event = CALL, 0.0, None, has_grad, None
+        if not self.events or self.events[-1] != event:
+            self.events.append(event)
+
+    # --- Waits and phases ---------------------------------------------------------------------------------------------
+
+    def begin_wait(self) -> bool:
+        """Begin to time a fetch. Returns False if it is not timed: in a phase such as evaluation, or another thread."""
+        if self._inside or not self.is_in_thread():
+            return False
+        self._enter(WAIT)
+        return True
+
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """End a timed fetch; `has_batch` says whether it has returned a batch."""
+        if self._inside and self._inside[-1][0] == WAIT:
+            self.is_working = self._inside.pop()[1] or has_batch
+            self.add(WAIT_END, has_batch)
+
+    def begin_phase(self) -> float | None:
+        """Begin time that belongs to no step; return the host time, or None inside of another phase."""
+        if any(code == APART for code, _ in self._inside):
+            self._inside.append((OWN, False))
+            return None
+        return self._enter(APART)
+
+    def end_phase(self, began: float | None) -> float:
+        """End a phase, and return its seconds; 0 if it is part of another one."""
+        if self._inside:
+            self.is_working = self._inside.pop()[1]
+        return 0.0 if began is None else self.add(BACK, began) - began
+
+    def _enter(self, code: int) -> float:
+        self._inside.append((code, self.is_working))
+        self.is_working = False
+        return self.add(code)
+
+    # --- Optimizers ---------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: object = None, *, is_own: bool = True) -> None:
+        """Begin the part of a step in which an optimizer changes the parameters.
+
+        Args:
+            optimizer: Tells optimizers apart: one that another one calls is part of that one.
+            is_own: Whether it is an optimizer of this run. Between steps, one of another training is not timed.
+        """
+        if self.divides and self.is_in_thread():
+            self.add(OPTIMIZER, (optimizer, is_own))
+
+    def optimizer_is_untimed(self, optimizer: object) -> None:
+        """Note that an optimizer steps, and that it is unknown when it begins."""
+        if self.is_in_thread():
+            self.note(UNTIMED, optimizer)
+
+    def optimizer_ends(self, optimizer: object = None, *, is_own: bool = True) -> None:
+        if (self.divides or not self.is_working) and self.is_in_thread():
+            self.add(OPTIMIZER_END, (optimizer, is_own))
