@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from flopwatch.debug_log import caught
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues
 from flopwatch.monitor.measured_step import MeasuredStep
@@ -118,7 +119,8 @@ class Arrival:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
                 values.setdefault(name, float(read[0]))  # Arguments such as `loss` take precedence over `more`.
-            except Exception:  # Code of the user, such as __float__, has raised. Only this value is lost.
+            except Exception as error:  # Code of the user, such as __float__, has raised. Only this value is lost.
+                caught(f"the value {name}", error)
                 self.left_out.add(name)
         return values
 

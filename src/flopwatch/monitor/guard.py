@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from types import TracebackType
 
+from flopwatch import debug_log
+
 
 class Guard:
     """A context in which exceptions of one part of the monitor are reported and go no further."""
@@ -18,5 +20,7 @@ class Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         if not isinstance(error, Exception):
             return False
+        if debug_log.is_on:
+            debug_log.caught(self._part, error)
         self._on_failure(self._part, error)
         return True

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from flopwatch.debug_log import caught
 from flopwatch.torch_internals.ops import tensor_version
 
 _UNREADABLE = -1
@@ -51,7 +52,8 @@ def keep(value: Any) -> Any:
             except RuntimeError:  # Tensors of inference mode have no version counter.
                 pass
         return _keep_copy(value)
-    except Exception:  # code of the user, such as a tensor class, has raised; only this value is lost
+    except Exception as error:  # code of the user, such as a tensor class, has raised; only this value is lost
+        caught("a logged value", error)
         return _NOT_A_NUMBER
 
 
@@ -73,7 +75,8 @@ def read_now(value: Any) -> float | None:
     """Read a value, waiting for the device if necessary; None if it is not a single real number."""
     try:
         return None if value is None else float(value)
-    except Exception:  # code of the user, such as __float__, may raise anything
+    except Exception as error:  # code of the user, such as __float__, may raise anything
+        caught("a logged value", error)
         return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from flopwatch.clock import Clock
+from flopwatch.debug_log import decided
 from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
@@ -206,7 +207,10 @@ class MonitoredRun:
 
     def _cost(self, step: RecordedStep, works: list[Work] | None) -> StepCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
-            return self.pricer.cost(step.trace, step.step, works, step.user_flops)
+            cost = self.pricer.cost(step.trace, step.step, works, step.user_flops)
+            how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
+            decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
+            return cost
         return StepCost()
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:

@@ -13,7 +13,7 @@ from testbeds.wait_until import wait_until
 
 @pytest.fixture
 def stalls():
-    sampler = StallSampler(types.SimpleNamespace(is_working=True))
+    sampler = StallSampler(types.SimpleNamespace(is_working=False))
     yield sampler
     sampler.stop()
 

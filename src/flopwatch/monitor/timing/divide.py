@@ -252,7 +252,7 @@ class Division:
         self._cut(now, mark)
         self._states[0] = GAP
         gap = self._gap
-        gap.begins_at, gap.trained_another = len(self._step.segments), False
+        gap.seconds, gap.begins_at, gap.trained_another = 0.0, len(self._step.segments), False
         gap.cpu_seconds, gap.cpu_from = 0.0, cpu
 
     def _take_micro_batch(self, *_: Any) -> None:
@@ -323,6 +323,8 @@ class Division:
     # --- What interrupts the loop -------------------------------------------------------------------------------------
 
     def _begin_wait(self, now: float, mark: Any, _: Any, cpu: float | None) -> None:
+        if self._states[-1] in (_APART, WAIT):
+            return
         self._fetches_are_timed = True
         self._cut(now, mark)
         if self._states[-1] == GAP:
@@ -332,8 +334,10 @@ class Division:
         self._states.append(WAIT)
 
     def _end_wait(self, now: float, mark: Any, has_batch: bool, cpu: float | None) -> None:
+        if self._states[-1] != WAIT:
+            return
         self._cut(now, mark)
-        self._leave(WAIT)
+        self._states.pop()
         self._has_batch = has_batch
         if self._states[0] == _BEFORE and has_batch:  # the first batch is fetched before the first step
             self._states[0] = GAP
@@ -353,7 +357,9 @@ class Division:
         self._busy.pauses(cpu)
 
     def _end_phase(self, now: float, mark: Any, began: float, cpu: float | None) -> None:
-        self._leave(_APART)
+        if self._states[-1] != _APART:
+            return
+        self._states.pop()
         if self._since is None:
             self.seconds_before_first_step += now - began
         else:
@@ -371,10 +377,6 @@ class Division:
         """Own work counts in the step, but not as a gap between steps or as input wait."""
         if self._states[-1] == OWN:
             self._cut(now, mark)
-            self._leave(OWN)
-
-    def _leave(self, state: str) -> None:
-        if len(self._states) > 1 and self._states[-1] == state:
             self._states.pop()
 
     # --- Optimizers and passes ----------------------------------------------------------------------------------------
