@@ -7,12 +7,10 @@ import pytest
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.rank import CompleteWindow
-from flopwatch.monitor.ranks.reports import merge, report_of
+from flopwatch.monitor.ranks.reports import Window, merge, report_of
 from flopwatch.monitor.rows import RowMaker
 from flopwatch.monitor.session import Session
 from flopwatch.monitor.span import MeasuredSum
-from flopwatch.monitor.window import PricedStep
 from flopwatch.records.flops import Peak
 
 PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
@@ -32,8 +30,7 @@ def window(measured, *others, missing=0):
     """Of rank 0 with what other ranks tell; `missing` of them tell nothing."""
     ranks = [measured, *others]
     told = [report_of(rank, known, peak_flops_per_s=4e12, profile=None) for rank, known in enumerate(ranks)]
-    settled = [PricedStep(step, None, None, {}, False) for step in measured]
-    return CompleteWindow(settled, merge(told[: len(told) - missing]))
+    return Window(tuple(measured), merge(told[: len(told) - missing]))
 
 
 def test_rates_of_a_session_leave_out_the_time_of_steps_that_are_not_known():
@@ -94,6 +91,6 @@ def test_the_time_of_a_window_that_not_all_ranks_told_of_is_the_logging_rank_s_o
 
 def test_the_summary_keeps_the_last_loss_that_was_logged():
     rows = rows_of(1, MonitorConfig())
-    rows.row(CompleteWindow([PricedStep(step, None, None, {}, False) for step in steps(loss=2.5)], None), PEAK, {})
-    rows.row(CompleteWindow([PricedStep(step, None, None, {}, False) for step in steps(5, 1)], None), PEAK, {})
+    rows.row(Window(tuple(steps(loss=2.5))), PEAK, {})
+    rows.row(Window(tuple(steps(5, 1))), PEAK, {})
     assert rows.session_values()["training/loss"] == 2.5

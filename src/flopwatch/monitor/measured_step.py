@@ -52,6 +52,8 @@ class MeasuredStep(NamedTuple):
         optimizer_seconds: The part of `seconds` in which optimizers changed the parameters.
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
         passes_seconds: The part of `seconds` in forward and backward passes.
+        more: The user's own metrics.
+        skip_wandb: Whether the user wants this step not to be sent to W&B.
     """
 
     step: int
@@ -74,6 +76,10 @@ class MeasuredStep(NamedTuple):
     optimizer_seconds: float | None = None
     host_seconds: float | None = None
     passes_seconds: float | None = None
+    epoch: float | None = None
+    learning_rate: float | None = None
+    more: Mapping[str, float] = {}
+    skip_wandb: bool = False
 
     @property
     def work_seconds(self) -> float | None:

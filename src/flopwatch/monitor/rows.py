@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
@@ -25,11 +25,9 @@ from flopwatch.monitor.ranks.job_values import (
     straggler_values,
     with_job_wait,
 )
-from flopwatch.monitor.ranks.rank import CompleteWindow
-from flopwatch.monitor.ranks.reports import RankReport
+from flopwatch.monitor.ranks.reports import RankReport, Window
 from flopwatch.monitor.session import Session, Totals
 from flopwatch.monitor.span import Span
-from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
@@ -79,7 +77,7 @@ class RowMaker:
         self._config = config
         self._session = session
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
-        self._held: list[PricedWindow] = []
+        self._held: list[Window] = []
         self._doubted: list[tuple[int, int, str]] = []
         self._doubted_by_ranks: list[tuple[int, int, str]] = []
         """Doubts of other ranks, which hold for steps that were counted on this rank too."""
@@ -101,7 +99,7 @@ class RowMaker:
         self.last_step: int | None = None
         self._last_loss: Number | None = None
 
-    def add(self, window: PricedWindow) -> None:
+    def add(self, window: Window) -> None:
         self._held.append(window)
 
     def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
@@ -111,7 +109,7 @@ class RowMaker:
         self.exact = False
         self.notes = tuple(dict.fromkeys([*self.notes, reason]))[:_MOST_REASONS]
 
-    def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
+    def windows_past_warm_up(self, *, flush: bool) -> list[Window]:
         """Return the windows to log; none while warm-up steps are still unknown, unless `flush` is True."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
@@ -120,10 +118,8 @@ class RowMaker:
         if windows and not self._is_warm_up_known:
             windows = self._with_warm_up(windows)
         if self._doubted:
-            windows = [
-                w._replace(steps=[s._replace(measured=self._with_doubt(s.measured)) for s in w.steps]) for w in windows
-            ]
-        self._session.expect([step.measured for window in windows for step in window.steps])
+            windows = [replace(window, steps=tuple(map(self._with_doubt, window.steps))) for window in windows]
+        self._session.expect([step for window in windows for step in window.steps])
         return windows
 
     def session_values(self) -> dict[str, Number]:
@@ -137,26 +133,21 @@ class RowMaker:
             values["perf/exact"] = int(self.exact)
         return {**values, **self._session.totals(are_last=True).values}
 
-    def _with_warm_up(self, windows: list[PricedWindow]) -> list[PricedWindow]:
+    def _with_warm_up(self, windows: list[Window]) -> list[Window]:
         wanted = self._config.warm_up_steps
         steps = [step for window in windows for step in window.steps]
         rest = iter(self._marked(steps))
         self._steps_seen += len(steps)
         self._is_warm_up_known = wanted == "auto" or self._steps_seen >= wanted
-        return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
+        return [replace(window, steps=tuple(next(rest) for _ in window.steps)) for window in windows]
 
-    def _marked(self, steps: Sequence[PricedStep]) -> list[PricedStep]:
+    def _marked(self, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
         """Return the steps with `is_warm_up` set: by `warm_up_steps`, or by their times if that setting is `auto`."""
         wanted = self._config.warm_up_steps
-        count = (
-            find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
-        )
-        return [
-            step._replace(measured=step.measured._replace(is_warm_up=True)) if index < count else step
-            for index, step in enumerate(steps)
-        ]
+        count = find_warm_up([step.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
+        return [step._replace(is_warm_up=True) if index < count else step for index, step in enumerate(steps)]
 
-    def so_far(self, begun: Sequence[PricedStep]) -> PartialRow | None:
+    def so_far(self, begun: Sequence[MeasuredStep]) -> PartialRow | None:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
         Args:
@@ -165,16 +156,15 @@ class RowMaker:
         steps = [*(step for window in self._held for step in window.steps), *begun]
         if not self._is_warm_up_known:
             steps = self._marked(steps)
-        measured = [step.measured for step in steps]
-        last_step = measured[-1].step if measured else self.last_step
+        last_step = steps[-1].step if steps else self.last_step
         if last_step is None:
             return None
-        ledger = self._session.totals_with(measured).ledger
-        return PartialRow(last_step, time.time(), {}, steps=_columns(measured), ledger=ledger)
+        ledger = self._session.totals_with(steps).ledger
+        return PartialRow(last_step, time.time(), {}, steps=_columns(steps), ledger=ledger)
 
     def row(
         self,
-        window: CompleteWindow[PricedStep],
+        window: Window,
         peak: Peak | None,
         more: dict[str, Number],
         *,
@@ -192,36 +182,35 @@ class RowMaker:
         """
         steps, world_size = window.steps, self.layout.world_size
         report = window.report if window.report is not None and window.report.ranks == world_size else None
-        measured = [step.measured for step in steps]
         last = steps[-1]
-        is_detailed = self._is_detailed(last.measured.step)
-        values = self._rates(measured, peak, report) | self._of_all_ranks(window.report, report)
-        totals = self._booked(measured, report, later_seconds, self._peak_of_devices(measured, values, peak))
+        is_detailed = self._is_detailed(last.step)
+        values = self._rates(steps, peak, report) | self._of_all_ranks(window.report, report)
+        totals = self._booked(steps, report, later_seconds, self._peak_of_devices(steps, values, peak))
         values |= _means(steps) | totals.values | more
         if is_detailed or with_percentiles:
             values |= self._percentiles()
         for key, value in (("training/lr", last.learning_rate), ("training/epoch", last.epoch)):
             if value is not None:
                 values[key] = value
-        exact, notes = self._judged(measured, window.report)
+        exact, notes = self._judged(steps, window.report)
         if exact is not None:
             values["perf/exact"] = int(exact)
         self._last_loss = values.get("training/loss", self._last_loss)
         self.latest = values
-        self.last_step = last.measured.step
+        self.last_step = last.step
         self._answer()
         return Row(
-            last.measured.step,
+            last.step,
             time.time(),
             {key: value for key, value in values.items() if is_detailed or find_metric(key).basic},
             is_detailed,
-            _columns(measured),
+            _columns(steps),
             totals.ledger,
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
             {} if report is None else job_totals(report, self.layout.data_parallel_size),
             exact,
             notes,
-            _denominator(measured, peak),
+            _denominator(steps, peak),
         )
 
     def ask(self, last_step: int) -> None:
@@ -328,7 +317,7 @@ class RowMaker:
         return {f"perf/step_time_p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)}
 
 
-def _means(steps: Sequence[PricedStep]) -> dict[str, Number]:
+def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
     """Average the user's own metrics over the steps that logged them."""
     names = dict.fromkeys(name for step in steps for name in step.more)
     means: dict[str, Number] = {}

@@ -15,7 +15,7 @@ from flopwatch.clock import Clock
 from flopwatch.errors import InputError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.measured_step import effective_peak
+from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
 from flopwatch.monitor.output import Outlets, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.evidence import Doubt
@@ -24,6 +24,7 @@ from flopwatch.monitor.pricing.step_counter import NO_MODEL, NOTHING, StepCounte
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
+from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
@@ -33,12 +34,10 @@ from flopwatch.monitor.timing.timers import HostTimer, StepTimer, timer_for
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.monitor.window import (
     DatasetMetrics,
+    LateSteps,
     NotedStep,
-    PricedStep,
-    PricedWindow,
     SettledStep,
     SettledWindow,
-    Window,
     keep,
     passed_seconds,
     price_step,
@@ -74,8 +73,8 @@ class _LateWindow(NamedTuple):
         busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
     """
 
-    window: Window
-    begun: list[PricedStep]
+    window: LateSteps
+    begun: list[MeasuredStep]
     busy_seconds_per_step: float | None = None
 
 
@@ -83,7 +82,7 @@ class MonitoredRun:
     """One monitored run. Its methods can raise exceptions, which `TrainingMonitor` catches and reports.
 
     `note_step` keeps what is known when a step ends (`NotedStep`), without reading from the device. When a window is
-    full, `close_window` reads the values (`SettledStep`), adds FLOPs (`PricedStep`), merges the reports of all ranks
+    full, `close_window` reads the values (`SettledStep`), adds FLOPs (`MeasuredStep`), merges the reports of all ranks
     (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`) and sends it to sinks (`Outlets`).
 
     Attributes:
@@ -112,7 +111,7 @@ class MonitoredRun:
         self._log_every, self._log_seconds = config.log_every, config.log_seconds
         self._output_dir, self._log_path = output_dir, log_path
         self.last_step: int | None = None
-        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
+        self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
@@ -156,7 +155,7 @@ class MonitoredRun:
         self._late: deque[_LateWindow] = deque()
         self._window_began = clock()
         self._has_looked_for_gaps = False
-        self._begun: list[PricedStep] = []
+        self._begun: list[MeasuredStep] = []
         """Steps of the current logging window whose values were already read when a checkpoint was saved."""
 
     @property
@@ -346,9 +345,7 @@ class MonitoredRun:
         elif self._begun:  # a checkpoint was saved after the step, so the step's values have already been read
             known: dict[str, Any] = {name: read_now(value) for name, value in given.items()}
             known = {name: value for name, value in known.items() if value is not None}
-            last = self._begun[-1]
-            rate = known.pop("learning_rate", last.learning_rate)
-            self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
+            self._begun[-1] = self._begun[-1]._replace(**known)
 
     def ask_for_window(self) -> None:
         """Ask for the values of the steps since the last time, for the row of a framework that ends a window here."""
@@ -414,25 +411,25 @@ class MonitoredRun:
             step_seconds = (self._clock() - self._window_began) / len(self._noted)
             busy = self.step_clock.typical_busy_seconds(step_seconds)
             self.counter.look_at_model()
-            window = Window(self._noted, self._timer, self.counter.look_at_held)
+            window = LateSteps(self._noted, self._timer, self.counter.look_at_held)
             self._late.append(_LateWindow(window, self._begun, busy))
             self._noted = []
         elif self._begun:
-            self.rows.add(PricedWindow(self._begun))
+            self.rows.add(Window(tuple(self._begun)))
         self._begun = []
         self._take_arrived(wait_seconds)
-        for steps, busy in self.rows.windows_past_warm_up(flush=now):
-            self.ranks.plan(steps, self._config.log_every, self._config.log_seconds)
-            self.ranks.send_window(steps, self._peak_flops_per_s(steps), busy)
+        for known in self.rows.windows_past_warm_up(flush=now):
+            self.ranks.plan(known.steps, self._config.log_every, self._config.log_seconds)
+            self.ranks.send_window(known, self._peak_flops_per_s(known.steps))
         self._send_rows(now=now)
 
     def _take_arrived(self, wait_seconds: float) -> None:
         while self._late and self._late[0].window.arrives(wait_seconds):
             late = self._late.popleft()
             steps = self._settled_and_priced(late.window)
-            self.rows.add(PricedWindow([*late.begun, *steps], late.busy_seconds_per_step))
+            self.rows.add(Window((*late.begun, *steps), busy_seconds_per_step=late.busy_seconds_per_step))
 
-    def _settled_and_priced(self, window: Window) -> list[PricedStep]:
+    def _settled_and_priced(self, window: LateSteps) -> list[MeasuredStep]:
         settled = window.settle()
         steps = [price_step(step, self._cost(step)) for step in settled.steps]
         if settled.batch_failure is not None:
@@ -470,10 +467,10 @@ class MonitoredRun:
         if not (has_model and has_batch):
             self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, is_counted=is_counted))
 
-    def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
+    def _peak_flops_per_s(self, steps: Sequence[MeasuredStep]) -> float | None:
         """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
         peak = self.pricer.peak
-        return effective_peak([step.measured for step in steps]) or (None if peak is None else peak.flops_per_s)
+        return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
         """Send rows of the windows that all ranks have reported; with `give_up`, of all windows."""
@@ -531,7 +528,7 @@ class MonitoredRun:
         """Return the state of a training with one rank; the current window is logged as a partial row and goes on."""
         self._take_arrived(DEVICE_SECONDS)
         if self._noted and not self._late:
-            window = Window(self._noted, self._timer, self.counter.look_at_held)
+            window = LateSteps(self._noted, self._timer, self.counter.look_at_held)
             if window.arrives(DEVICE_SECONDS):
                 self._begun, self._noted = [*self._begun, *self._settled_and_priced(window)], []
         so_far = self.rows.so_far(self._begun)
@@ -644,8 +641,8 @@ class MonitoredRun:
         self.outlets.notify(level, code, message, step=self.last_step if step is None else step)
 
 
-def _seconds_of(steps: Sequence[PricedStep]) -> float:
-    return sum(step.measured.seconds or 0.0 for step in steps)
+def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
+    return sum(step.seconds or 0.0 for step in steps)
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:

@@ -307,29 +307,7 @@ class SettledWindow(NamedTuple):
     batch_failure: Exception | None = None
 
 
-class PricedStep(NamedTuple):
-    """A step with its FLOPs; `more` are the user's own metrics."""
-
-    measured: MeasuredStep
-    epoch: float | None
-    learning_rate: float | None
-    more: dict[str, float]
-    skip_wandb: bool
-
-
-class PricedWindow(NamedTuple):
-    """A window of steps with FLOPs.
-
-    Attributes:
-        steps: The steps of the window.
-        busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
-    """
-
-    steps: list[PricedStep]
-    busy_seconds_per_step: float | None = None
-
-
-class Window:
+class LateSteps:
     """The steps of one log row, while their values are copied from the device to the host."""
 
     def __init__(
@@ -433,11 +411,11 @@ def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
     return sum(timer.seconds(start, end) for start, end in marks)
 
 
-def price_step(settled: SettledStep, cost: StepCost) -> PricedStep:
+def price_step(settled: SettledStep, cost: StepCost) -> MeasuredStep:
     """Combine a step with its FLOPs."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
     flops, is_counted = cost.flops, noted.trace.was_counted
-    measured = MeasuredStep(
+    return MeasuredStep(
         noted.step,
         settled.seconds,
         settled.input_wait_seconds,
@@ -458,8 +436,11 @@ def price_step(settled: SettledStep, cost: StepCost) -> PricedStep:
         optimizer_seconds=settled.optimizer_seconds,
         host_seconds=settled.host_seconds,
         passes_seconds=settled.passes_seconds,
+        epoch=values.pop("epoch", None),
+        learning_rate=values.pop("lr", None),
+        more=values,
+        skip_wandb=noted.skip_wandb,
     )
-    return PricedStep(measured, values.pop("epoch", None), values.pop("lr", None), values, noted.skip_wandb)
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:

@@ -2,9 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,7 +13,7 @@ from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
 from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
 from flopwatch.monitor.ranks.job_store import RunKey, is_possible
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
-from flopwatch.monitor.ranks.reports import Profile, RankDoubt, RankReport, report_of
+from flopwatch.monitor.ranks.reports import Profile, RankDoubt, Window, report_of
 
 _runs_of: Counter[int] = Counter()
 """Number of runs that monitors of this process have joined, by logging rank."""
@@ -27,25 +25,7 @@ _MOST_INCOMPLETE = 200
 """The logging rank keeps up to this many windows while it waits for other ranks; then it continues without them."""
 
 
-class HasMeasured(Protocol):
-    """A step with its measurements. `Rank` uses nothing else of a step, and returns the steps unchanged."""
-
-    @property
-    def measured(self) -> MeasuredStep: ...
-
-
-Step = TypeVar("Step", bound=HasMeasured)
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteWindow(Generic[Step]):
-    """The logging rank's own steps, and the merged report of all ranks, which is None if exchanging reports failed."""
-
-    steps: list[Step]
-    report: RankReport | None
-
-
-class Rank(Generic[Step]):
+class Rank:
     """One of the `world_size` ranks of a training: this process.
 
     Attributes:
@@ -66,7 +46,7 @@ class Rank(Generic[Step]):
         self._stalls: StallSampler | None = None
         self.window_steps: int | None = None
         self._device_type = "cpu"
-        self._incomplete: deque[list[Step]] = deque()
+        self._incomplete: deque[Window] = deque()
 
     def start(self, log: str, device: torch.device) -> None:
         """Start the link to the other ranks of this run, without waiting for them."""
@@ -104,11 +84,11 @@ class Rank(Generic[Step]):
         threads = (self.link, self._stalls)
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
-    def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float) -> None:
+    def plan(self, steps: Sequence[MeasuredStep], log_every: int, log_seconds: float) -> None:
         """On the logging rank, send the steps per logging window to the other ranks, once."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
-        seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
+        seconds = [step.seconds for step in steps if step.seconds and not step.is_warm_up]
         self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
         self.link.announce(RunPlan(self.window_steps))
 
@@ -119,10 +99,11 @@ class Rank(Generic[Step]):
         self.window_steps = self.link.plan.window_steps
         return self.link.plan
 
-    def profile(self, steps: Sequence[Step], busy_seconds_per_step: float | None) -> Profile | None:
+    def profile(self, window: Window) -> Profile | None:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
-        measured = [step.measured for step in steps if not step.measured.is_warm_up]
-        is_typical = 2 * len(measured) > len(steps) and all(step.seconds is not None for step in measured)
+        busy_seconds_per_step = window.busy_seconds_per_step
+        measured = [step for step in window.steps if not step.is_warm_up]
+        is_typical = 2 * len(measured) > len(window.steps) and all(step.seconds is not None for step in measured)
         if busy_seconds_per_step is None or not is_typical:
             return None
         waiting = input_wait_share(measured)
@@ -131,16 +112,13 @@ class Rank(Generic[Step]):
         waited = None if waiting is None else waiting * seconds
         return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
 
-    def send_window(
-        self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
-    ) -> None:
+    def send_window(self, window: Window, peak_flops_per_s: float | None) -> None:
         """Send the report of a window; the logging rank keeps its own steps until all ranks have sent their reports."""
         if self.is_logging:
-            self._incomplete.append(steps)
+            self._incomplete.append(window)
         if self.link is not None:
-            profile = self.profile(steps, busy_seconds_per_step)
-            measured = [step.measured for step in steps]
-            self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
+            profile = self.profile(window)
+            self.link.send(report_of(self.rank, window.steps, peak_flops_per_s=peak_flops_per_s, profile=profile))
 
     def doubt(self, first_step: int) -> None:
         """Tell the logging rank that steps from this one on are not exact on this rank, although they were sent so."""
@@ -151,21 +129,21 @@ class Rank(Generic[Step]):
         """On the logging rank, what other ranks doubt since the last call."""
         return self.link.take_doubt() if self.link is not None and self.is_logging else None
 
-    def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow[Step]]:
+    def complete(self, *, give_up: bool = False) -> Iterator[Window]:
         """On the logging rank, yield the windows that all ranks have sent; with `give_up`, incomplete ones too."""
         link = self.link
         if link is not None:
             while link.merged:
                 report = link.merged.popleft()
-                steps = list(self._steps_up_to(report.last_step))
+                steps = tuple(self._steps_up_to(report.last_step))
                 if steps:  # there are none if the monitor has failed on this rank only
-                    yield CompleteWindow(steps, report)
+                    yield Window(steps, report)
             if link.failure is not None:
                 self._leave(f"the connection to the other ranks has failed: {link.failure}")
             elif len(self._incomplete) > _MOST_INCOMPLETE:
                 self._leave(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
         while self._incomplete and (self.link is None or give_up):
-            yield CompleteWindow(self._incomplete.popleft(), None)
+            yield self._incomplete.popleft()
 
     def finish(self, seconds: float) -> None:
         """End this rank's reports and wait at most `seconds` for the other ranks."""
@@ -192,9 +170,9 @@ class Rank(Generic[Step]):
         self.leave()
         self.link = None
 
-    def _steps_up_to(self, last_step: int) -> Iterator[Step]:
-        while self._incomplete and self._incomplete[0][-1].measured.step <= last_step:
-            yield from self._incomplete.popleft()
+    def _steps_up_to(self, last_step: int) -> Iterator[MeasuredStep]:
+        while self._incomplete and self._incomplete[0].steps[-1].step <= last_step:
+            yield from self._incomplete.popleft().steps
 
 
 def _run_key(logging_rank: int, log: str) -> RunKey:

@@ -155,6 +155,20 @@ class Message(NamedTuple):
         return cls([*map(RankReport.from_list, reports)], None if doubt is None else RankDoubt(*doubt), is_last)
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The steps of one row, as this rank has measured them.
+
+    Attributes:
+        report: What all ranks report of these steps; None until the reports are merged, or if that failed.
+        busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
+    """
+
+    steps: tuple[MeasuredStep, ...]
+    report: RankReport | None = None
+    busy_seconds_per_step: float | None = None
+
+
 def report_of(
     rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
 ) -> RankReport:
