@@ -152,6 +152,15 @@ def _without_bad_values(wanted: dict[str, Any], problems: list[str]) -> MonitorC
         return _without_bad_values(wanted, problems)
 
 
+def json_ready(value: Any) -> Any:
+    """Convert a configuration to values that JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+
+
 def refuse_problems(problems: list[str]) -> None:
     if problems:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))

@@ -13,10 +13,11 @@ from torch import nn
 
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
-from flopwatch.monitor import output as notices
-from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor import notices
+from flopwatch.monitor.config import MonitorConfig, json_ready
+from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
-from flopwatch.monitor.output import Outlets, json_ready, open_outlets
+from flopwatch.monitor.outlets import Outlets, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.evidence import Doubt
 from flopwatch.monitor.pricing.price import StepCost, StepPricer
@@ -25,12 +26,13 @@ from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
+from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker
-from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.step_clock import StepClock
 from flopwatch.monitor.timing.timers import HostTimer, StepTimer, timer_for
+from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.monitor.window import (
     DatasetMetrics,
@@ -83,7 +85,7 @@ class MonitoredRun:
 
     `note_step` keeps what is known when a step ends (`NotedStep`), without reading from the device. When a window is
     full, `close_window` reads the values (`SettledStep`), adds FLOPs (`MeasuredStep`), merges the reports of all ranks
-    (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`) and sends it to sinks (`Outlets`).
+    (`Rank`), adds the window to the totals (`Totals`), makes a row (`RowMaker`) and sends it to sinks (`Outlets`).
 
     Attributes:
         counter: Counts some of the steps as they run, and knows what the others cost.
@@ -132,8 +134,8 @@ class MonitoredRun:
         )
         self.pricer = StepPricer(config, self.counter, peak_flops_per_s, self._notify)
         self._optimizer_hooks = OptimizerHooks(self)
-        self._session = Session(log_path, clock, self._notify)
-        self.rows = RowMaker(config, world_size, self._session)
+        self._totals = Totals(clock)
+        self.rows = RowMaker(config, world_size, self._totals)
         self.datasets = DatasetMetrics()
         self.trace = TraceCapture(
             output_dir / TRACES,
@@ -166,7 +168,7 @@ class MonitoredRun:
         """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
         level, code, message = notices.rows_in_doubt(doubt.steps, doubt.shown)
         self.outlets.notify(level, code, message, step=self.last_step, doubted=doubt.steps)
-        self.rows.doubt(doubt.steps, message, by_other_rank=by_other_rank)
+        self.rows.exactness.doubt(doubt.steps, message, by_other_rank=by_other_rank)
         if not by_other_rank:
             self.ranks.doubt(min(first for first, _ in doubt.steps))
 
@@ -201,7 +203,7 @@ class MonitoredRun:
         )
 
     def _note_outside(self, seconds: float) -> None:
-        self._session.add_seconds("outside", seconds)
+        self._totals.ledger.add_phase("outside", seconds)
         self._outside_seconds += seconds
         if self._outside_seconds > _LEAST_OUTSIDE_SECONDS:
             self._notify(*notices.notice("time_outside_steps", seconds=seconds))
@@ -320,19 +322,19 @@ class MonitoredRun:
             with self.step_clock.apart() as seconds, mark, self.counter.not_listening():
                 yield
         finally:
-            self._session.add_seconds(name, seconds[0])
+            self._totals.ledger.add_phase(name, seconds[0])
             if name == "count":
                 self.count_seconds += seconds[0]
 
     def spent_before_first_step(self, name: str, seconds: float) -> None:
         """Add to a phase time before the first step, when the monitor did not exist yet."""
-        self._session.add_seconds(name, seconds)
+        self._totals.ledger.add_phase(name, seconds)
         self.step_clock.seconds_before_first_step += seconds
 
     def spent_on(self, name: str) -> None:
         """Add to a phase the time that has passed since the last step."""
         seconds = self.step_clock.book()
-        self._session.add_seconds(name, seconds)
+        self._totals.ledger.add_phase(name, seconds)
         if seconds and self.trace.is_on:
             self.trace.interrupted(self.last_step or 0)
 
@@ -494,16 +496,17 @@ class MonitoredRun:
         return passed_seconds(self._noted, self._timer) + late
 
     def _look_for_alarms(self, step: int) -> None:
-        if self.rows.missing_ranks:
+        if self.rows.newest.missing_ranks:
             self._notify(
-                *notices.notice("ranks_missing", missing=self.rows.missing_ranks, world_size=self._world_size), step
+                *notices.notice("ranks_missing", missing=self.rows.newest.missing_ranks, world_size=self._world_size),
+                step,
             )
-        if self._session.stalled_seconds > _LEAST_STALL_SECONDS:
-            self._notify(*notices.notice("stalled", seconds=self._session.stalled_seconds), step)
-        slow = self.rows.straggler
+        if self._totals.stalled_seconds > _LEAST_STALL_SECONDS:
+            self._notify(*notices.notice("stalled", seconds=self._totals.stalled_seconds), step)
+        slow = self.rows.newest.straggler
         if slow is not None and slow.chronic:
             self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
-        mfu, peak = self.rows.latest.get("perf/mfu"), self.pricer.peak
+        mfu, peak = self.rows.newest.values.get("perf/mfu"), self.pricer.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
             self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)
 
@@ -521,8 +524,8 @@ class MonitoredRun:
         self._wait_for_ranks()
         if self._has_started:
             self.outlets.flush_log()
-        ledger_step = self._session.resumed_after if self.rows.last_step is None else self.rows.last_step
-        return self._state_of(ledger_step, self._session.totals().ledger)
+        newest, resumed_after = self.rows.newest.step, self._totals.resumed_after
+        return self._state_of(resumed_after if newest is None else newest, self._totals.up_to_now().to_json())
 
     def _state_alone(self) -> dict[str, Any]:
         """Return the state of a training with one rank; the current window is logged as a partial row and goes on."""
@@ -537,7 +540,7 @@ class MonitoredRun:
         if self._has_started:
             self.outlets.flush_log()
         if so_far is None:
-            return self._state_of(self._session.resumed_after, self._session.totals().ledger)
+            return self._state_of(self._totals.resumed_after, self._totals.up_to_now().to_json())
         return self._state_of(so_far.step, dict(so_far.ledger))
 
     def _state_of(self, ledger_step: int | None, ledger: dict[str, Any]) -> dict[str, Any]:
@@ -558,7 +561,7 @@ class MonitoredRun:
             return
         self.last_step = state["step"]  # on every rank, because all ranks must number their steps equally
         if self.ranks.is_logging and "ledger" in state:
-            self._session.load(state)
+            load_totals(self._totals, self._log_path, state)
 
     def close(self, *, after_error: bool = False, ended_by: str | None = None) -> Summary:
         """End the run and close the sinks, even if a part of that fails.
@@ -585,8 +588,8 @@ class MonitoredRun:
             self.ranks.finish(seconds)
             self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
-            if self._session.undivided_steps:
-                self._notify(*notices.notice("counting_time_unknown", steps=self._session.undivided_steps))
+            if self._totals.ledger.undivided_steps:
+                self._notify(*notices.notice("counting_time_unknown", steps=self._totals.ledger.undivided_steps))
         except Exception as error:
             self.failed("close", error)
         finally:
@@ -596,7 +599,7 @@ class MonitoredRun:
         return summary
 
     def _summary(self, values: dict[str, Number], ended_by: str | None) -> Summary:
-        exact, notes = self.rows.exact, self.rows.notes
+        exact, notes = self.rows.exactness.exact, self.rows.exactness.notes
         if exact is not None:
             values = {**values, "perf/exact": int(exact)}
         return Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
@@ -613,17 +616,18 @@ class MonitoredRun:
         if other is not None:
             self._notify(*notices.notice("folder_in_use", output_dir=self._output_dir, pid=other))
         clock = self.step_clock
-        ledger = self._session.begin(first_step, environment, clock.first_step_began, clock.seconds_before_first_step)
+        resume_from_log(self._totals, self._log_path, first_step, environment, self._notify)
+        self._totals.begin(clock.first_step_began, clock.seconds_before_first_step)
         start = RunStart(
             uuid.uuid4().hex[:12],
             time.time(),
             str(self._output_dir),
-            self._session.resumed_after,
+            self._totals.resumed_after,
             self._config.total_steps,
             world_size=self._world_size,
             config=json_ready(self._config.model_dump()),
             environment=environment,
-            ledger=ledger,
+            ledger=self._totals.ledger.to_json(),
         )
         self.outlets.start(start)
 
