@@ -47,27 +47,28 @@ class Exactness:
     Attributes:
         exact: Whether the FLOPs of all rows of this session are exact; None before the first row.
         notes: Reasons why `exact` is False.
+        doubts: First and last uncounted steps that this rank does not call exact any longer, and the reason.
     """
 
     def __init__(self) -> None:
         self.exact: bool | None = None
         self.notes: tuple[str, ...] = ()
-        self._doubts: list[tuple[bool, int, int, str]] = []
+        self.doubts: list[tuple[int, int, str]] = []
+        self._doubts_of_ranks: list[tuple[int, int, str]] = []
 
     def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
         """Say why uncounted steps in these ranges are not exact after all, although their rows may be written.
 
         What another rank doubts holds for steps that were counted on this rank too.
         """
-        self._doubts += [(by_other_rank, first, last, reason) for first, last in steps]
-        self._doubts.sort(key=lambda doubt: doubt[0])  # this rank's own reasons are told first
+        doubts = self._doubts_of_ranks if by_other_rank else self.doubts
+        doubts += [(first, last, reason) for first, last in steps]
         self._note(False, (reason,))
 
     def with_doubt(self, step: MeasuredStep) -> MeasuredStep:
-        for by_other_rank, first, last, reason in () if step.reason else self._doubts:
-            if first <= step.step <= last and (by_other_rank or not step.is_counted):
-                return step._replace(reason=reason)
-        return step
+        doubts = self._doubts_of_ranks if step.is_counted else [*self.doubts, *self._doubts_of_ranks]
+        found = (reason for first, last, reason in doubts if first <= step.step <= last)
+        return step._replace(reason=step.reason or next(found, None))
 
     def judge(self, window: Window, world_size: int) -> tuple[bool, tuple[str, ...]]:
         """Return whether the FLOPs of a window's steps are exact on all ranks, and the reasons if they are not."""
@@ -173,7 +174,9 @@ class RowMaker:
         must_wait = self._config.warm_up_steps == "auto" and not self._steps_seen and not flush
         if must_wait and len(steps) < _STEPS_TO_SEE_WARM_UP:
             return []
-        known = [self.exactness.with_doubt(step) for step in self._marked(steps)]
+        known = self._marked(steps)
+        if self.exactness.doubts:
+            known = [self.exactness.with_doubt(step) for step in known]
         rest = iter(known)
         windows = [replace(window, steps=tuple(islice(rest, len(window.steps)))) for window in self._held]
         self._held, self._steps_seen = [], self._steps_seen + len(steps)
