@@ -4,21 +4,14 @@ A rate is a sum divided by a sum, such as all tokens of a window divided by its 
 give fast steps too much weight.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from statistics import fmean, median
 from typing import NamedTuple
 
 from flopwatch.records.run import Number
 
-AMOUNTS = (
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-)
+AMOUNTS = ("samples", "tokens", "real_tokens", "trainable_tokens", "model_flops", "hardware_flops", "recompute_flops")
 """Names of the fields of `MeasuredStep` that can be added up over steps and ranks."""
 
 _WARM_UP_FACTOR = 1.5
@@ -101,14 +94,13 @@ def window_values(
         0.5
     """
     values: dict[str, Number | None] = {
-        "training/loss": _mean(step.loss for step in steps),
-        "training/grad_norm": _mean(step.grad_norm for step in steps),
+        "training/loss": mean_of([step.loss for step in steps]),
+        "training/grad_norm": mean_of([step.grad_norm for step in steps]),
     }
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum(step.seconds or 0.0 for step in timed)
     if seconds > 0:
-        values["perf/step_time"] = seconds / len(timed)
-        values["perf/steps_per_second"] = len(timed) / seconds
+        values |= {"perf/step_time": seconds / len(timed), "perf/steps_per_second": len(timed) / seconds}
         values |= _rates(timed, device_count, world_size)
         values |= _utilisation(timed, peak_flops_per_s, device_count)
         share = input_wait_share(timed)
@@ -117,13 +109,18 @@ def window_values(
     return {key: value for key, value in values.items() if value is not None}
 
 
+def _per_second(timed: Sequence[MeasuredStep], name: str) -> float | None:
+    """The rate of an amount in the steps in which it is known; None if it is unknown in all of them."""
+    known = [step for step in timed if getattr(step, name) is not None]
+    return sum(getattr(step, name) for step in known) / sum(step.seconds or 0.0 for step in known) if known else None
+
+
 def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) -> dict[str, Number | None]:
     rates: dict[str, Number | None] = {}
     for name in ("tokens", "real_tokens", "trainable_tokens", "samples"):
-        known = [step for step in timed if getattr(step, name) is not None]
-        if not known:
+        rate = _per_second(timed, name)
+        if rate is None:
             continue
-        rate = sum(getattr(step, name) for step in known) / sum(step.seconds or 0.0 for step in known)
         if world_size == 1:
             rates[f"perf/{name}_per_second"] = rate
         if name in ("tokens", "samples"):
@@ -137,16 +134,13 @@ def _utilisation(
     """Compute MFU and HFU from the steps whose FLOPs are known."""
     values: dict[str, Number | None] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
-        known = [step for step in timed if getattr(step, name) is not None]
-        if not known:
+        per_second, peak = _per_second(timed, name), effective_peak(timed, name) or peak_flops_per_s
+        if per_second is None:
             continue
-        flops = sum(getattr(step, name) for step in known)
-        rate = flops / sum(step.seconds or 0.0 for step in known) / device_count
+        rate = per_second / device_count
         values[f"perf/{name}_per_second_per_device"] = rate
-        peak = effective_peak(known, name) or peak_flops_per_s
         if peak is not None:
-            values[f"perf/{share}"] = rate / peak
-            values[f"perf/{share}_percent"] = 100 * rate / peak
+            values |= {f"perf/{share}": rate / peak, f"perf/{share}_percent": 100 * rate / peak}
     whole = effective_peak(timed) or peak_flops_per_s
     if whole is not None:
         values["perf/peak_flops_per_second_per_device"] = whole
@@ -167,20 +161,14 @@ def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> 
 
 
 def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
-    padded = [step for step in steps if step.real_tokens is not None]
-    executed = [step for step in steps if step.recompute_flops is not None]
-    values = share_values(
-        {
-            "tokens": sum(step.tokens or 0 for step in padded),
-            "real_tokens": sum(step.real_tokens or 0 for step in padded if step.tokens),
-            "hardware_flops": sum(step.hardware_flops or 0 for step in executed),
-            "recompute_flops": sum(step.recompute_flops or 0 for step in executed if step.hardware_flops),
-        }
-    )
-    counted = sum(step.model_flops is not None for step in steps)
-    return (
-        values if counted in (0, len(steps)) else {**values, "perf/counted_steps_percent": 100 * counted / len(steps)}
-    )
+    totals: dict[str, int] = {}
+    for whole, part in (("tokens", "real_tokens"), ("hardware_flops", "recompute_flops")):
+        known = [step for step in steps if getattr(step, whole) and getattr(step, part) is not None]
+        totals |= {name: sum(getattr(step, name) for step in known) for name in (whole, part)}
+    values, counted = share_values(totals), sum(step.model_flops is not None for step in steps)
+    if counted not in (0, len(steps)):
+        values["perf/counted_steps_percent"] = 100 * counted / len(steps)
+    return values
 
 
 def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
@@ -222,27 +210,19 @@ def find_warm_up(seconds: Sequence[float | None]) -> int:
     timed = [(index, value) for index, value in enumerate(seconds) if value is not None]
     if len(timed) < 2:
         return 0
-    typical = median(value for _, value in timed[len(timed) // 2 :])
-    leading = 0
-    for index, value in timed:
-        if value <= _WARM_UP_FACTOR * typical:
-            break
-        leading = index + 1
-    return leading
+    least = _WARM_UP_FACTOR * median(value for _, value in timed[len(timed) // 2 :])
+    slow = takewhile(lambda step: not step[1] <= least, timed)
+    return max((index + 1 for index, _ in slow), default=0)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean_of(known) if known else None
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are known; NaN if a value is NaN, or if both +inf and -inf occur.
 
-
-def mean_of(known: Sequence[float]) -> float:
-    """The mean; NaN if a value is NaN, or if both +inf and -inf occur.
-
-    >>> mean_of([1.7e308, 1.7e308]), mean_of([float("inf"), float("-inf")])
+    >>> mean_of([1.7e308, 1.7e308, None]), mean_of([float("inf"), float("-inf")])
     (1.7e+308, nan)
     """
+    known = [value for value in values if value is not None]
     try:
-        return fmean(known)
+        return fmean(known) if known else None
     except (OverflowError, ValueError):  # the sum exceeds the largest float, or +inf and -inf both occur
         return sum(value / len(known) for value in known)

@@ -304,11 +304,9 @@ def _rates(
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
     """Average the user's own metrics over the steps that logged them."""
-    known: dict[str, list[float]] = {}
-    for step in steps:
-        for name, value in step.more.items():
-            known.setdefault(name, []).append(value)
-    return {name if "/" in name else f"training/{name}": mean_of(values) for name, values in known.items()}
+    names = dict.fromkeys(name for step in steps for name in step.more)
+    means = {name if "/" in name else f"training/{name}": mean_of([s.more.get(name) for s in steps]) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:

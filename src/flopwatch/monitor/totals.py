@@ -6,9 +6,10 @@ A session is one process of a run, from its start to its end.
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import floordiv, truediv
 from statistics import median
 from typing import Any
 
@@ -44,10 +45,10 @@ class Ledger:
     """
 
     steps: int = 0
-    totals: dict[str, int] = field(default_factory=dict)
+    totals: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
-    timed_flops: dict[str, int] = field(default_factory=dict)
+    timed_flops: Counter[str] = field(default_factory=Counter)
     _not_compared: list[float] = field(default_factory=list, repr=False)
     """`work_seconds` of warm-up steps, kept until the typical time is known; what exceeds it is then lost time."""
     _counted: list[float] = field(default_factory=list, repr=False)
@@ -68,11 +69,12 @@ class Ledger:
             at_peak: What the steps used of the devices' peak, if the steps of one rank do not show it.
         """
         for step in steps:
-            self.spend(use_of_peak(step) if at_peak is None else {})
-            self.add_timed_flops(_flops_of_timed(step))
             self.steps += 1
-            self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})
+            self.add_amounts({name: amount for name in AMOUNTS if (amount := getattr(step, name)) is not None})
             if step.seconds is not None and step.work_seconds is not None:
+                if step.model_flops is not None:
+                    self.timed_flops.update(_by_use(step, step.model_flops, step.hardware_flops, floordiv))
+                self.spend(use_of_peak(step) if at_peak is None else {})
                 self._add_time(step, step.seconds, step.work_seconds, typical_seconds)
             if step.input_wait_seconds is not None:
                 self.spend({"input_wait": step.input_wait_seconds})
@@ -134,13 +136,7 @@ class Ledger:
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Add samples, tokens and FLOPs, such as those of a whole window."""
-        for name in _TOTALS:
-            if name in amounts:
-                self.totals[name] = self.totals.get(name, 0) + amounts[name]
-
-    def add_timed_flops(self, flops: Mapping[str, int]) -> None:
-        for name, more in flops.items():
-            self.timed_flops[name] = self.timed_flops.get(name, 0) + more
+        self.totals.update({name: amounts[name] for name in _TOTALS if name in amounts})
 
     def add_phase(self, phase: str, seconds: float) -> None:
         """Add time outside steps. A phase without a metric of its own is added to `pause`."""
@@ -189,8 +185,8 @@ class Ledger:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Ledger":
-        first_start, flops = state.get("first_start_unix_time"), dict(state.get("timed_flops", {}))
-        return cls(int(state["steps"]), dict(state["totals"]), dict(state["seconds"]), first_start, flops)
+        first_start, flops = state.get("first_start_unix_time"), Counter(state.get("timed_flops", {}))
+        return cls(int(state["steps"]), Counter(state["totals"]), dict(state["seconds"]), first_start, flops)
 
 
 def use_of_peak(step: MeasuredStep) -> dict[str, float]:
@@ -202,28 +198,19 @@ def use_of_peak(step: MeasuredStep) -> dict[str, float]:
     ...                          model_peak_seconds=0.75, hardware_peak_seconds=1.0))
     {'model_at_peak': 0.75, 'hardware_at_peak': 1.0, 'recompute_at_peak': 0.25}
     """
-    if step.seconds is None:
-        return {}
     if step.model_flops is None:
         return {} if step.is_warm_up else {"unpriced": step.work_seconds or 0.0}
     if step.model_peak_seconds is None:
         return {}
-    uses = {"model_at_peak": step.model_peak_seconds}
-    uses["hardware_at_peak"] = executed = max(step.hardware_peak_seconds or 0.0, step.model_peak_seconds)
+    uses = _by_use(step, step.model_peak_seconds, step.hardware_peak_seconds, truediv)
+    return {f"{use}_at_peak": seconds for use, seconds in uses.items()}
+
+
+def _by_use(step: MeasuredStep, model: float, hardware: float | None, divide: Callable[..., Any]) -> dict[str, Any]:
+    uses = {"model": model, "hardware": max(hardware or model, model)}
     if step.hardware_flops and step.recompute_flops is not None:
-        uses["recompute_at_peak"] = executed * step.recompute_flops / step.hardware_flops
+        uses["recompute"] = divide(uses["hardware"] * step.recompute_flops, step.hardware_flops)
     return uses
-
-
-def _flops_of_timed(step: MeasuredStep) -> dict[str, int]:
-    """The FLOPs that `use_of_peak` divides by the peak; empty if the step has no time or no FLOPs."""
-    if step.seconds is None or step.model_flops is None:
-        return {}
-    executed = max(step.hardware_flops or 0, step.model_flops)
-    flops = {"model": step.model_flops, "hardware": executed}
-    if step.hardware_flops and step.recompute_flops is not None:
-        flops["recompute"] = executed * step.recompute_flops // step.hardware_flops
-    return flops
 
 
 @dataclass
@@ -283,31 +270,15 @@ class Span:
 _monitored_process: int | None = None
 
 
-class WallClock:
-    """Unix time computed from the monitor's clock, so that a change of the system time does not affect the totals.
+def _session_start(now: float) -> float:
+    """When the process started; now, if it had an earlier monitor.
 
-    Attributes:
-        session_start_unix_time: When the process started; in a notebook, when the cell began that creates the monitor,
-            because a person may think for hours before it; if the process had an earlier monitor, when this one was
-            created.
+    In a notebook, when the cell began that creates the monitor, because a person may think for hours before it.
     """
-
-    def __init__(self, clock: Clock) -> None:
-        global _monitored_process
-        made = time.time()
-        self._clock, self._offset_seconds = clock, made - clock()
-        is_first = _monitored_process != os.getpid()
-        _monitored_process = os.getpid()
-        started = (cell_start_unix_time() or process.start_unix_time()) if is_first else None
-        self.session_start_unix_time = made if started is None else min(started, made)
-
-    def go_on_from(self, unix_time: float) -> None:
-        """Advance the clock to the end of the earlier session, if this host's clock is behind that time."""
-        self._offset_seconds += max(unix_time - self.at(), 0.0)
-
-    def at(self, clock_seconds: float | None = None) -> float:
-        """Convert a time of the monitor's clock to Unix time; without one, return the Unix time now."""
-        return self._offset_seconds + (self._clock() if clock_seconds is None else clock_seconds)
+    global _monitored_process
+    is_first, _monitored_process = _monitored_process != os.getpid(), os.getpid()
+    started = (cell_start_unix_time() or process.start_unix_time()) if is_first else None
+    return now if started is None else min(started, now)
 
 
 class Totals:
@@ -321,8 +292,9 @@ class Totals:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._wall_clock = WallClock(clock)
-        self._began_unix_time = self._wall_clock.session_start_unix_time
+        now = time.time()
+        self._clock, self._offset_seconds = clock, now - clock()
+        self._process_start = self._began_unix_time = _session_start(now)
         self.ledger, self.of_session = Ledger(), Span()
         self._carried_seconds: dict[str, float] = {}
         self._unbooked_seconds = 0.0
@@ -330,6 +302,10 @@ class Totals:
         self._last_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
         self.resumed_after: int | None = None
         self.stalled_seconds = 0.0
+
+    def _unix_time(self, clock_seconds: float | None = None) -> float:
+        """Convert a time of the monitor's clock, or now, to Unix time that no change of the system time affects."""
+        return self._offset_seconds + (self._clock() if clock_seconds is None else clock_seconds)
 
     def continue_from(self, ledger: Ledger, newest: tuple[float, Ledger] | None, last_step: int | None) -> None:
         """Continue the totals of an earlier session. What lies between the sessions is lost time.
@@ -344,13 +320,14 @@ class Totals:
         is_same_run = newest is not None and ledger.first_start_unix_time in (None, newest[1].first_start_unix_time)
         if newest is not None and is_same_run and (ended is None or newest[0] >= ended):
             ended, then = newest
-        self._began_unix_time = self._wall_clock.session_start_unix_time
+        self._began_unix_time = self._process_start
         if ended is not None:
             self._began_unix_time = max(self._began_unix_time, ended)
             ledger.first_start_unix_time = then.first_start_unix_time
             ledger.seconds = carried_seconds(ledger.seconds, then.seconds)
             ledger.spend({"restart": self._began_unix_time - ended})
-        self._wall_clock.go_on_from(self._began_unix_time)
+        # If this host's clock is behind the end of the earlier session, it goes on from there.
+        self._offset_seconds += max(self._began_unix_time - self._unix_time(), 0.0)
         own = {name: spent - self._carried_seconds.get(name, 0.0) for name, spent in self.ledger.seconds.items()}
         self._carried_seconds = dict(ledger.seconds)
         ledger.spend({phase: seconds for phase, seconds in own.items() if phase in APART})
@@ -365,7 +342,7 @@ class Totals:
         """
         if self.resumed_after is None and self.ledger.first_start_unix_time is None:
             self.ledger.first_start_unix_time = self._began_unix_time
-        began = self._wall_clock.at(first_step_began)
+        began = self._unix_time(first_step_began)
         seconds = began - self._began_unix_time - seconds_before_first_step
         self.ledger.spend({"start_up": max(seconds, 0.0)})
         self.ledger.set_wall(began)
@@ -401,24 +378,24 @@ class Totals:
             at_peak = job_use_of_peak(report, amounts, peak_flops_per_s) | rank_losses(report)
             ledger.add_amounts(amounts)
             uses = ("model", "hardware", "recompute")
-            ledger.add_timed_flops({use: amounts[f"{use}_flops"] for use in uses if f"{use}_flops" in amounts})
+            ledger.timed_flops.update({use: amounts[f"{use}_flops"] for use in uses if f"{use}_flops" in amounts})
         stalled_before = ledger.seconds.get("stall", 0.0)
         ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += ledger.seconds.get("stall", 0.0) - stalled_before
-        ledger.set_wall(self._wall_clock.at() - self._unbooked_seconds - later_seconds)
+        ledger.set_wall(self._unix_time() - self._unbooked_seconds - later_seconds)
 
     def up_to_now(self, *, are_last: bool = False) -> Ledger:
         """Return the totals up to the newest row. Only the wall time includes the time since that row."""
         if are_last:  # no more counted steps will follow, with which the first could be compared
             self.ledger.divide_counted(typical_seconds(self._last_work))
-        self.ledger.set_wall(self._wall_clock.at())
+        self.ledger.set_wall(self._unix_time())
         return self.ledger
 
     def up_to_now_with(self, steps: Sequence[MeasuredStep]) -> Ledger:
         """Return what the totals would be with these steps, without adding them."""
         ledger = deepcopy(self.ledger)
         ledger.add_steps(steps, typical_seconds([*self._last_work, *typical_work(steps)]))
-        ledger.set_wall(self._wall_clock.at())
+        ledger.set_wall(self._unix_time())
         return ledger
 
     def percentiles(self) -> dict[str, Number]:
