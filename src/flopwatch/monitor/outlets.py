@@ -71,12 +71,10 @@ class Outlets:
             return
         for thread in self._threads:
             if not thread.put(record) and thread.failed is None and not thread.is_closing:
-                self.notify(
-                    "warning",
-                    f"rows_dropped:{thread.name}",
-                    f"the sink {thread.name} is too slow, so some rows are not sent to it; the local log has all rows",
-                    step=getattr(record, "step", None),
+                slow = (
+                    f"the sink {thread.name} is too slow, so some rows are not sent to it; the local log has all rows"
                 )
+                self.notify("warning", f"rows_dropped:{thread.name}", slow, step=getattr(record, "step", None))
 
     def send_to_log(self, record: Record) -> None:
         """Queue a record for the local log only; the local log is the first sink."""
@@ -84,13 +82,7 @@ class Outlets:
             self._threads[0].put(record)
 
     def notify(
-        self,
-        level: Level,
-        code: str,
-        message: str,
-        *,
-        step: int | None = None,
-        doubted: Sequence[tuple[int, int]] = (),
+        self, level: Level, code: str, message: str, *, step: int | None = None, doubted: Sequence[tuple[int, int]] = ()
     ) -> None:
         """Send a notice to the process's `logging` and to every sink, once per code.
 
@@ -140,15 +132,13 @@ class Outlets:
         )
 
     def _sink_failed(self, name: str, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        self.failed_parts[name] = reason
+        said = first_line(error)
+        self.failed_parts[name] = reason = f"{type(error).__name__}: {said}"
         message = f"the sink {name} failed and is switched off, the training goes on: {reason}"
         if isinstance(error, MissingDependencyError):
-            message = f"the sink {name} is not used: {first_line(error)}"
+            message = f"the sink {name} is not used: {said}"
         if name == JsonlSink.name and isinstance(error, OSError):
-            message = (
-                f"the run's log cannot be written ({first_line(error)}); pass an output_dir that can be written to"
-            )
+            message = f"the run's log cannot be written ({said}); pass an output_dir that can be written to"
             if is_full_disk(error):
                 message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
         if self._has_only_log and is_full_disk(error):  # under `flopwatch run`, only a sink would show a notice
