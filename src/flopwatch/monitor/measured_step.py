@@ -85,13 +85,10 @@ def window_values(
         steps: The window's steps, as this process has measured them.
         peak_flops_per_s: Peak of one device.
         device_count: Devices that work on this process's batch.
-        world_size: Number of processes. With more than one, metrics of the whole training are left out, because
-            these steps show only the rates of this process.
+        world_size: Number of processes. With more than one, metrics of the whole training are left out.
 
-    Example:
-        >>> steps = [MeasuredStep(1, seconds=0.5, tokens=1000, model_flops=10**12)]
-        >>> window_values(steps, peak_flops_per_s=4e12)["perf/mfu"]
-        0.5
+    >>> window_values([MeasuredStep(1, seconds=0.5, model_flops=10**12)], peak_flops_per_s=4e12)["perf/mfu"]
+    0.5
     """
     values: dict[str, Number | None] = {
         "training/loss": mean_of([step.loss for step in steps]),

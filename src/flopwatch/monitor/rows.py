@@ -77,7 +77,12 @@ class Exactness:
         if not notes and any(step.model_flops is None for step in window.steps):
             notes = ("the FLOPs of some steps are not known",)
         if not notes and world_size > 1:
-            notes = _reasons_of_ranks(window.report, world_size)
+            report = window.report
+            reported, exact = (0, 0) if report is None else (report.ranks, report.exact_ranks)
+            if reported < world_size:
+                notes = (f"only {reported} of {world_size} ranks have reported these steps",)
+            elif exact < world_size:
+                notes = (f"the FLOPs are exact on only {exact} of {world_size} ranks",)
         self._note(not notes, notes)
         return not notes, notes
 
@@ -86,25 +91,15 @@ class Exactness:
         self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
 
 
-def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """Return why FLOPs that are exact on this rank are not exact on all ranks; empty if they are."""
-    if report is None or report.ranks < world_size:
-        return (f"only {0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
-    if report.exact_ranks < world_size:
-        return (f"the FLOPs are exact on only {report.exact_ranks} of {world_size} ranks",)
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class NewestRow:
-    """What is known of the newest row.
+    """What is known of the newest row, but not in its record.
 
     Attributes:
-        step: Its last step, with which the totals end too; None before the first row.
         values: All its values; percentiles only if the row is detailed or was made on request.
         straggler: The rank that the other ranks waited for; None if there was none.
         missing_ranks: How many ranks did not report.
-        last_loss: The loss of the newest row that has one; None if no row has one.
+        last_loss: The loss of the newest row that has one.
     """
 
     step: int | None = None
@@ -154,8 +149,7 @@ class RowMaker:
     """
 
     def __init__(self, config: MonitorConfig, world_size: int, totals: Totals) -> None:
-        self._config = config
-        self._totals = totals
+        self._config, self._totals = config, totals
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self.exactness = Exactness()
         self.newest = NewestRow()
@@ -290,12 +284,8 @@ def _rates(
     steps: Sequence[MeasuredStep], peak_flops_per_s: float | None, report: RankReport | None, layout: JobLayout
 ) -> dict[str, Number]:
     """Compute the metrics of a window; those under `perf/` from the report of all ranks, if there is one."""
-    values = window_values(
-        steps,
-        peak_flops_per_s=peak_flops_per_s,
-        device_count=layout.devices_per_batch,
-        world_size=layout.world_size,
-    )
+    devices, ranks = layout.devices_per_batch, layout.world_size
+    values = window_values(steps, peak_flops_per_s=peak_flops_per_s, device_count=devices, world_size=ranks)
     if report is None:
         return values
     own = {key: value for key, value in values.items() if not key.startswith("perf/")}

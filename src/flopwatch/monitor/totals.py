@@ -63,10 +63,7 @@ class Ledger:
     ) -> None:
         """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time.
 
-        Args:
-            steps: The steps.
-            typical_seconds: Median time of recent steps, without input wait; None if it is unknown.
-            at_peak: What the steps used of the devices' peak, if the steps of one rank do not show it.
+        `at_peak` is what the steps used of the devices' peak, if the steps of one rank do not show it.
         """
         for step in steps:
             self.steps += 1
@@ -297,24 +294,22 @@ class Totals:
         self._process_start = self._began_unix_time = _session_start(now)
         self.ledger, self.of_session = Ledger(), Span()
         self._carried_seconds: dict[str, float] = {}
-        self._unbooked_seconds = 0.0
+        self._unbooked_seconds = self.stalled_seconds = 0.0
         self._last_work: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._last_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
         self.resumed_after: int | None = None
-        self.stalled_seconds = 0.0
 
     def _unix_time(self, clock_seconds: float | None = None) -> float:
         """Convert a time of the monitor's clock, or now, to Unix time that no change of the system time affects."""
         return self._offset_seconds + (self._clock() if clock_seconds is None else clock_seconds)
 
     def continue_from(self, ledger: Ledger, newest: tuple[float, Ledger] | None, last_step: int | None) -> None:
-        """Continue the totals of an earlier session. What lies between the sessions is lost time.
+        """Continue the totals of an earlier session. The time between the sessions is lost.
 
         Args:
-            ledger: The totals at the step after which the run resumes.
-            newest: Time and totals of the log's newest record. It is ignored if it belongs to another run or is older
-                than the ledger.
-            last_step: The last step in the ledger; None if it has none.
+            ledger: The totals up to `last_step`, after which the run resumes.
+            newest: Time and totals of the log's newest record; ignored if it is of another run or older than `ledger`.
+            last_step: None if the ledger has no steps.
         """
         ended, then = ledger.end_unix_time, ledger
         is_same_run = newest is not None and ledger.first_start_unix_time in (None, newest[1].first_start_unix_time)
@@ -360,10 +355,10 @@ class Totals:
         of_all_ranks: Mapping[str, int] | None = None,
         peak_flops_per_s: float | None = None,
     ) -> None:
-        """Add a window to the totals.
+        """Add the steps of a window, which were announced with `expect`, to the totals.
 
         Args:
-            steps: The window's steps, which were announced with `expect`.
+            steps: The steps of this rank.
             later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
             report: What all ranks reported; None if the totals are those of this rank's steps alone.
             of_all_ranks: Samples, tokens and FLOPs of all ranks.
