@@ -12,8 +12,8 @@ import torch
 
 import flopwatch
 from flopwatch import process
-from flopwatch.monitor import session as wall_clock
-from flopwatch.monitor.session import describe_environment
+from flopwatch.monitor import totals as wall_clock
+from flopwatch.monitor.environment import describe_environment
 from flopwatch.records.metrics import LOST, carried_seconds, goodput_of, loss_in_step
 from testbeds.fakes import FakeClock, RecordingSink
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flopwatch.monitor.measured_step import Ledger, MeasuredStep, find_warm_up, window_values
+from flopwatch.monitor.measured_step import MeasuredStep, find_warm_up, window_values
+from flopwatch.monitor.totals import Ledger
 
 
 def step(number, seconds, **more):
@@ -121,8 +122,8 @@ def test_leading_slow_steps_are_warm_up(seconds, count):
 def test_the_ledger_survives_json():
     ledger = Ledger()
     ledger.add_steps(WINDOW)
-    ledger.add_seconds("eval", 2.5)
-    ledger.add_seconds("a phase of my own", 1.5)
+    ledger.add_phase("eval", 2.5)
+    ledger.add_phase("a phase of my own", 1.5)
 
     again = Ledger.from_json(ledger.to_json())
     again.add_steps([MeasuredStep(3, seconds=2.0, tokens=10)])

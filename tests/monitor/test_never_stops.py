@@ -93,7 +93,7 @@ def test_a_loss_of_many_values_is_left_out_and_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("how", [{"raises": RuntimeError("no space")}, {"hangs": True}])
 def test_a_sink_that_fails_or_hangs_costs_nobody_else_anything(tmp_path, caplog, how, monkeypatch):
-    monkeypatch.setattr("flopwatch.monitor.output.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("flopwatch.monitor.outlets.CLOSE_SECONDS", 1.0)
     bad, good = RecordingSink("bad", **how), RecordingSink("good")
     monitor, rounds = run(tmp_path, sinks=[bad, good])
     bad.release()
@@ -108,7 +108,7 @@ def test_a_sink_that_fails_or_hangs_costs_nobody_else_anything(tmp_path, caplog,
 
 @pytest.mark.slow
 def test_a_sink_that_is_too_slow_loses_rows_and_that_is_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("flopwatch.monitor.output.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("flopwatch.monitor.outlets.CLOSE_SECONDS", 1.0)
     slow = RecordingSink("slow", hangs=True, fails_after=1)
     monitor, rounds = run(tmp_path, steps=1500, log_every=1, sinks=[slow])
     slow.release()
@@ -286,7 +286,7 @@ def test_an_exception_that_cannot_be_printed_does_not_stop_the_notice_about_it(t
         raise UnprintableValueError
 
     if at == "log":
-        monkeypatch.setattr("flopwatch.monitor.session.find_resume_point", find)
+        monkeypatch.setattr("flopwatch.monitor.resume.find_resume_point", find)
     sinks = [RecordingSink("bad", raises=UnprintableError())] if at == "sink" else []
     monitor, rounds = run(tmp_path, sinks=sinks, trains=False)
 

@@ -9,19 +9,23 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.monitor import output
+from flopwatch.monitor import notices
 
 
 def given_facts():
     """The names of the facts with which the package gives each notice, by its code."""
     for file in Path(flopwatch.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "notice":
-                yield node.args[0].value, {keyword.arg for keyword in node.keywords}
+            if isinstance(node, ast.Call) and "notice" in (
+                getattr(node.func, "attr", ""),
+                getattr(node.func, "id", ""),
+            ):
+                code = next(part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+                yield code.rstrip(":"), {keyword.arg for keyword in node.keywords}
 
 
 def test_every_notice_of_the_table_is_given_with_the_facts_of_its_text():
-    texts = output._INFOS | output._WARNINGS
+    texts = notices._INFOS | notices._WARNINGS
     wanted = {
         code: {name.partition(".")[0] for _, name, _, _ in Formatter().parse(text) if name}
         for code, text in texts.items()

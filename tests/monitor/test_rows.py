@@ -1,7 +1,5 @@
 """Rows and the summary, where not everything is known: what is told is right, and what is missing is said."""
 
-from pathlib import Path
-
 import pytest
 
 from flopwatch.clock import monotonic_seconds
@@ -9,17 +7,14 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.reports import Window, merge, report_of
 from flopwatch.monitor.rows import RowMaker
-from flopwatch.monitor.session import Session
-from flopwatch.monitor.span import MeasuredSum
+from flopwatch.monitor.totals import Span, Totals
 from flopwatch.records.flops import Peak
 
 PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
 
 
 def rows_of(world_size, config):
-    """Without a log to continue, and with nothing to say."""
-    session = Session(Path("no log"), monotonic_seconds, lambda *notice: None)
-    return RowMaker(config, world_size, session)
+    return RowMaker(config, world_size, Totals(monotonic_seconds))
 
 
 def steps(first=0, count=5, **known):
@@ -35,11 +30,11 @@ def window(measured, *others, missing=0):
 
 def test_rates_of_a_session_leave_out_the_time_of_steps_that_are_not_known():
     known = steps(tokens=100, model_flops=10**12)
-    session = MeasuredSum()
+    session = Span()
     session.add(known, PEAK.flops_per_s)
     session.add([step._replace(tokens=None, model_flops=None) for step in known], PEAK.flops_per_s)
 
-    values = session.values(device_count=1)
+    values = session.values()
     assert values["perf/mfu"] == 0.5
     assert values["perf/tokens_per_second"] == 200
     assert values["perf/step_time"] == pytest.approx(0.5)
@@ -64,7 +59,7 @@ def test_a_rank_that_is_missing_is_told_in_the_row_and_in_the_summary():
         own = steps(first, tokens=100)
         row = rows.row(window(own, own, missing=missing), PEAK, {})
         assert row.values["ranks/reporting"] == 2 - missing
-        assert rows.missing_ranks == missing
+        assert rows.newest.missing_ranks == missing
     assert not row.detailed
     assert rows.session_values()["ranks/reporting"] == 1
 

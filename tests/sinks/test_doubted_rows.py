@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.monitor.output import Outlets
+from flopwatch.monitor.outlets import Outlets
 from flopwatch.records.run import Notice, PartialRow, Row, RunStart
 from flopwatch.sinks.jsonl import JsonlSink
 from support.sinks.sample_run import START, WARNING, summary

@@ -84,6 +84,9 @@ class MonitorConfig(BaseModel):
         return MODES.get(value, value) if isinstance(value, str) else value
 
 
+_FIELDS = MonitorConfig.model_fields
+
+
 def read_config(
     config: "Mapping[str, Any] | str | Path | MonitorConfig | None", preset: str | None = None, **overrides: Any
 ) -> tuple[MonitorConfig, list[str]]:
@@ -103,8 +106,10 @@ def read_config(
     problems: list[str] = []
     given, unknown = translate(_as_dict(config, problems))
     problems += unknown
-    base = _preset(preset, problems)
-    wanted = {**base, **given, **{name: value for name, value in overrides.items() if value is not None}}
+    if preset is not None and preset not in PRESETS:
+        problems.append(f"there is no preset {preset!r}; use one of {', '.join(PRESETS)}")
+    wanted = {**PRESETS.get(preset or "", {}), **given}
+    wanted |= {name: value for name, value in overrides.items() if value is not None}
     return _without_bad_values(wanted, problems), problems
 
 
@@ -116,13 +121,12 @@ def _as_dict(config: "Mapping[str, Any] | str | Path | None", problems: list[str
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problems.append(f"config={str(config)!r} cannot be read ({_in_one_line(error)}); correct the path or the file")
         return {}
-    if content is None:  # the file is empty, or all its settings are commented out
-        return {}
-    if not isinstance(content, Mapping):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
-        problems.append(f"config={str(config)!r} contains {found}; write settings as lines such as 'log_every: 10'")
-        return {}
-    return content
+    if isinstance(content, Mapping):
+        return content
+    if content is not None:  # the file is not empty, and not all its settings are commented out
+        found = type(content).__name__
+        problems.append(f"config={str(config)!r} contains a {found}; write settings as lines such as 'log_every: 10'")
+    return {}
 
 
 def _in_one_line(error: Exception) -> str:
@@ -131,14 +135,6 @@ def _in_one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"not YAML: {error.problem} in line {error.problem_mark.line + 1}"
     return first_line(error)
-
-
-def _preset(name: str | None, problems: list[str]) -> Mapping[str, Any]:
-    if name is None:
-        return {}
-    if name not in PRESETS:
-        problems.append(f"there is no preset {name!r}; use one of {', '.join(PRESETS)}")
-    return PRESETS.get(name, {})
 
 
 def _without_bad_values(wanted: dict[str, Any], problems: list[str]) -> MonitorConfig:
@@ -152,6 +148,15 @@ def _without_bad_values(wanted: dict[str, Any], problems: list[str]) -> MonitorC
         return _without_bad_values(wanted, problems)
 
 
+def json_ready(value: Any) -> Any:
+    """Convert a configuration to values that JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+
+
 def refuse_problems(problems: list[str]) -> None:
     if problems:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
@@ -163,19 +168,20 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     A setting at the top level, outside the monitor's sections, is used only if all keys at that level belong to the
     monitor, because `mode` or `dtype` in a training's configuration usually means something else.
     """
-    fields = MonitorConfig.model_fields
-    ours_alone = all(key in fields or key in SECTIONS or key in MONITOR for key in content)
+    ours_alone = all(key in _FIELDS or key in SECTIONS or key in MONITOR for key in content)
     found: dict[str, Any] = {}
     unknown: list[str] = []
-    for path, value in _leaves(content, fields):
+    for path, value in _leaves(content):
         name, is_in_section = _without_sections(path)
-        setting = name if name in fields else MONITOR.get(name)
-        if (name in fields or name in MONITOR) and (is_in_section or "." in name or ours_alone):
+        setting = name if name in _FIELDS else MONITOR.get(name)
+        if (name in _FIELDS or name in MONITOR) and (is_in_section or "." in name or ours_alone):
             found |= {setting: value} if setting else {}
         elif is_in_section and (name or value is not None):  # a section without settings is no mistake
-            unknown.append(_unknown(path, name, fields))
+            words = [*_FIELDS, *(key.rpartition(".")[2] for key in MONITOR)]
+            close = get_close_matches(name.rpartition(".")[2], words, n=1)
+            unknown.append(f"{path}: not a known key" + (f"; did you mean {close[0]!r}?" if close else ""))
     if not found and not unknown and not ours_alone:
-        unknown += _unused(content, fields)
+        unknown += _unused(content)
     return found, unknown
 
 
@@ -189,26 +195,21 @@ def _without_sections(path: str) -> tuple[str, bool]:
     return (_without_sections(rest)[0], True) if first in SECTIONS else (path, False)
 
 
-def _unused(content: Mapping[str, Any], fields: Any) -> list[str]:
+def _unused(content: Mapping[str, Any]) -> list[str]:
     """A message if none of a file's settings is used, because other keys stand beside them."""
-    ours = [key for key in content if key in fields or key in MONITOR]
+    ours = [key for key in content if key in _FIELDS or key in MONITOR]
     others = [key for key in content if key not in ours and key not in SECTIONS]
-    close = {key: match[0] for key in others if (match := get_close_matches(str(key), fields, n=1))}
+    close = {key: match[0] for key in others if (match := get_close_matches(str(key), _FIELDS, n=1))}
     if not ours or not close:
         return []
     wrong = ", ".join(f"{key} (did you mean {match!r}?)" for key, match in close.items())
     return [f"{', '.join(ours)}: beside keys that are not known, {wrong}; put the settings below `flopwatch:`"]
 
 
-def _leaves(content: Mapping[str, Any], fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and _without_sections(path)[0] not in fields:
-            yield from _leaves(value, fields, f"{path}.")
+        if isinstance(value, Mapping) and _without_sections(path)[0] not in _FIELDS:
+            yield from _leaves(value, f"{path}.")
         else:
             yield path, value
-
-
-def _unknown(path: str, name: str, fields: Any) -> str:
-    close = get_close_matches(name.rpartition(".")[2], [*fields, *(key.rpartition(".")[2] for key in MONITOR)], n=1)
-    return f"{path}: not a known key" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,39 +1,20 @@
-"""Adds each window of steps to the run's totals and makes a row of it: metrics, percentiles and per-step columns."""
+"""Makes a row of each window of steps: adds the window to the totals, and computes metrics and per-step columns."""
 
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.measured_step import (
-    AMOUNTS,
-    MeasuredStep,
-    effective_peak,
-    find_warm_up,
-    mean_of,
-    window_values,
-)
-from flopwatch.monitor.ranks.job_values import (
-    Straggler,
-    StragglerHistory,
-    job_totals,
-    job_use_of_peak,
-    job_values,
-    rank_losses,
-    straggler_values,
-    with_job_wait,
-)
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
+from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
-from flopwatch.monitor.session import Session, Totals
-from flopwatch.monitor.span import Span
+from flopwatch.monitor.totals import Span, Totals
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
-from flopwatch.stats import percentile
 
-_PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
 _SECONDS_DIGITS = 9
 """Times are logged in whole nanoseconds."""
@@ -60,92 +41,149 @@ class JobLayout:
         return max(1, self.world_size // self.data_parallel_size)
 
 
+class Exactness:
+    """Judges whether the FLOPs of rows are exact.
+
+    Attributes:
+        exact: Whether the FLOPs of all rows of this session are exact; None before the first row.
+        notes: Reasons why `exact` is False.
+        doubts: First and last uncounted steps that this rank does not call exact any longer, and the reason.
+    """
+
+    def __init__(self) -> None:
+        self.exact: bool | None = None
+        self.notes: tuple[str, ...] = ()
+        self.doubts: list[tuple[int, int, str]] = []
+        self._doubts_of_ranks: list[tuple[int, int, str]] = []
+
+    def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
+        """Say why uncounted steps in these ranges are not exact after all, although their rows may be written.
+
+        What another rank doubts holds for steps that were counted on this rank too.
+        """
+        doubts = self._doubts_of_ranks if by_other_rank else self.doubts
+        doubts += [(first, last, reason) for first, last in steps]
+        self._note(False, (reason,))
+
+    def with_doubt(self, step: MeasuredStep) -> MeasuredStep:
+        doubts = self._doubts_of_ranks if step.is_counted else [*self.doubts, *self._doubts_of_ranks]
+        found = (reason for first, last, reason in doubts if first <= step.step <= last)
+        return step._replace(reason=step.reason or next(found, None))
+
+    def judge(self, window: Window, world_size: int) -> tuple[bool, tuple[str, ...]]:
+        """Return whether the FLOPs of a window's steps are exact on all ranks, and the reasons if they are not."""
+        reasons = dict.fromkeys(step.reason for step in map(self.with_doubt, window.steps) if step.reason)
+        notes = tuple(reasons)[:_MOST_REASONS]
+        if not notes and any(step.model_flops is None for step in window.steps):
+            notes = ("the FLOPs of some steps are not known",)
+        if not notes and world_size > 1:
+            report = window.report
+            reported, exact = (0, 0) if report is None else (report.ranks, report.exact_ranks)
+            if reported < world_size:
+                notes = (f"only {reported} of {world_size} ranks have reported these steps",)
+            elif exact < world_size:
+                notes = (f"the FLOPs are exact on only {exact} of {world_size} ranks",)
+        self._note(not notes, notes)
+        return not notes, notes
+
+    def _note(self, exact: bool, notes: tuple[str, ...]) -> None:
+        self.exact = exact and self.exact is not False
+        self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
+
+
+@dataclass(frozen=True, slots=True)
+class NewestRow:
+    """What is known of the newest row, but not in its record.
+
+    Attributes:
+        values: All its values; percentiles only if the row is detailed or was made on request.
+        straggler: The rank that the other ranks waited for; None if there was none.
+        missing_ranks: How many ranks did not report.
+        last_loss: The loss of the newest row that has one.
+    """
+
+    step: int | None = None
+    values: dict[str, Number] = field(default_factory=dict)
+    straggler: Straggler | None = None
+    missing_ranks: int = 0
+    last_loss: Number | None = None
+
+
+class AskedWindows:
+    """Values of the windows that a framework ends, each of which may be several rows."""
+
+    def __init__(self) -> None:
+        self.last_steps: list[int] = []
+        """Last steps of windows that are in no row yet."""
+        self.span = Span()
+        self._answers: list[tuple[int, dict[str, Number]]] = []
+        self._is_whole = True
+        """Whether no row of the span has steps of the window before too."""
+
+    def answer(self, newest: NewestRow, layout: JobLayout) -> None:
+        """Answer for the window that ends with the newest row; windows of which a row has only a part get no answer."""
+        last = -1 if newest.step is None else newest.step
+        due = [step for step in self.last_steps if step <= last]
+        if not due:
+            return
+        span = self.span
+        is_known = span.rows == 1 or span.fewest_ranks in (None, layout.world_size)
+        if due == [last] and self._is_whole and is_known:
+            more = {} if span.rows == 1 else span.values(layout.devices_per_batch, layout.data_parallel_size)
+            exact = {} if span.exact is None else {"perf/exact": int(span.exact)}
+            self._answers.append((last, newest.values | more | exact))
+        del self.last_steps[: len(due)]
+        self.span, self._is_whole = Span(), due[-1] == last
+
+    def take(self) -> list[tuple[int, dict[str, Number]]]:
+        """Last step and values of the windows that are complete since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+
 class RowMaker:
     """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
     Attributes:
-        session: The run's totals.
+        totals: The run's totals.
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
-        last_step: The last step of the newest row. The totals end with the same step.
-        latest: All values of the newest row; percentiles only if the row is detailed or was made on request.
-        straggler: The rank that the other ranks waited for in the newest row; None if there was none.
-        missing_ranks: How many ranks did not report in the newest row.
-        exact: Whether the FLOPs of all rows of this session are exact; None before the first row with FLOPs.
-        notes: Reasons why `exact` is False.
     """
 
-    def __init__(self, config: MonitorConfig, world_size: int, session: Session) -> None:
-        self._config = config
-        self.session = session
+    def __init__(self, config: MonitorConfig, world_size: int, totals: Totals) -> None:
+        self._config, self.totals = config, totals
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
-        self._held: list[Window] = []
-        self._doubted: list[tuple[int, int, str]] = []
-        self._doubted_by_ranks: list[tuple[int, int, str]] = []
-        """Doubts of other ranks, which hold for steps that were counted on this rank too."""
+        self.exactness = Exactness()
+        self.newest = NewestRow()
+        self.asked = AskedWindows()
         self._stragglers = StragglerHistory()
-        self.straggler: Straggler | None = None
-        self.missing_ranks = 0
-        self._fewest_ranks = world_size
-        self._is_warm_up_known = False
+        self._held: list[Window] = []
         self._steps_seen = 0
         self._next_detailed = 0
-        self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
-        self._of_session, self._of_asked = Span(), Span()
-        self._asked: list[int] = []
-        """Last steps of windows whose values a framework has asked for, and which are in no row yet."""
-        self._answers: list[tuple[int, dict[str, Number]]] = []
-        self.exact: bool | None = None
-        self.notes: tuple[str, ...] = ()
-        self.latest: dict[str, Number] = {}
-        self.last_step: int | None = None
-        self._last_loss: Number | None = None
 
     def add(self, window: Window) -> None:
         self._held.append(window)
 
-    def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
-        """Say why uncounted steps in these ranges are not exact after all, although their rows may be written."""
-        doubted = self._doubted_by_ranks if by_other_rank else self._doubted
-        doubted += [(first, last, reason) for first, last in steps]
-        self.exact = False
-        self.notes = tuple(dict.fromkeys([*self.notes, reason]))[:_MOST_REASONS]
-
     def windows_past_warm_up(self, *, flush: bool) -> list[Window]:
         """Return the windows to log; none while warm-up steps are still unknown, unless `flush` is True."""
-        must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
-        if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
+        steps = [step for window in self._held for step in window.steps]
+        must_wait = self._config.warm_up_steps == "auto" and not self._steps_seen and not flush
+        if must_wait and len(steps) < _STEPS_TO_SEE_WARM_UP:
             return []
-        windows, self._held = self._held, []
-        if windows and not self._is_warm_up_known:
-            windows = self._with_warm_up(windows)
-        if self._doubted:
-            windows = [replace(window, steps=tuple(map(self._with_doubt, window.steps))) for window in windows]
-        self.session.expect([step for window in windows for step in window.steps])
+        known = self._marked(steps)
+        if self.exactness.doubts:
+            known = [self.exactness.with_doubt(step) for step in known]
+        rest = iter(known)
+        windows = [replace(window, steps=tuple(islice(rest, len(window.steps)))) for window in self._held]
+        self._held, self._steps_seen = [], self._steps_seen + len(steps)
+        self.totals.expect(known)
         return windows
-
-    def session_values(self) -> dict[str, Number]:
-        """Return the run's totals, the rates of this session, and its last logged loss."""
-        values = self._of_session.values(self.layout.devices_per_batch, self.layout.data_parallel_size)
-        if self.layout.world_size > 1:
-            values["ranks/reporting"] = self._fewest_ranks
-        if self._last_loss is not None:
-            values["training/loss"] = self._last_loss
-        if self.exact is not None:
-            values["perf/exact"] = int(self.exact)
-        return {**values, **self.session.totals(are_last=True).values}
-
-    def _with_warm_up(self, windows: list[Window]) -> list[Window]:
-        wanted = self._config.warm_up_steps
-        steps = [step for window in windows for step in window.steps]
-        rest = iter(self._marked(steps))
-        self._steps_seen += len(steps)
-        self._is_warm_up_known = wanted == "auto" or self._steps_seen >= wanted
-        return [replace(window, steps=tuple(next(rest) for _ in window.steps)) for window in windows]
 
     def _marked(self, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
         """Return the steps with `is_warm_up` set: by `warm_up_steps`, or by their times if that setting is `auto`."""
         wanted = self._config.warm_up_steps
-        count = find_warm_up([step.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
+        if wanted == "auto":
+            wanted = 0 if self._steps_seen else find_warm_up([step.seconds for step in steps])
+        count = wanted - self._steps_seen
         return [step._replace(is_warm_up=True) if index < count else step for index, step in enumerate(steps)]
 
     def so_far(self, begun: Sequence[MeasuredStep]) -> PartialRow | None:
@@ -154,13 +192,11 @@ class RowMaker:
         Args:
             begun: Steps of the current window. In the row, they follow the steps of ended windows that have no row yet.
         """
-        steps = [*(step for window in self._held for step in window.steps), *begun]
-        if not self._is_warm_up_known:
-            steps = self._marked(steps)
-        last_step = steps[-1].step if steps else self.last_step
+        steps = self._marked([*(step for window in self._held for step in window.steps), *begun])
+        last_step = steps[-1].step if steps else self.newest.step
         if last_step is None:
             return None
-        ledger = self.session.totals_with(steps).ledger
+        ledger = self.totals.up_to_now_with(steps).to_json()
         return PartialRow(last_step, time.time(), {}, steps=_columns(steps), ledger=ledger)
 
     def row(
@@ -178,130 +214,63 @@ class RowMaker:
             window: This rank's steps, and the merged report of all ranks.
             peak: Peak of this rank's device.
             more: Further values for the row.
-            with_percentiles: Whether the attribute `latest` gets percentiles even if the row is not detailed.
+            with_percentiles: Whether the values of `newest` get percentiles even if the row is not detailed.
             later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
         """
-        steps, world_size = window.steps, self.layout.world_size
-        report = window.report if window.report is not None and window.report.ranks == world_size else None
-        last = steps[-1]
+        steps, last, layout, totals = window.steps, window.steps[-1], self.layout, self.totals
         is_detailed = self._is_detailed(last.step)
-        values = self._rates(steps, peak, report) | self._of_all_ranks(window.report, report)
-        totals = self._booked(steps, report, later_seconds, self._peak_of_devices(steps, values, peak))
-        values |= _means(steps) | totals.values | more
-        if is_detailed or with_percentiles:
-            values |= self._percentiles()
-        for key, value in (("training/lr", last.learning_rate), ("training/epoch", last.epoch)):
-            if value is not None:
-                values[key] = value
-        exact, notes = self._judged(steps, window.report)
-        if exact is not None:
-            values["perf/exact"] = int(exact)
-        self._last_loss = values.get("training/loss", self._last_loss)
-        self.latest = values
-        self.last_step = last.step
-        self._answer()
+        ranks = 1 if window.report is None else window.report.ranks
+        report = window.report if ranks == layout.world_size else None
+        straggler = None if report is None else self._stragglers.judge(report)
+        of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
+        exact, notes = self.exactness.judge(window, layout.world_size)
+        flops_per_s = None if peak is None else peak.flops_per_s
+        for span in (totals.of_session, self.asked.span):
+            span.add(steps, flops_per_s, report, ranks=ranks, exact=exact)
+        values = _rates(steps, flops_per_s, report, layout) | straggler_values(straggler)
+        if layout.world_size > 1:
+            values["ranks/reporting"] = ranks
+        own_peak = effective_peak(steps) or flops_per_s  # also of a window that has only warm-up steps
+        mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak
+        totals.book(steps, later_seconds, report, of_all_ranks, mean_peak)
+        values |= _means(steps) | totals.ledger.values() | more
+        values |= totals.percentiles() if is_detailed or with_percentiles else {}
+        known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}
+        values |= {key: value for key, value in known.items() if value is not None}
+        missing = 0 if window.report is None else layout.world_size - ranks
+        loss = values.get("training/loss", self.newest.last_loss)
+        self.newest = NewestRow(last.step, values, straggler, missing, loss)
+        self.asked.answer(self.newest, layout)
         return Row(
             last.step,
             time.time(),
             {key: value for key, value in values.items() if is_detailed or find_metric(key).basic},
             is_detailed,
             _columns(steps),
-            totals.ledger,
+            totals.ledger.to_json(),
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
-            {} if report is None else job_totals(report, self.layout.data_parallel_size),
+            of_all_ranks,
             exact,
             notes,
-            _denominator(steps, peak),
+            None if peak is None else {"dtype": peak.dtype, "flops_per_s": own_peak},
         )
 
     def ask(self, last_step: int) -> None:
         """Ask for the values of all steps since the last time up to this one, in as many rows as they are."""
-        self._asked.append(last_step)
-        self._answer()
+        self.asked.last_steps.append(last_step)
+        self.asked.answer(self.newest, self.layout)
 
-    def take_answers(self) -> list[tuple[int, dict[str, Number]]]:
-        """Last step and values of the windows that were asked for and are complete; none if a row has two in part."""
-        answers, self._answers = self._answers, []
-        return answers
-
-    def _answer(self) -> None:
-        last = -1 if self.last_step is None else self.last_step
-        due = [step for step in self._asked if step <= last]
-        if not due:
-            return
-        span, layout = self._of_asked, self.layout
-        is_known = span.rows == 1 or not (span.lacks_ranks and layout.world_size > 1)
-        if due == [last] and span.is_whole and is_known:
-            more = {} if span.rows == 1 else span.values(layout.devices_per_batch, layout.data_parallel_size)
-            exact = {} if span.exact is None else {"perf/exact": int(span.exact)}
-            self._answers.append((last, self.latest | more | exact))
-        self._asked = self._asked[len(due) :]
-        self._of_asked = Span(is_whole=due[-1] == last)
-
-    def _booked(
-        self,
-        steps: Sequence[MeasuredStep],
-        report: RankReport | None,
-        later_seconds: float,
-        peak_flops_per_s: float | None,
-    ) -> Totals:
-        if report is None:
-            return self.session.book(steps, {}, later_seconds)
-        unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
-        steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-        totals = job_totals(report, self.layout.data_parallel_size)
-        uses = job_use_of_peak(report, totals, peak_flops_per_s) | rank_losses(report)
-        return self.session.book(steps, totals, later_seconds, uses)
-
-    def _peak_of_devices(
-        self, steps: Sequence[MeasuredStep], values: Mapping[str, Number], peak: Peak | None
-    ) -> float | None:
-        """Peak of one device, mean over ranks; of this rank if the window has only warm-up steps."""
-        logged = values.get("perf/peak_flops_per_second_per_device")
-        return logged or effective_peak(steps) or (None if peak is None else peak.flops_per_s)
-
-    def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
-        """Compute this rank's metrics. Those under `perf/` are left out if `report` has them for all ranks."""
-        self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
-        flops_per_s = None if peak is None else peak.flops_per_s
-        for span in (self._of_session, self._of_asked):
-            span.add(steps, flops_per_s, report)
-        layout = self.layout
-        values = window_values(
-            steps, peak_flops_per_s=flops_per_s, device_count=layout.devices_per_batch, world_size=layout.world_size
-        )
-        return (
-            values if report is None else {key: value for key, value in values.items() if not key.startswith("perf/")}
-        )
-
-    def _judged(self, steps: Sequence[MeasuredStep], report: RankReport | None) -> tuple[bool | None, tuple[str, ...]]:
-        """Return whether the FLOPs of these steps are exact on all ranks, and the reasons if they are not."""
-        exact, notes = _exactness([self._with_doubt(step) for step in steps])
-        if self.layout.world_size > 1 and exact:
-            notes = _reasons_of_ranks(report, self.layout.world_size)
-            exact = not notes
-        if exact is not None:
-            self.exact = exact and self.exact is not False
-            self._of_asked.exact = exact and self._of_asked.exact is not False
-            self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
-        return exact, notes
-
-    def _with_doubt(self, step: MeasuredStep) -> MeasuredStep:
-        doubted = self._doubted_by_ranks if step.is_counted else [*self._doubted, *self._doubted_by_ranks]
-        doubts = [reason for first, last, reason in doubted if first <= step.step <= last]
-        return step if not doubts or step.reason else step._replace(reason=doubts[0])
-
-    def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
-        """Compute the metrics of the whole job; if reports are missing, only the number of ranks that reported."""
-        world_size = self.layout.world_size
-        self.straggler = None
-        reporting = world_size if complete is not None else 1 if partial is None else partial.ranks
-        self.missing_ranks = 0 if partial is None else world_size - reporting
-        self._fewest_ranks = min(self._fewest_ranks, reporting)
-        if complete is None:
-            return {} if world_size == 1 else {"ranks/reporting": reporting}
-        self.straggler = self._stragglers.judge(complete)
-        return job_values(complete, self.layout.data_parallel_size) | straggler_values(self.straggler)
+    def session_values(self) -> dict[str, Number]:
+        """Return the run's totals, the rates of this session, and its last logged loss."""
+        layout, session = self.layout, self.totals.of_session
+        values = session.values(layout.devices_per_batch, layout.data_parallel_size)
+        if layout.world_size > 1:
+            values["ranks/reporting"] = session.fewest_ranks or layout.world_size
+        if self.newest.last_loss is not None:
+            values["training/loss"] = self.newest.last_loss
+        if self.exactness.exact is not None:
+            values["perf/exact"] = int(self.exactness.exact)
+        return values | self.totals.up_to_now(are_last=True).values()
 
     def _is_detailed(self, step: int) -> bool:
         """Whether this row gets all metrics. The first row does, and then one row every `detailed_log_every` steps."""
@@ -311,45 +280,24 @@ class RowMaker:
         self._next_detailed = (step + 1) // every * every + every - 1
         return True
 
-    def _percentiles(self) -> dict[str, Number]:
-        if not self._recent_seconds:
-            return {}
-        ordered = sorted(self._recent_seconds)
-        return {f"perf/step_time_p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)}
+
+def _rates(
+    steps: Sequence[MeasuredStep], peak_flops_per_s: float | None, report: RankReport | None, layout: JobLayout
+) -> dict[str, Number]:
+    """Compute the metrics of a window; those under `perf/` from the report of all ranks, if there is one."""
+    devices, ranks = layout.devices_per_batch, layout.world_size
+    values = window_values(steps, peak_flops_per_s=peak_flops_per_s, device_count=devices, world_size=ranks)
+    if report is None:
+        return values
+    own = {key: value for key, value in values.items() if not key.startswith("perf/")}
+    return own | job_values(report, layout.data_parallel_size)
 
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
     """Average the user's own metrics over the steps that logged them."""
     names = dict.fromkeys(name for step in steps for name in step.more)
-    means: dict[str, Number] = {}
-    for name in names:
-        known = [step.more[name] for step in steps if name in step.more]
-        means[name if "/" in name else f"training/{name}"] = mean_of(known)
-    return means
-
-
-def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, Any] | None:
-    if peak is None:
-        return None
-    return {"dtype": peak.dtype, "flops_per_s": effective_peak(steps) or peak.flops_per_s}
-
-
-def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """Return why FLOPs that are exact on this rank are not exact on all ranks; empty if they are."""
-    if report is None or report.ranks < world_size:
-        return (f"only {0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
-    if report.exact_ranks < world_size:
-        return (f"the FLOPs are exact on only {report.exact_ranks} of {world_size} ranks",)
-    return ()
-
-
-def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether all FLOPs of these steps are exact, and the reasons if not."""
-    known = [step for step in steps if step.model_flops is not None]
-    reasons = dict.fromkeys(step.reason for step in steps if step.reason)
-    if len(known) < len(steps) and not reasons:
-        reasons["the FLOPs of some steps are not known"] = None
-    return not reasons, tuple(str(reason) for reason in reasons)[:_MOST_REASONS]
+    means = {name if "/" in name else f"training/{name}": mean_of([s.more.get(name) for s in steps]) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:

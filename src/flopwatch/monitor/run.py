@@ -12,13 +12,14 @@ from torch import nn
 from flopwatch.clock import Clock
 from flopwatch.debug_log import decided
 from flopwatch.errors import InputError
-from flopwatch.monitor import output as notices
+from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
-from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.config import MonitorConfig, json_ready
+from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.kept import read_now
 from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
-from flopwatch.monitor.output import Outlets, json_ready, open_outlets
+from flopwatch.monitor.outlets import Outlets, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.evidence import Doubt
 from flopwatch.monitor.pricing.price import StepCost, StepPricer
@@ -28,12 +29,13 @@ from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.recorder import Recorder
+from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker
-from flopwatch.monitor.session import Session, describe_environment, device_memory_gib, process_writing
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.tape import BOOK, MICRO, Tape
 from flopwatch.monitor.timing.timers import HostTimer, timer_for
+from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces.splits import TRACES
@@ -66,7 +68,7 @@ class MonitoredRun:
         arrivals: The steps on their way from the tape to a window.
         pricer: Computes the FLOPs of a step from what it ran.
         ranks: Exchanges windows with the other ranks.
-        rows: Adds windows to the totals, which `session` keeps, and makes rows of them.
+        rows: Adds windows to the totals, and makes rows of them.
         outlets: Sends records and notices to the sinks.
     """
 
@@ -102,7 +104,7 @@ class MonitoredRun:
         )
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
         self.pricer = StepPricer(config, self.counter, peak_flops_per_s, self._notify)
-        self.rows = RowMaker(config, world_size, Session(log_path, clock, self._notify))
+        self.rows = RowMaker(config, world_size, Totals(clock))
         self.trace = TraceCapture(
             output_dir / TRACES,
             rank,
@@ -179,7 +181,7 @@ class MonitoredRun:
         """From what was recorded since the last time to the times of steps and phases."""
         divided = self.arrivals.divide()
         for phase, seconds in divided.spent:
-            self.rows.session.add_seconds(phase, seconds)
+            self.rows.totals.ledger.add_phase(phase, seconds)
             if phase == "outside" and self.arrivals.outside_seconds > _LEAST_OUTSIDE_SECONDS:
                 self._notify(*notices.notice("time_outside_steps", seconds=seconds))
         if divided.seconds_between is not None:
@@ -285,13 +287,13 @@ class MonitoredRun:
                 yield
         finally:
             seconds = self.tape.end_phase(began)
-            self.rows.session.add_seconds(name, seconds)
+            self.rows.totals.ledger.add_phase(name, seconds)
             if name == "count":
                 self.arrivals.count_seconds += seconds
 
     def spent_before_first_step(self, name: str, seconds: float) -> None:
         """Add to a phase time before the first step, when the monitor did not exist yet."""
-        self.rows.session.add_seconds(name, seconds)
+        self.rows.totals.ledger.add_phase(name, seconds)
         self.arrivals.division.seconds_before_first_step += seconds
 
     def spent_on(self, name: str) -> None:
@@ -358,7 +360,7 @@ class MonitoredRun:
         """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
         level, code, message = notices.rows_in_doubt(doubt.steps, doubt.shown)
         self.outlets.notify(level, code, message, step=self.recorder.last_step, doubted=doubt.steps)
-        self.rows.doubt(doubt.steps, message, by_other_rank=by_other_rank)
+        self.rows.exactness.doubt(doubt.steps, message, by_other_rank=by_other_rank)
         if not by_other_rank:
             self.ranks.doubt(min(first for first, _ in doubt.steps))
 
@@ -380,18 +382,19 @@ class MonitoredRun:
         other = process_writing(self._log_path)
         if other is not None:
             self._notify(*notices.notice("folder_in_use", output_dir=self._output_dir, pid=other))
-        division, session = self.arrivals.division, self.rows.session
-        ledger = session.begin(first_step, environment, division.first_step_began, division.seconds_before_first_step)
+        division, totals = self.arrivals.division, self.rows.totals
+        resume_from_log(totals, self._log_path, first_step, environment, self._notify)
+        totals.begin(division.first_step_began, division.seconds_before_first_step)
         start = RunStart(
             uuid.uuid4().hex[:12],
             time.time(),
             str(self._output_dir),
-            session.resumed_after,
+            totals.resumed_after,
             self.config.total_steps,
             world_size=self.ranks.world_size,
             config=json_ready(self.config.model_dump()),
             environment=environment,
-            ledger=ledger,
+            ledger=totals.ledger.to_json(),
         )
         self.outlets.start(start)
 
@@ -409,9 +412,8 @@ class MonitoredRun:
         self._wait_for_ranks()
         if self.ranks.has_started:
             self.outlets.flush_log()
-        session = self.rows.session
-        ledger_step = session.resumed_after if self.rows.last_step is None else self.rows.last_step
-        return self._state_of(ledger_step, session.totals().ledger)
+        newest, totals = self.rows.newest.step, self.rows.totals
+        return self._state_of(totals.resumed_after if newest is None else newest, totals.up_to_now().to_json())
 
     def _state_alone(self) -> dict[str, Any]:
         """Return the state of a training with one rank; the current window is logged as a partial row and goes on."""
@@ -428,7 +430,7 @@ class MonitoredRun:
         if self.ranks.has_started:
             self.outlets.flush_log()
         if so_far is None:
-            return self._state_of(self.rows.session.resumed_after, self.rows.session.totals().ledger)
+            return self._state_of(self.rows.totals.resumed_after, self.rows.totals.up_to_now().to_json())
         return self._state_of(so_far.step, dict(so_far.ledger))
 
     def _state_of(self, ledger_step: int | None, ledger: dict[str, Any]) -> dict[str, Any]:
@@ -449,7 +451,7 @@ class MonitoredRun:
             return
         self.recorder.last_step = state["step"]  # on every rank, because all ranks must number their steps equally
         if self.ranks.is_logging and "ledger" in state:
-            self.rows.session.load(state)
+            load_totals(self.rows.totals, self._log_path, state)
 
     def close(self, *, after_error: bool = False, ended_by: str | None = None) -> Summary:
         """End the run and close the sinks, even if a part of that fails.
@@ -465,7 +467,7 @@ class MonitoredRun:
         finally:
             self.recorder.hooks.remove()
             self.counter.close()
-            exact, notes = self.rows.exact, self.rows.notes
+            exact, notes = self.rows.exactness.exact, self.rows.exactness.notes
             if exact is not None:
                 values = {**values, "perf/exact": int(exact)}
             last = Summary(self.recorder.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
@@ -489,7 +491,7 @@ class MonitoredRun:
         self.counter.doubt_unproven()
         self.ranks.finish(seconds)
         self._send_rows(now=True, give_up=True)
-        undivided = self.rows.session.undivided_steps
+        undivided = self.rows.totals.ledger.undivided_steps
         values = self.rows.session_values()
         if undivided:
             self._notify(*notices.notice("counting_time_unknown", steps=undivided))
@@ -512,15 +514,15 @@ class MonitoredRun:
             self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, is_counted=is_counted))
 
     def _look_for_alarms(self, step: int) -> None:
-        rows, world_size, stalled = self.rows, self.ranks.world_size, self.rows.session.stalled_seconds
-        if rows.missing_ranks:
-            self._notify(*notices.notice("ranks_missing", missing=rows.missing_ranks, world_size=world_size), step)
+        newest, world_size, stalled = self.rows.newest, self.ranks.world_size, self.rows.totals.stalled_seconds
+        if newest.missing_ranks:
+            self._notify(*notices.notice("ranks_missing", missing=newest.missing_ranks, world_size=world_size), step)
         if stalled > _LEAST_STALL_SECONDS:
             self._notify(*notices.notice("stalled", seconds=stalled), step)
-        slow = rows.straggler
+        slow = newest.straggler
         if slow is not None and slow.chronic:
             self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
-        mfu, peak = rows.latest.get("perf/mfu"), self.pricer.peak
+        mfu, peak = newest.values.get("perf/mfu"), self.pricer.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
             self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)
 

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,7 @@ _REPLACED = "another profiler of this process was started meanwhile; ask again w
 
 
 class TraceCapture:
-    """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
-
-    Attributes:
-        is_on: Whether a trace was requested or is being recorded.
-        last_path: File of the newest trace.
-    """
+    """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev."""
 
     def __init__(
         self,
@@ -37,22 +32,24 @@ class TraceCapture:
         strict: bool,
     ) -> None:
         self._folder = folder
-        self._rank, self._world_size = rank, world_size
+        self._ranks = {"rank": rank, "world_size": world_size}
         self._device_type = device_type
         self._notify, self._strict = notify, strict
         self._requests = RequestWatch(folder)
         self._look: threading.Event | None = None
         self._profiler: Any = None
-        self._mark: Any = None
-        self._left = self._done = 0
-        self.is_on = False
-        self.last_path: Path | None = None
+        self._mark = ExitStack()
+        self._wanted = self._done = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a trace was requested or is being recorded."""
+        return self._wanted > 0
 
     def ask(self, steps: int) -> None:
         """Record the next steps; while a trace is recorded, nothing changes."""
         if self._profiler is None:
-            self._left = max(1, min(steps, MOST_STEPS))
-            self.is_on = True
+            self._wanted = max(1, min(steps, MOST_STEPS))
 
     def look_for_request(self) -> None:
         """Do soon what a new request from outside asks for, such as one of `flopwatch trace`.
@@ -69,37 +66,35 @@ class TraceCapture:
         self._look.set()
 
     def close(self, step: int) -> None:
-        """End the trace, if one is recorded, and look for requests no more."""
+        """Look for requests no more; end and write the trace, if one is recorded."""
         self._requests.is_closed = True
         if self._look is not None:
             self._look.set()
-        self.stop(step)
+        self._wanted = 0
+        if self._profiler is None:
+            return
+        if not self._done:
+            self._give_up(step, "the run ended before the first traced step")
+            return
+        with self._reported(step):
+            self._finish(step)
 
     def step_ended(self, step: int) -> None:
-        """Start the profiler before the next step, or stop it after the last requested step.
-
-        An error ends the trace and is reported; it does not reach the training.
-        """
-        try:
+        """Start the profiler before the next step, or stop it after the last requested step."""
+        with self._reported(step):
             if self._profiler is None:
                 self._start(step)
                 return
             self._done += 1
-            if self._done >= self._left:
-                self.stop(step)
+            if self._done >= self._wanted:
+                self._finish(step)
             else:
-                self._end_mark()
-                self._begin_mark(step + 1)
-        except Exception as error:
-            self._failed(step, error)
+                self._mark_step(step + 1)
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
         """A context for an evaluation or another phase: a trace that is recorded meanwhile marks its time."""
-        if self._profiler is None:
-            yield
-            return
-        with torch.profiler.record_function(OUTSIDE):
+        with nullcontext() if self._profiler is None else torch.profiler.record_function(OUTSIDE):
             yield
 
     def interrupted(self, step: int) -> None:
@@ -107,36 +102,18 @@ class TraceCapture:
         if self._profiler is not None:
             self._give_up(step, "an evaluation or a checkpoint took place between the traced steps; ask again")
 
-    def stop(self, step: int = 0) -> None:
-        """End the trace and write it, if one is recorded."""
-        self.is_on = False
-        if self._profiler is None:
+    def _finish(self, step: int) -> None:
+        _wait_for_device()
+        self._mark.close()
+        if _is_profiling(self._profiler):
+            self._give_up(step, _REPLACED)
             return
-        if not self._done:
-            self._give_up(step, "the run ended before the first traced step")
-            return
-        try:
-            _wait_for_device()
-            self._end_mark()
-            if _is_profiling(self._profiler):
-                self._give_up(step, _REPLACED)
-                return
-            path = self._write(step)
-        except Exception as error:
-            self._failed(step, error)
-            return
-        self.last_path = path
-        self._notify(
-            "info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev"
-        )
-
-    def _write(self, step: int) -> Path:
+        self._wanted = 0
         profiler, self._profiler = self._profiler, None
         # After them there is the mark of a step that has not ended, if the run has ended early.
-        own = {"steps": self._done, "device": self._device_type()}
-        profiler.add_metadata_json(OWN_ENTRY, json.dumps(own))
+        profiler.add_metadata_json(OWN_ENTRY, json.dumps({"steps": self._done, "device": self._device_type()}))
         profiler.stop()
-        path = self._folder / trace_name(step, self._rank)
+        path = self._folder / trace_name(step, self._ranks["rank"])
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{os.getpid()}.{path.name}")  # a reader never sees half a file
         try:
@@ -144,7 +121,8 @@ class TraceCapture:
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-        return path
+        told = f"trace written to {path}; open it at https://ui.perfetto.dev"
+        self._notify("info", f"trace_written:{path.name}", told)
 
     def _start(self, step: int) -> None:
         if _is_profiling():
@@ -158,29 +136,30 @@ class TraceCapture:
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
         if not torch.distributed.is_initialized():  # with a process group, torch adds this metadata itself
-            ranks = {"rank": self._rank, "world_size": self._world_size}
-            self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))
+            self._profiler.add_metadata_json("distributedInfo", json.dumps(self._ranks))
         self._done = 0
-        self._begin_mark(step + 1)
+        self._mark_step(step + 1)
 
-    def _begin_mark(self, step: int) -> None:
+    def _mark_step(self, step: int) -> None:
+        """End the mark of the step before, and begin that of this one."""
+        self._mark.close()
         # The name is the one that torch's own schedules write, so that other tools find the steps too.
-        self._mark = torch.profiler.record_function(f"ProfilerStep#{step}")
-        self._mark.__enter__()
+        self._mark.enter_context(torch.profiler.record_function(f"ProfilerStep#{step}"))
 
-    def _end_mark(self) -> None:
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.__exit__(None, None, None)
-
-    def _failed(self, step: int, error: Exception) -> None:
-        self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
-        if self._strict:
-            raise error
+    @contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        """An error ends the trace and is reported; it does not reach the training, except with the setting `strict`."""
+        try:
+            yield
+        except Exception as error:
+            self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
+            if self._strict:
+                raise
 
     def _give_up(self, step: int, why: str) -> None:
-        profiler, self._profiler, self._mark = self._profiler, None, None
-        self.is_on = False
+        profiler, self._profiler = self._profiler, None
+        self._mark.pop_all()
+        self._wanted = 0
         # Torch has one session for all profilers. A later one has taken it over, and to stop it would empty that one.
         if profiler is not None and not _is_profiling(profiler):
             try:

@@ -15,9 +15,9 @@ from torch import nn
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
+from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
-from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.monitor.timed_batches import Batch, TimedBatches
 from flopwatch.monitor.timing.tape import OWN_END
 from flopwatch.present.notebook import html_table
@@ -408,7 +408,7 @@ class TrainingMonitor:
     @property
     def latest(self) -> dict[str, Number]:
         """All values of the newest row; empty before the first row."""
-        return {} if self._started_run is None else dict(self._started_run.rows.latest)
+        return {} if self._started_run is None else dict(self._started_run.rows.newest.values)
 
     def capture_trace(self, steps: int = 3) -> None:
         """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev.
@@ -495,7 +495,9 @@ class TrainingMonitor:
 
         summary, run = self.summary, self._started_run
         if summary is None and run is not None:
-            summary = Summary(run.recorder.last_step, 0.0, self.latest, exact=run.rows.exact, notes=run.rows.notes)
+            summary = Summary(
+                run.recorder.last_step, 0.0, self.latest, exact=run.rows.exactness.exact, notes=run.rows.exactness.notes
+            )
         title = f"{self.output_dir}: {self._state()}"
         return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
 
@@ -556,7 +558,7 @@ def note_exit(monitor: TrainingMonitor, code: Any) -> None:
 def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Number]]]:
     """The windows that a framework has asked for and that are complete since the last call, by their last step."""
     run = monitor._started_run
-    return [] if run is None else run.rows.take_answers()
+    return [] if run is None else run.rows.asked.take()
 
 
 def open_monitors() -> "list[TrainingMonitor]":

@@ -89,7 +89,7 @@ def test_without_a_process_group_the_rank_of_torchruns_environment_is_used_and_t
 
 
 def test_a_resume_inside_a_window_of_all_ranks_divides_it_as_the_logging_rank_does(tmp_path):
-    from flopwatch.monitor.session import find_resume_point
+    from flopwatch.monitor.resume import find_resume_point
 
     def row(steps, tokens, ledger_tokens, all_tokens):
         return {

@@ -10,9 +10,9 @@ from torch import nn
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flops
 from flopwatch.hardware.measure import measured_peak
-from flopwatch.monitor import output as notices
+from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Notify
+from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.estimates import sum_of_costs
 from flopwatch.monitor.pricing.evidence import Evidence, StepKind, Verdict

@@ -28,9 +28,9 @@ from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.region_counts import with_regions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.flops.tracing.scaling import Axes
-from flopwatch.monitor import output as notices
+from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Notify
+from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.pricing.batch_reader import BatchLayout, BatchReader, Reading
 from flopwatch.monitor.pricing.calls import (
     COMPILED,

@@ -6,9 +6,9 @@ from statistics import median
 
 import torch
 
-from flopwatch.monitor import output as notices
+from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
-from flopwatch.monitor.output import Notify
+from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.ranks.busy_time import StallSampler, busy_times, profile_of, typical_busy_seconds
 from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
 from flopwatch.monitor.ranks.job_store import RunKey, is_possible
