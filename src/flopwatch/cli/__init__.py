@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_usage_error(error: click.UsageError) -> None:
-    """Print in two lines what is wrong with the arguments, and the command that prints the help."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):  # its message is the help
         error.show()
         return

@@ -106,8 +106,6 @@ class Overall:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two sweeps: its folder, the number of planned trials, and the number of trials by outcome."""
-
     folder: str
     trials: int
     by_outcome: Mapping[str, int]
@@ -326,7 +324,6 @@ QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
 
 
 def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
-    """Return the ratios of two `ok` trials, for each quantity that was measured in both."""
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         (one, interval), (other, other_interval) = _figure(a, quantity), _figure(b, quantity)
@@ -340,7 +337,6 @@ def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
 
 
 def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the value and its 95 % interval."""
     if quantity == "time":
         return cell.seconds, time_interval(cell)
     if quantity == "memory":

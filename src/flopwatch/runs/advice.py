@@ -105,7 +105,6 @@ class Conclusion:
 
 
 def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
-    """What to say about a run, by its waterfall and the end of its log; `read_around` is enough."""
     if waterfall is None:
         missing = what_is_missing(log)
         return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
@@ -123,7 +122,6 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
 
 
 def what_is_missing(log: RunLog) -> str:
-    """Why a log gives no waterfall, and what to do."""
     place, provenance = in_shell(str(log.path.parent)), log.provenances[-1] if log.provenances else None
     if not log.rows:
         config = log.starts[-1].config if log.starts else {}
@@ -169,7 +167,6 @@ def _good_share(log: RunLog) -> float:
 
 
 def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_STEP_SECONDS) -> Verdict | str:
-    """What costs a run most, or a sentence that says why its log does not support a verdict."""
     steps, uses = steps_of(log), seconds_of(log)
     seconds = uses.get("train") or 0.0
     if steps < LEAST_STEPS:

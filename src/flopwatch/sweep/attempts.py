@@ -163,7 +163,6 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
 def _requeued_result(
     sweep: Path, name: str, job: TrialJob, started: Mapping[str, Any], result: TrialResult | None
 ) -> TrialResult:
-    """The result of the attempt that Slurm ended by requeueing its job."""
     began, where = started.get("unix_time"), started.get("node") or started.get("host")
     return TrialResult(
         name=name,

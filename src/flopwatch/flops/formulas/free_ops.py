@@ -163,7 +163,6 @@ def costs_nothing(func: OpOverload) -> bool:
 
 
 def _has_no_data(func: OpOverload) -> bool:
-    """Return whether an op takes no tensor, or neither returns nor writes to one."""
     schema = op_schema(func)
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives = any("Tensor" in str(result.type) for result in schema.returns)

@@ -102,8 +102,6 @@ Phase = Literal["forward", "backward", "recompute"]
 
 
 class Tally:
-    """Sums of FLOPs; `as_count` returns them as a `FlopCount`."""
-
     def __init__(self) -> None:
         # The outer keys are (op, module, compute type), the inner keys are phases.
         self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -179,7 +177,6 @@ class Unwritten:
         self._storages = ByStorage()
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-        """Record an op that has run, and return whether it read a tensor that no op had written."""
         packet = func.overloadpacket
         if packet in _MAKE_EMPTY:
             self._made(out)
@@ -364,7 +361,6 @@ class CountingMode(TorchDispatchMode):
             self._add_uncounted(name, args)
 
     def add(self, name: str, flops: OpFlops) -> None:
-        """Add one op's FLOPs to the tally, under the current phase and module."""
         phase = self.phase()
         module = self._module(phase)
         if phase == "recompute" or self._runs_again:
@@ -376,7 +372,6 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(THREADS_NOTE)
 
     def add_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        """Add the FLOPs of a Triton kernel that is launched past torch's dispatcher."""
         flops = kernels.flops_of(kernel, arguments)
         self._unwritten.write(tensors_in(list(arguments.values())))
         if flops is None:
@@ -423,7 +418,6 @@ def needs_grad() -> tuple[bool, ...]:
 
 
 def flops_of_call(call: OpCall, formula: Formula | None) -> OpFlops | None:
-    """The FLOPs of a call and their compute type; None if they are not known."""
     tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
     # The shape of a sparse or nested tensor does not determine the FLOPs.
     is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)

@@ -134,9 +134,7 @@ class RunReport:
 
     Attributes:
         log: Path of the log.
-        state: How the run stands, such as "ended" or "failed".
         ended_by: The exception that ended the last session; None if there was none.
-        starts: One record for each start or resumption.
         first_step: First and `last_step` last step in the log; None without steps.
         steps: Number of steps done since the first start.
         wall_seconds: From the start of the first process to the last record; None if it is unknown.
@@ -145,7 +143,6 @@ class RunReport:
         moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
         moment_counts: How many there were of each kind.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
-        conclusion: What the log says in words; `flopwatch why` says the same.
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
@@ -259,7 +256,6 @@ def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
 
 
 def _seconds(record: Row | Summary) -> Mapping[str, float]:
-    """Time by use since the first start, as of a record; empty if the record does not have it."""
     of_ledger = record.ledger.get("seconds") if isinstance(record, Row) else None
     return of_ledger or logged_seconds(record.values)
 
@@ -283,7 +279,6 @@ class CurveMaker:
         self._broken_at_step: int | None = None
 
     def add(self, point: Point) -> None:
-        """Add the point of a window that is older than those before."""
         if not (isfinite(point.low) and isfinite(point.mean) and isfinite(point.high)):
             self._broken_windows += 1
             self._broken_at_step = point.first_step
@@ -299,7 +294,6 @@ class CurveMaker:
 
 
 def merged(points: list[Point]) -> Point:
-    """One point that stands for several, in any order."""
     if len(points) == 1:
         return points[0]
     weight = sum(point.weight for point in points)
@@ -383,7 +377,6 @@ class _Collector:
         return self._makers.get(key)
 
     def finish(self, log: RunLog) -> None:
-        """Add what happened before the first row and after the last one."""
         begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
         self._phases += _grown(self._later, None, begun)
         if (summary := log.summary) is None:
@@ -418,7 +411,6 @@ class _Collector:
 
 
 def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float]) -> Iterator[Moment]:
-    """The phases between a record and the one read before it, which is later."""
     last_step, unix_time, after = later or (0, 0.0, {})
     for name, kind in _PHASES.items():
         more = after.get(name, 0.0) - seconds.get(name, 0.0)

@@ -117,7 +117,6 @@ class RayEngine:
         self._driver = RayConnection(environment, self._address, *self._local)
 
     def _keep_driver(self) -> None:
-        """Start another process if the one that talks to Ray has ended."""
         if self._driver.is_alive():
             return
         self._leave_tasks()
@@ -293,7 +292,6 @@ class RayEngine:
         self._driver.kill()  # Ray does not answer, but it ends the tasks of a process that has ended
 
     def close(self) -> None:
-        """Disconnect from the cluster, or end the local Ray."""
         if hasattr(self, "_driver"):
             (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
             self._driver.close()

@@ -68,7 +68,6 @@ class SafeObserver:
         self._observer = observer
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Call the observer's method of this name, if it has one."""
         try:
             if (call := getattr(self._observer, event, None)) is not None:
                 call(*facts)
@@ -120,7 +119,6 @@ def is_here(state: RunnerState) -> bool:
 
 
 def is_alive(state: RunnerState) -> bool | None:
-    """Whether the runner that wrote this state still runs; None if it runs on another host."""
     if state.stopping == "over":
         return False
     return start_ticks(state.pid) == state.start_ticks if is_here(state) else None
@@ -236,7 +234,6 @@ class Follower:
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        """Return the last state that the runner wrote; None if no runner runs."""
         state = read_runner(self._sweep)
         if state != self._last:
             self._last, self._heard = state, self._clock()

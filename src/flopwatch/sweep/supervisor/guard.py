@@ -63,8 +63,6 @@ def become_guarded(trial_dir: Path) -> int | None:
 
 
 def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
-    """Wait until the supervisor has ended, clear what it left, and exit as it did."""
-
     def forward(number: int, frame: object) -> None:
         # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
         os.kill(supervisor, signal.SIGTERM)
@@ -127,7 +125,6 @@ def _exit_like(status: int) -> NoReturn:
 
 
 def group_tag(trial_dir: Path) -> str:
-    """Return the part of a cgroup's name that identifies the trial on this host."""
     return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}"
 
 
@@ -136,7 +133,6 @@ def group_name(trial_dir: Path, attempt: str) -> str:
 
 
 def clear_earlier_attempts(trial_dir: Path) -> list[int]:
-    """Kill all processes of this trial on this host and remove its cgroups; return the pids that survived SIGKILL."""
     unkillable = kill_marked(trial_dir)
     for folder in _groups(group_tag(trial_dir)):
         _remove_group(folder)
