@@ -73,7 +73,6 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """Return the streams of a batch by name: text, image, merged image patches, for some models encoder and decoder."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     # The vision tower merges neighbouring patches before they enter the language model.

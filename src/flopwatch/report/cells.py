@@ -232,7 +232,6 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 
 
 def positive(value: Any) -> Any:
-    """Return the value if it is a finite number above 0, as every valid measurement is; otherwise None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
 

@@ -82,12 +82,8 @@ class TrainerTotals:
     """Totals of one trainer.
 
     Attributes:
-        tried: Number of trials that ran.
-        ok: Number of trials that ran to their end.
-        out_of_memory: Number of trials that ran out of memory.
         failed: Number of trials that ran and ended in any other way.
         not_run: Number of all other trials: inferred to run out of memory, unsupported, skipped, cancelled or missing.
-        success_rate: `ok / tried`; None if no trial ran.
         mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known; `peaks` is their number.
         shared_mean_peak_bytes: Mean peak memory over the configurations that every trainer ran, for a fair comparison;
             `shared_peaks` is their number.
@@ -115,7 +111,6 @@ class Failure:
     Attributes:
         cause: Exception, signal or exit code, with numbers and paths replaced so that equal causes match.
         trials: Names of the trials; `count` is their number.
-        by_trainer: Number of these trials for each trainer.
         example: Name of the example. The following fields, up to `stacks`, are about this trial.
         evidence: Facts from which the outcome was decided, such as the exit code.
     """
@@ -143,7 +138,6 @@ class CostFactor:
     Attributes:
         time: Ratio of the median step times; `low_time` and `high_time` are its bounds, from both 95 % intervals.
         memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
-        is_unstable: Whether one of the two step times is unstable.
     """
 
     trainer: str
@@ -163,8 +157,6 @@ class FrontierPoint:
     """The largest batch that fits in memory, for one trainer and sequence length.
 
     Attributes:
-        largest_ok: Largest batch that ran; None if none ran.
-        smallest_oom: Smallest batch that ran out of memory; None if none did.
         is_inferred: True if `smallest_oom` was not run, because a smaller trial had already run out of memory.
         is_monotone: False if some batch ran that is larger than one that ran out of memory.
     """
@@ -238,7 +230,6 @@ class PrivacyRow:
 
     Attributes:
         batch_size: Samples in a logical batch, which may consist of several micro-batches.
-        spent: Epsilon, and the settings of the training for which it was computed.
     """
 
     batch_size: int
@@ -253,12 +244,10 @@ class Group:
     Attributes:
         trainers: The columns of the tables, in order.
         cells: The measurements of all trials, those of several seeds combined.
-        cost_factors: The costs of each trainer divided by those of `standard`.
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
         pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
             throughput and less memory. Private trials without epsilon are left out if others have one.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
-        warnings: Reasons why comparisons within the group may mislead.
         privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.
     """
 
@@ -322,7 +311,6 @@ class SweepSummary:
         name: Name of the sweep's folder; `folder` is its path.
         groups: Groups of comparable trials, the group with the most `ok` trials first.
         failures: One entry for each cause, the most urgent first.
-        environments: The environments in which trials ran, the most common first.
         preflight: Rows of `preflight.json`, which say which trainer supports which model.
         warnings: What readers must know before they use the numbers.
     """

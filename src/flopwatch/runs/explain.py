@@ -43,13 +43,9 @@ class Explanation(Stored):
         steps: The steps whose numbers are added up.
         left_out: The other steps of the window, each with the reason why it is left out.
         recompute_flops: The part of `hardware_flops` that activation checkpointing computed a second time.
-        seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
         other_seconds: Time outside of steps since the first start; the keys are those of `APART`.
-        tokens: Number of positions in the batches, including padding.
-        real_tokens: Number of positions without padding.
-        trainable_tokens: Number of positions whose label is not -100.
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.

@@ -48,7 +48,6 @@ class Waterfall:
         mfu_percent: Model FLOPs of the whole run over what the devices could have done in the wall time.
         step_mfu_percent: MFU of the training steps alone, with their input wait; None without steps.
         traced: The traces that were used; empty without a trace.
-        notes: What limits these figures, in whole sentences.
     """
 
     wall_seconds: float

@@ -109,7 +109,6 @@ def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
 
 
 def free_name(place: Path) -> Path:
-    """The first of PLACE.1, PLACE.2, ... that does not exist."""
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1

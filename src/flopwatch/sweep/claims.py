@@ -64,7 +64,6 @@ def _refuse_visible_seconds(given: str) -> None:
 
 
 def own_identity() -> dict[str, Any]:
-    """Identifies this process among the processes of all hosts, even after a reboot."""
     unknown = {"pid": os.getpid(), "start_ticks": None, "boot_id": ""}
     return {"host": os.uname().nodename, "machine": _machine(), **unknown, **process.own_identity()}
 

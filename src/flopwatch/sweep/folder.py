@@ -243,7 +243,6 @@ def is_supervised(sweep: Path, name: str) -> bool:
 
 
 def silent_seconds(sweep: Path, name: str) -> float:
-    """For how long this process has seen the supervisor's heartbeat unchanged."""
     return _WATCHER.silent_seconds(trial_folder(sweep, name) / SUPERVISOR_HEARTBEAT)
 
 
@@ -256,7 +255,6 @@ def own_result(sweep: Path, name: str) -> TrialResult | None:
 
 
 def attempt_of(sweep: Path, name: str) -> str:
-    """The token of the attempt that was prepared last."""
     return str(read_object(trial_folder(sweep, name) / SPEC).get("attempt", ""))
 
 

@@ -421,7 +421,6 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
 
 
 def _without_wall(run: WatchedRun) -> dict[str, float]:
-    """The seconds by use of a log that does not have the wall time, and so no goodput."""
     spent = run.seconds_spent()
     in_steps = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
     return in_steps | {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}

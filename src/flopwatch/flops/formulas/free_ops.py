@@ -144,7 +144,6 @@ _FREE_TAGS = tuple(
 
 @functools.cache
 def costs_nothing(func: OpOverload) -> bool:
-    """Return whether this op is known to run no matrix products."""
     namespace, _, name = op_name(func).partition("::")
     if namespace in COLLECTIVE_NAMESPACES:  # symm_mem has collectives that are fused with a matrix product
         return "matmul" not in name and "_mm" not in name

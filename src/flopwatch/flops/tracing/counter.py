@@ -245,16 +245,10 @@ class CountingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        stack: ModuleStack,
-        attention: AttentionConvention,
-        execute: Execute = run_op,
-        tally: Tally | None = None,
-    ) -> None:
+    def __init__(self, stack: ModuleStack, attention: AttentionConvention, execute: Execute = run_op) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
-        self.tally = tally or Tally()
+        self.tally = Tally()
         self.in_backward = False
         self._stack = stack
         self._attention: AttentionConvention = attention

@@ -55,7 +55,6 @@ class TraceSplit(Stored):
         device: `cpu`, or the kind of accelerator such as `cuda`.
         seconds: Time of the traced steps, from the start of the first to the end of the last.
         matmul_seconds: Matrix products and convolutions.
-        attention_seconds: Fused attention.
         other_kernel_seconds: All other computation of forward and backward pass: norms, activations, element-wise ops.
         exposed_communication_seconds: Communication while the device computes nothing.
         hidden_communication_seconds: Communication behind computation; it costs no time and is part of no sum.

@@ -61,7 +61,6 @@ class Order:
     """The argument of a trial's task.
 
     Attributes:
-        sweep: Path of the sweep's folder on the runner's host.
         token: Content of the file FOLDER_TOKEN in that folder.
         spec: Content of `trials/NAME/spec.json`.
     """

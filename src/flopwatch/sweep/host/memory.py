@@ -301,7 +301,6 @@ class MemoryLimit:
     data_bytes: int | None = None
 
     def join(self) -> None:
-        """Put this process under the limit: the worker's, before its program starts."""
         if self.folder is not None:
             (self.folder / "cgroup.procs").write_text("0")
         if self.data_bytes is not None:

@@ -90,7 +90,6 @@ class RunnerState:
         start_ticks: When the runner started. It shows whether `pid` is still the runner's; None without /proc.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
-        waiting: Number of trials that the engine has not been given yet.
         stopping: Why the runner starts no more trials: `finish`, `kill`, `budget`, or `over` if it has exited. Empty
             while it starts trials.
     """

@@ -37,7 +37,6 @@ class Plan:
     """The trials of a sweep and which of them will run.
 
     Attributes:
-        trials: All trials of the sweep, in the order of the specification.
         todo: The trials that will run, in the order in which they start.
         kept: Results of earlier runs that stay valid, by trial name.
         again: Names of trials in `todo` that run although they have a result.
@@ -261,7 +260,6 @@ class RetryPolicy:
     """Which trials are retried.
 
     Attributes:
-        most: Maximum number of retries of one trial.
         outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
     """
 

@@ -79,7 +79,14 @@ def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
         claimed = read_object(trial_dir / STARTED)
         if claimed.get("pid") == supervisor and claimed.get("boot_id") == pid_scope().get("boot_id", ""):
             _clear_attempt(trial_dir, claimed.get("attempt", ""), why_killed)
-    _exit_like(status)
+    if status < 0:  # the engine reads the status of this process
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(abs(status))
 
 
 def _wait(supervisor: int, pipe: int) -> str:
@@ -110,18 +117,6 @@ def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
     if reason:
         with contextlib.suppress(OSError):
             write_json(folder / GUARD, {"attempt": attempt, "reason": reason})
-
-
-def _exit_like(status: int) -> NoReturn:
-    """Exit with the supervisor's status, because the engine reads the status of this process, not the supervisor's."""
-    if status < 0:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(abs(status))
 
 
 def group_tag(trial_dir: Path) -> str:
