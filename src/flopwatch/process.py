@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 
 def is_switched_off() -> bool:
-    """Whether the environment variable FLOPWATCH_DISABLE switches flopwatch off."""
     return os.environ.get("FLOPWATCH_DISABLE", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -32,7 +31,6 @@ class Stat(NamedTuple):
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Read /proc/PID/stat; None if there is no such process, or no /proc."""
     try:
         # The fields follow the last `)`; the process's name, which is before it, may contain others.
         fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
@@ -62,7 +60,6 @@ def _read(path: str) -> bytes:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or a zombie, or if there is no /proc."""
     stat = read_stat(pid)
     return None if stat is None or stat.is_dead else stat.start_ticks
 
@@ -126,7 +123,6 @@ def is_alive(identity: Any) -> bool | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The pids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
     for process in all_pids():
         stat = read_stat(process)

@@ -29,7 +29,6 @@ def same_random_states() -> Iterator[None]:
 
 
 def _states() -> Iterator[tuple[Callable[[Any], object], Any]]:
-    """Yield the state of each generator, and the function that sets it."""
     yield random.setstate, random.getstate()
     numpy: Any = sys.modules.get("numpy.random")
     if hasattr(numpy, "get_state"):

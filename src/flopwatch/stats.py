@@ -58,7 +58,6 @@ class Thinned(Generic[T]):
                 self._size *= 2
 
     def keep(self, is_kept: Callable[[T], bool]) -> None:
-        """Remove the items for which `is_kept` is false."""
         self._items, self._waiting = list(filter(is_kept, self._items)), list(filter(is_kept, self._waiting))
 
     def items(self, most: int | None = None) -> list[T]:
@@ -70,7 +69,6 @@ class Thinned(Generic[T]):
 
 
 def in_groups(items: Sequence[T], size: int, merge: Callable[[list[T]], T]) -> list[T]:
-    """Merge each `size` neighbours into one."""
     return [merge(list(items[start : start + size])) for start in range(0, len(items), size)]
 
 

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] != ["run"]:  # a script's output streams stay as they are
-        _escape_unknown_characters()
+        for stream in (sys.stdout, sys.stderr):  # which may not encode a lone surrogate in a path
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
     try:
         outcome = app(args=given, prog_name="flopwatch", standalone_mode=False)
     except click.Abort:
@@ -52,20 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_usage_error(error: click.UsageError) -> None:
-    """Print in two lines what is wrong with the arguments, and the command that prints the help."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):  # its message is the help
         error.show()
         return
     click.secho(error.format_message(), fg="red", err=True)
     command = error.ctx.command_path if error.ctx is not None else "flopwatch"
     click.echo(f"Run '{command} --help' to see its arguments and options.", err=True)
-
-
-def _escape_unknown_characters() -> None:
-    """Make stdout and stderr escape a character that they cannot encode, such as a lone surrogate in a path."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _leave_without_output(error: OSError) -> None:
@@ -87,7 +81,6 @@ class Declared(NamedTuple):
 
 
 def flag(text: str, *names: str, metavar: str | None = None) -> Any:
-    """A command-line option with its help text. Without `names`, the option is named after the parameter."""
     return Declared(text, names, metavar)
 
 

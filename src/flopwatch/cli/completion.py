@@ -16,7 +16,6 @@ def show(app: click.Command) -> None:
 
 
 def install(app: click.Command) -> None:
-    """Write the script to the home folder, and the line that reads it to the shell's start-up file."""
     shell = _shell()
     folder, file, line = {
         "bash": (".bash_completions", ".bashrc", "source ~/.bash_completions/flopwatch.bash"),

@@ -114,7 +114,9 @@ def _modules(count: FlopCount) -> doc.Table:
     groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
     members: dict[str, int] = defaultdict(int)
     for path, flops in count.by_module.items():
-        name = _without_numbers(path)
+        # `h.3.mlp.0` becomes `h.*.mlp.0`.
+        without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
+        name = re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
         groups[name] += flops
         members[name] += 1
     ranked = sorted(groups.items(), key=lambda item: -item[1].total)
@@ -130,12 +132,6 @@ def _modules(count: FlopCount) -> doc.Table:
         rows.append((name, times, *parts, percent(share), doc.Cell("█" * round(share * 24), "ok")))
     numbers = doc.numbers("times", "forward", "backward", "rerun", "share")
     return doc.Table(["module", *numbers, ""], rows, note=f"in {prefix}FLOP")
-
-
-def _without_numbers(path: str) -> str:
-    """Replace the layer's number (the first in `path`) and the expert's by `*`: `h.3.mlp.0` becomes `h.*.mlp.0`."""
-    without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
-    return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
 
 
 def _about_step(step: Mapping[str, Any], peak: Peak) -> list[doc.Text]:

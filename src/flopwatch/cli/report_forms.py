@@ -39,7 +39,6 @@ _Forms = tuple[dict[str, Callable[[], str | bytes]], Callable[[tuple[str, ...]],
 def put_out_report(
     directory: str | None, logs_dir: str | None, as_json: bool, peak_tflops: float | None, **given: str | None
 ) -> None:
-    """Write the files that were asked for, and print JSON or, if nothing else was asked for, the report."""
     metrics, wandb, mlflow = _metrics(given["metric"]), given["wandb"], given["mlflow"]
     paths = {name: path for name in ("csv", "parquet", "html", "md", "output") if (path := given[name]) is not None}
     on_stdout = [f"--{name} -" for name in given if paths.get(name) == STANDARD_OUTPUT] + ["--json"] * as_json
@@ -106,7 +105,6 @@ def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> _Forms:
 
 
 def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
-    """The rows of a run's log as CSV: step, time, whether the FLOPs are exact, and every metric of any row."""
     rows = with_peak(read_log(log), choose_peak).rows
     metrics = list(dict.fromkeys(key for row in rows for key in row.values))
     text = io.StringIO()
@@ -140,7 +138,6 @@ def _folder(directory: str | None, logs_dir: str | None) -> Path:
 
 
 def _log_of_run(folder: Path) -> Path | None:
-    """The log, if the folder is that of a monitored run and not of a sweep."""
     if folder.is_dir() and is_sweep_folder(folder):
         return None
     try:
@@ -155,7 +152,6 @@ def _log_of_run(folder: Path) -> Path | None:
 
 
 def _next_step(sweep: Path) -> str:
-    """What to do about trials without a result: look at the runner if it is alive, else start one."""
     state = read_runner(sweep)
     if state is None or (runs := is_alive(state)) is False:
         return RESUME

@@ -105,7 +105,6 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
-    """Yield the closure values, default arguments and `partial` arguments of a function."""
     if isinstance(function, partial):
         yield from (function.func, list(function.args), function.keywords)
     yield from getattr(function, "__defaults__", None) or ()
@@ -183,7 +182,6 @@ class BatchShape(NamedTuple):
 
 
 def named(batch: Any) -> dict[str, Any]:
-    """Return the batch as a dict of arguments; positional arguments are named by their index."""
     if isinstance(batch, Mapping):
         return dict(batch)
     items = batch if isinstance(batch, tuple | list) else [batch]
@@ -222,7 +220,6 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, dicts, dataclasses and other objects with attributes, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 0:

@@ -68,12 +68,10 @@ class Layout:
 
     @property
     def other_lengths(self) -> dict[str, int]:
-        """The lengths in the example batch of all sequences except the main one."""
         return {name: self.sizes[name] for name in self.lengths if name != "s"}
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The variables of this layout that are sequence lengths; that of the main sequence, `s`, comes first."""
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
@@ -91,7 +89,6 @@ class Layout:
         return found
 
     def with_own_length(self, path: str) -> "Layout | None":
-        """Return this layout with a new length variable for the tensor at `path`; None if no variable is free."""
         free = next((name for name in LENGTHS if name not in self.sizes), None)
         moved = [slot for slot in self.slots if slot.path == path and slot.variable in self.lengths]
         if free is None or not moved:
@@ -100,7 +97,6 @@ class Layout:
         return replace(self, slots=slots, sizes={**self.sizes, free: moved[0].size})
 
     def paths_along(self, variable: str) -> list[str]:
-        """Return the paths of the tensors that have a dimension whose size `variable` determines."""
         return list(dict.fromkeys(slot.path for slot in self.slots if slot.variable == variable))
 
 
@@ -181,7 +177,6 @@ def _with_lengths(plain: Layout, seq_len: int, *, floats_too: bool) -> Layout:
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """Resize a batch of one sample to the sizes that the layout gives for these values of its variables."""
     known = {**layout.sizes, **values}
     sizes = (slot.size if slot.variable is None else slot.factor * known[slot.variable] for slot in layout.slots)
     return _resized(batch, layout.structure, sizes)
@@ -203,7 +198,6 @@ def _resized(value: Any, structure: Any, sizes: Iterator[int]) -> Any:
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Resize a dimension: cut its end off, repeat all samples, or repeat the last position of a sequence."""
     have = value.shape[dim]
     if size == have:
         return value
@@ -337,7 +331,6 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 def _images_of_row(
     pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the patches and grids of one sample's images. All samples must have the same number of images."""
     if grids.shape[0] % batch_size:
         raise InputError(
             f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
@@ -356,7 +349,6 @@ def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
 
 
 def without_padding(sample: Any, layout: Layout) -> Any:
-    """Remove the padding of one sample from all tensors that have the mask's length."""
     variable = mask_variable(layout)
     values = sample.get("attention_mask") if isinstance(sample, Mapping) else None
     if variable not in layout.lengths or not isinstance(values, torch.Tensor) or values.device.type == "meta":

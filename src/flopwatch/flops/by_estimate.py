@@ -73,7 +73,6 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """Return the streams of a batch by name: text, image, merged image patches, for some models encoder and decoder."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     # The vision tower merges neighbouring patches before they enter the language model.
@@ -155,8 +154,6 @@ _POOLINGS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The product of a weight with its inputs: the number of multiply-adds, and whether the weight is trained."""
-
     module: str
     multiply_adds: int
     trained: bool
@@ -223,7 +220,6 @@ def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterato
 
 
 def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
-    """Return how many multiply-adds one token takes with this parameter."""
     if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
     if isinstance(module, _CONVOLUTIONS):
@@ -283,7 +279,6 @@ def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _features(module: nn.Module) -> tuple[int | None, int | None]:
-    """Return the input and output features of a projection; for a LoRA layer, those of the layer it wraps."""
     module = getattr(module, "base_layer", module)
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features

@@ -33,7 +33,6 @@ _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
 
 def is_padded(batch: Any) -> bool:
-    """Return whether `attention_mask` or `decoder_attention_mask` marks any position as padding."""
     if real_lengths(batch) is not None:
         return True
     mask = batch.get(_TARGET_MASK) if isinstance(batch, Mapping) else None
@@ -109,13 +108,11 @@ def target_lengths(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
-    """Return a key that is equal for rows with the same lengths and images; with `alone`, every row has its own key."""
     lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
     return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
 
 
 def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
-    """Return whether the FLOPs of the padded rows, counted one by one, add up to those of the padded batch."""
     layout = suggest_layouts(batch)[-1]
     executed = count.forward_flops + count.backward_flops
     one = counted(with_full_masks(one_sample(batch, layout, 0)))

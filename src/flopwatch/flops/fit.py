@@ -126,7 +126,6 @@ class ShapeCounts:
         )
 
     def count(self, batch: Any) -> FlopCount:
-        """Count the FLOPs of a batch, and add the notes on this count to those of earlier counts."""
         model = self._model()
         if model is None:
             raise InputError(
@@ -380,7 +379,6 @@ def _held_out(
 
 
 def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
-    """Return the values of the model's window, chunk and block settings that lie in the range of lengths."""
     found: set[int] = set()
     for holder in (getattr(model, "config", None), *model.children()):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -390,7 +388,6 @@ def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
 
 
 def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepShape]]:
-    """Return the terms for images, the shapes to fit them on, and the shapes to test them on."""
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]

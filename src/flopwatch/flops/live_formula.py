@@ -17,7 +17,6 @@ from operator import add, mul
 from flopwatch.flops.tracing.scaling import Scale
 
 PREDICTIONS = 2
-"""A formula must have predicted this many counts."""
 _MOST_COUNTS, _MOST_VARIABLES = 48, 3
 _STRIDES = (2, 4, 8, 16, 32, 64, 128)
 _TRIED_AGAIN_AT = (8, 12, 16, 24, 32, 48)
@@ -43,7 +42,6 @@ class _Variables:
     high: tuple[int, ...]
 
     def values(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The variables of a call; None if its sizes are not those that were counted."""
         if any(sizes[place] != value for place, value in self.fixed):
             return None
         if any(sizes[place] != sizes[other] for place, other in self.equal):
@@ -93,8 +91,6 @@ def _with(exponents: Exponents, place: int) -> Exponents:
 
 @dataclass(frozen=True)
 class _Family:
-    """The polynomial of one family of calls: its variables, its monomials, and which variable is rounded."""
-
     variables: _Variables
     basis: Sequence[Exponents]
     rounding: Rounding

@@ -44,7 +44,6 @@ WITHOUT_AUTOCAST = "the model could not be traced under autocast, so the compute
 
 
 def count_by_step(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
-    """Count the FLOPs of a real step. Raises InputError if one process cannot run it, MeasurementError if it fails."""
     obstacle = step_obstacle(model)
     if obstacle:
         raise InputError(f"{obstacle}; use method='trace'")
@@ -52,7 +51,6 @@ def count_by_step(model: nn.Module, batch: Any, options: CountOptions) -> FlopCo
 
 
 def step_obstacle(model: nn.Module) -> str | None:
-    """Return why a real step cannot run in this process; None if it can."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
             return "the model is on the meta device, so it has no weights to run a step with"

@@ -61,7 +61,6 @@ class Steering:
             (self.reads if _is_library_reading() else self.sizes).update(origin)
 
     def add_to(self, count: FlopCount) -> FlopCount:
-        """Return `count` with the recorded origins, and a note if one is a random draw."""
         notes = (*count.notes, ONE_DRAW) if CHANCE in self.sizes | self.reads else count.notes
         return replace(count, notes=notes, steered_by=tuple(sorted(self.sizes)), values_read=tuple(sorted(self.reads)))
 
@@ -92,7 +91,6 @@ class Steering:
         _mark([leaf for leaf in tensors_in(out) if tuple(leaf.shape) not in plain], _SIZED, origin)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record what the results of an op were computed from: arguments of the batch, random draws or weights."""
         origin = _origins(args) | _origins(kwargs)
         tags = func.tags
         self._follow_sizes(func, args, out)
@@ -124,7 +122,6 @@ def _is_library_reading() -> bool:
 
 
 def _mark(values: Any, name: str, origin: frozenset[str]) -> None:
-    """Record on each tensor what its values (`_ORIGIN`) or its size (`_SIZED`) were computed from."""
     for tensor in tensors_in(values):
         setattr(tensor, name, getattr(tensor, name, _NOTHING) | origin)
 

@@ -39,7 +39,6 @@ def _collect(value: Any, found: list[Any]) -> None:
 
 
 def _items(value: Any) -> Any:
-    """The items of a container; None for a leaf."""
     kind = type(value)
     if kind is tuple or kind is list:
         return value

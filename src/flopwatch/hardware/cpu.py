@@ -64,12 +64,6 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int]) 
             cores.add((fields.get("physical id", ""), fields.get("core id", f"cpu{number}")))
     if not cores:
         return None
-    quota = _cgroup_quota(root)
-    return len(cores) if quota is None else min(float(len(cores)), quota)
-
-
-def _cgroup_quota(root: Path) -> float | None:
-    """The smallest CPU quota of this process's control groups, in CPUs; None without a quota."""
     quotas = []
     for path in _cgroup_folders(root):
         quota_and_period = _text(path / "cpu.max").split()
@@ -77,7 +71,8 @@ def _cgroup_quota(root: Path) -> float | None:
             quota_and_period = [*_text(path / "cpu.cfs_quota_us").split(), *_text(path / "cpu.cfs_period_us").split()]
         if len(quota_and_period) == 2 and all(word.isdigit() for word in quota_and_period):
             quotas.append(int(quota_and_period[0]) / int(quota_and_period[1]))
-    return min(quotas, default=None)
+    quota = min(quotas, default=None)
+    return len(cores) if quota is None else min(float(len(cores)), quota)
 
 
 def _cgroup_folders(root: Path) -> list[Path]:

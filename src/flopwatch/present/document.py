@@ -65,8 +65,6 @@ def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
 
 
 class Share(NamedTuple):
-    """A part of a whole, such as the trials that ran out of memory."""
-
     name: str
     amount: int
     tone: Tone
@@ -105,10 +103,8 @@ class Column(NamedTuple):
 
     Attributes:
         is_number: The column is aligned right, and its texts are not wrapped.
-        group: Columns of one group stand below a common heading.
         short: The heading in a terminal.
         only: The media that have the column.
-        is_extra: Whether a terminal in which the table does not fit leaves it out.
     """
 
     head: str
@@ -168,14 +164,12 @@ class Table(NamedTuple):
         return range(most) if self.pick is None else self.pick(count, most)
 
     def left_out(self, medium: Medium) -> str:
-        """How many rows the medium shows if these are not all."""
         shown = len(self._places(medium))
         how = "" if self.pick is None else f", {self.picked}"
         return "" if shown == len(self.rows) else f"{shown:,} of {len(self.rows):,} rows are shown{how}"
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """Choose evenly spaced rows of a table."""
     return evenly(range(count), most)
 
 
@@ -213,14 +207,10 @@ class Block(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The main numbers, each with the words that say what it is."""
-
     pairs: Sequence[tuple[str, str]]
 
 
 class Strip(NamedTuple):
-    """Shares of a whole in one bar, with a legend."""
-
     shares: Sequence[Share]
 
 
@@ -251,7 +241,6 @@ class Drawing(NamedTuple):
     Attributes:
         svg: Markup made with `present.svg`, which escapes its texts.
         legend: Names of the curves, each with the number of its colour.
-        behind: The numbers of the chart as tables, which a page shows on demand.
     """
 
     title: str
@@ -264,8 +253,6 @@ class Drawing(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Drawings of one kind, side by side below a common title."""
-
     drawings: Sequence[Drawing]
     title: str = ""
     remark: str = ""
@@ -313,8 +300,6 @@ class Section(NamedTuple):
     Attributes:
         key: The link to it on a page; without it, there is none.
         link: Its name among the links of the page, if the title is too long.
-        lead: Cells before the title, such as an outcome.
-        remark: A softer text behind the title.
         is_open: None for an ordinary section; otherwise a page can fold it, and shows it open or folded.
         tone: The colour of its frame on a page.
     """
@@ -346,14 +331,10 @@ class Tabs(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Parts that a wide page shows side by side."""
-
     parts: "Sequence[Part]"
 
 
 class Only(NamedTuple):
-    """Parts that only some media show."""
-
     media: tuple[Medium, ...]
     parts: "Sequence[Part]"
 
@@ -376,9 +357,7 @@ class Document(NamedTuple):
 
     Attributes:
         title: Name of what the report is about; `kind` says what that is, and `about` when and where it was made.
-        lead: Sentences below the title.
         parts: Sections, and what stands before the first one.
-        source: The folder or file from which it was made.
         style: CSS that only the page of this kind of report needs.
         have_all: For each medium, what to use if the medium shows too little, such as `--json has all`.
     """
@@ -411,7 +390,6 @@ class Renderer(Generic[Made]):
         return iter(()) if show is None else show(part)
 
     def below(self, parts: Sequence[Part]) -> Iterator[Made]:
-        """Show parts one level deeper."""
         inner = copy(self)
         inner.level += 1
         return inner.parts(parts)

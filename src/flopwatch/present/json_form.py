@@ -22,7 +22,6 @@ def to_json(content: Any) -> str:
 
 
 def record_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as a dict. Dataclasses inside it are not converted."""
     if not is_dataclass(record):
         raise TypeError(f"an object of type {type(record).__name__} cannot be written as JSON")
     return {field.name: getattr(record, field.name) for field in fields(record)}
@@ -36,7 +35,6 @@ def _strict(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with None instead of NaN and infinity."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if is_dataclass(value):

@@ -71,7 +71,6 @@ class _Html(doc.Renderer[str]):
     """Pieces of HTML. The level is that of the headings."""
 
     def sections(self, parts: Sequence[doc.Part]) -> Iterator[doc.Section]:
-        """The sections to which the page has links."""
         for part in self.shown(parts):
             if isinstance(part, doc.Beside):
                 yield from self.sections(part.parts)
@@ -257,7 +256,6 @@ def embedded(content: Any) -> str:
 
 
 def _data(part: doc.Records) -> dict[str, Any]:
-    """The content of the table for the script. Texts that many rows share are stored only once."""
     names = [field.name for field in part.fields]
     words: list[dict[str, int]] = [{} for _ in part.fields]
     kinds = [(field.kind, own) for field, own in zip(part.fields, words, strict=True)]

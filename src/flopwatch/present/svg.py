@@ -144,7 +144,6 @@ def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
 
 
 def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
-    """Draw a horizontal grid line with its label for each tick of the y axis."""
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)

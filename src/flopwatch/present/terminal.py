@@ -33,7 +33,6 @@ _LONGEST_LABEL = 16
 
 
 def print_document(document: doc.Document, console: Console | None = None) -> None:
-    """Print a document to standard output, or to another console."""
     console = console or Console(highlight=False)
     for line in _Terminal(document, console.width, ascii_only=console.options.ascii_only).lines():
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
@@ -58,7 +57,6 @@ class _Terminal(doc.Renderer[RenderableType]):
         return 2 if self.level else 0  # not more, so that tables of subsections have room
 
     def lines(self) -> Iterator[RenderableType]:
-        """The whole document."""
         title, kind = one_line(self.document.title), self.document.kind
         if title:
             yield self.indented(Text.assemble((f"{kind} " if kind else "", "bold"), (title, "" if kind else "bold")))

@@ -112,7 +112,6 @@ class FlopCount(Stored):
         return bool(self.uncounted)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows if the count is the last line of a cell."""
         at_least = "at least " if self.is_lower_bound else ""
         amounts = {
             "model FLOPs": self.model_flops,

@@ -79,7 +79,6 @@ def is_run(attempt: Mapping[str, Any]) -> bool:
 
 
 def run_median(measured: Measured) -> float | None:
-    """The median step time of the last run alone."""
     if measured.run_medians:
         return measured.run_medians[-1]
     return measured.steps.median if measured.steps is not None else None

@@ -169,7 +169,6 @@ def is_sweep_folder(sweep: Path) -> bool:
 
 
 def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | None]]:
-    """Read `results.jsonl` into `found`; returns the name, key and start time of each result in the file."""
     attempts: set[tuple[str, str, float | None]] = set()
     try:
         for number, content in numbered_lines(file):
@@ -210,7 +209,6 @@ def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
 
 
 def _trial_folders(sweep: Path) -> dict[str, float]:
-    """The names of the trials' folders, and the modification time of each."""
     folders = {}
     with contextlib.suppress(OSError), os.scandir(sweep / TRIALS) as entries:
         for entry in entries:
@@ -220,7 +218,6 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
 
 
 def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
-    """Read the trial's `result.json` into `found` if `results.jsonl` does not have this result."""
     try:
         own = _load_result(sweep / TRIALS / name / RESULT)
     except FileNotFoundError:

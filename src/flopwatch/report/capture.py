@@ -54,11 +54,7 @@ class _PreflightRow:
 
 
 def capture_sweep(folder: Path) -> Capture:
-    """Read the folder of a sweep. Nothing is written to it.
-
-    Raises:
-        InputError: The folder is not the folder of a sweep.
-    """
+    """Read the folder of a sweep and write nothing; raises InputError if it is not the folder of a sweep."""
     found = gather_results(folder)
     results, planned = found.results, found.trial_list.trials
     ordered = {name: results[name] for name in planned if name in results}

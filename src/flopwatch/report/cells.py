@@ -198,7 +198,6 @@ def over_seeds(cells: Sequence[Cell]) -> Cell:
 
 
 def _why_no_epsilon(result: TrialResult) -> str:
-    """Why a private trial has no epsilon, or could have none if the sweep asked for it."""
     measured = result.measured
     declared, spent = measured.declared_privacy, measured.privacy
     if privacy_of(result.spec, result) != "private" or (spent and positive(spent.epsilon)):
@@ -233,7 +232,6 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 
 
 def positive(value: Any) -> Any:
-    """Return the value if it is a finite number above 0, as every valid measurement is; otherwise None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
 
@@ -266,7 +264,6 @@ def outcome_class(outcome: str) -> Literal["ok", "oom", "failed", "not-run"]:
 def table_of(
     items: Sequence[Any], columns: Sequence[tuple[doc.Column | str, Callable[[Any], doc.Cell | str]]], **how: Any
 ) -> doc.Table:
-    """Make a table with a row for each item, of columns with what makes their cells."""
     rows = doc.Lazy(items, lambda item: [make(item) for _, make in columns])
     return doc.Table([column for column, _ in columns], rows, **how)
 
@@ -289,7 +286,6 @@ def throughput(cell: Cell) -> str:
 
 
 def device_capacity(cells: Sequence[Cell]) -> int | None:
-    """Return the memory size of the accelerator; None if it is unknown or differs between trials."""
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -299,8 +295,6 @@ class Metric(NamedTuple):
 
     Attributes:
         key: Name of the metric for `--metric`.
-        value: Reads the value from a cell; None if it is unknown.
-        text: Writes the value for display.
         better: `min` or `max` selects the best value; None for HFU, because recomputation raises HFU but not the speed.
         quantity: `time` or `memory`: the measurement that decides whether two cells differ measurably.
     """
@@ -344,13 +338,11 @@ def throughput_metric(group: Group) -> Metric:
 
 
 def known_metrics(group: Group) -> list[Metric]:
-    """Return the metrics that at least one cell has. Samples per second are left out if tokens per second are known."""
     known = [m for m in METRICS.values() if any(m.value(cell) is not None for cell in group.cells)]
     return [metric for metric in known if metric.key != "samples" or METRICS["tokens"] not in known]
 
 
 def cell_text(cell: Cell, metric: Metric) -> str:
-    """Write the value of a metric, or the outcome of a trial that is not `ok`."""
     return metric.text(cell) if cell.outcome == "ok" else outcome_word(cell.outcome)
 
 

@@ -28,8 +28,6 @@ class Ratio:
 
     Attributes:
         a: Value in sweep A: median step time in seconds, samples per second, peak bytes, or MFU as a fraction.
-        b: Value in sweep B.
-        ratio: b / a.
         low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
         high: Highest ratio within the 95 % intervals of both values; None in the same cases.
         verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, because two runs
@@ -106,8 +104,6 @@ class Overall:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two sweeps: its folder, the number of planned trials, and the number of trials by outcome."""
-
     folder: str
     trials: int
     by_outcome: Mapping[str, int]
@@ -122,7 +118,6 @@ class SweepComparison:
             only in these are still paired.
         environment: Versions, devices, hosts and peaks that differ between the trials of the pairs.
         pairs: Trials with the same configuration in both sweeps, in the order of A.
-        overall: The mean ratio of each quantity over all pairs.
         by_trainer: The mean ratio of each quantity for each trainer.
         only_a: Names of trials whose configuration is not in B.
         only_b: Names of trials whose configuration is not in A.
@@ -326,7 +321,6 @@ QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
 
 
 def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
-    """Return the ratios of two `ok` trials, for each quantity that was measured in both."""
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         (one, interval), (other, other_interval) = _figure(a, quantity), _figure(b, quantity)
@@ -340,7 +334,6 @@ def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
 
 
 def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the value and its 95 % interval."""
     if quantity == "time":
         return cell.seconds, time_interval(cell)
     if quantity == "memory":

@@ -221,7 +221,6 @@ def counted_values(counts: Counter[str]) -> str:
 
 
 def group_warnings(results: Iterable[TrialResult]) -> Iterator[str]:
-    """Yield the reasons why a comparison of these trials may mislead."""
     ran = [result for result in results if result.outcome == "ok"]
     facts = environment_facts(ran)
     mixed = {name: counted_values(counts) for name, counts in facts.items() if len(counts) > 1}
@@ -274,7 +273,6 @@ def _peak_warnings(ran: Sequence[TrialResult]) -> Iterator[str]:
 
 
 def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
-    """Yield what readers must know about trials that were not measured as planned."""
     failed: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in results:
         for phase, why in result.measured.not_measured.items() if result.outcome == "ok" else ():

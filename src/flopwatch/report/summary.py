@@ -59,7 +59,6 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
 
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
-    """Divide the trials into groups of comparable trials, the group with the most `ok` trials first."""
     columns = cells.column_names({name: spec for name, spec, _ in capture.trials()})
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
     for name, spec, result in capture.trials():
@@ -106,7 +105,6 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
 
 
 def _privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
-    """Make a row for each batch size and privacy budget, with the columns (trainers) whose trials spend that budget."""
     found: dict[tuple[int, PrivacySpent], list[str]] = {}
     for column, result in trials:
         if result.outcome == "ok" and result.measured.privacy is not None:

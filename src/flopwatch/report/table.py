@@ -247,7 +247,6 @@ def load(folder: str | PathLike[str]) -> Table:
 
 
 def make_table(capture: Capture) -> Table:
-    """Make the table of a sweep. Trials without a result have the outcome `missing`."""
     trials = []
     for name, spec, result in capture.trials():
         ok = result.measured if result and result.outcome == "ok" else None

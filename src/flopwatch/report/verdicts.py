@@ -41,7 +41,6 @@ _QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
 
 
 def find_crossovers(cells: Sequence[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
-    """Find all crossovers between pairs of trainers, the clearly measured ones first."""
     found: list[Crossover] = []
     for axis in _AXES:
         lines: dict[tuple[int, str], _Line] = defaultdict(dict)
@@ -111,7 +110,6 @@ def rate_interval(cell: Cell, rate: float | None) -> Interval:
 
 
 def ratio_interval(a: Interval, b: Interval) -> Interval:
-    """The lowest and the highest ratio b / a within two intervals; None if one of them is unknown."""
     return (b[0] / a[1], b[1] / a[0]) if a and b else None
 
 
@@ -121,7 +119,6 @@ _MOST_LEFT_OUT = 16
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
-    """Choose the best configurations for each sequence length and each value of `Cell.privacy`."""
     places = _by_place(cells)
     return tuple(_choice(*place, places[place]) for place in sorted(places))
 
@@ -267,7 +264,6 @@ def _ratio(value: float | None, standard: float | None) -> float | None:
 
 
 def frontier(cells: Iterable[Cell]) -> Iterator[FrontierPoint]:
-    """Find the largest batch that ran and the smallest that ran out of memory, per trainer and sequence length."""
     places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         places[cell.trainer, cell.seq_len].append(cell)

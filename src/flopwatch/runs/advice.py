@@ -70,7 +70,6 @@ class Verdict:
     Attributes:
         key: Its stable name: the key of a loss such as `input_wait`, or `two_losses`, `many_losses`, `healthy` or
             `peak_too_low`.
-        sentence: The verdict, in one sentence.
         losses: Keys of the losses that the sentence names, largest first.
         reservation: A sentence about what limits the verdict; empty if nothing does.
     """
@@ -105,7 +104,6 @@ class Conclusion:
 
 
 def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
-    """What to say about a run, by its waterfall and the end of its log; `read_around` is enough."""
     if waterfall is None:
         missing = what_is_missing(log)
         return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
@@ -123,7 +121,6 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
 
 
 def what_is_missing(log: RunLog) -> str:
-    """Why a log gives no waterfall, and what to do."""
     place, provenance = in_shell(str(log.path.parent)), log.provenances[-1] if log.provenances else None
     if not log.rows:
         config = log.starts[-1].config if log.starts else {}
@@ -169,7 +166,6 @@ def _good_share(log: RunLog) -> float:
 
 
 def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_STEP_SECONDS) -> Verdict | str:
-    """What costs a run most, or a sentence that says why its log does not support a verdict."""
     steps, uses = steps_of(log), seconds_of(log)
     seconds = uses.get("train") or 0.0
     if steps < LEAST_STEPS:
@@ -303,8 +299,6 @@ class TimeUse:
 
     Attributes:
         seconds_per_step: None for what is not part of ordinary steps.
-        evidence: The measurement that shows it, in one sentence.
-        advice: What to try next; empty if there is nothing to advise.
     """
 
     key: str
@@ -321,7 +315,6 @@ class Times:
     """All uses of a run's wall time, and its rates. Unknown values are None.
 
     Attributes:
-        wall_seconds: Time since the start of the run's first process.
         uses: The longest first. They add up to the wall time.
         tokens_per_second: Of the training steps; `samples_per_second` and `flops_per_second` too.
         notes: What limits these figures, in whole sentences.

@@ -42,7 +42,6 @@ class Difference:
 
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
-    """The differences between the runs that affect the compared numbers, the most serious first."""
     pairs = zip(_facts(a), _facts(b), strict=True)
     found = [Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
     in_a, in_b = _arguments(a), _arguments(b)
@@ -72,7 +71,6 @@ def _arguments(log: RunLog) -> dict[str, str]:
 
 
 def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
-    """Name and value of each fact about a run, None if the log does not have it, and the numbers that it affects."""
     start = log.starts[-1] if log.starts else None
     # The first provenance record may be incomplete, because it is written at the start of the run.
     provenance = log.provenances[-1] if log.provenances else None
@@ -131,7 +129,6 @@ class Measure:
         return [sum([over for over, _ in known]), sum([under for _, under in known])]
 
     def pooled(self, blocks: Sequence[list[float]]) -> list[float]:
-        """The same of several blocks of steps together."""
         return sorted(chain.from_iterable(blocks)) if self.part is None else list(map(sum, zip(*blocks, strict=True)))
 
     def value(self, reduced: Sequence[float]) -> float | None:
@@ -319,7 +316,6 @@ def compare(
 
 
 def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
-    """The time and the FLOPs of a run by part; None if its log does not have the times."""
     found, steps = time_by_part(log, traces), total(log, "total/steps")
     if found is None or not steps:
         return None
@@ -335,7 +331,6 @@ def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
 
 
 def speed_line(comparison: Comparison) -> Line | None:
-    """Return the line that decides which run is faster: the first measure of `SPEED` known in both runs, or None."""
     lines = (comparison.line(key) for key in SPEED)
     return next((line for line in lines if line.a is not None and line.b is not None), None)
 

@@ -90,7 +90,6 @@ def _without_times_at_peak(times: Mapping[str, Number]) -> dict[str, Number]:
 
 
 def with_peak(log: RunLog, choose: ChoosePeak | None) -> RunLog:
-    """The log with another peak; with None, the log itself."""
     if choose is None:
         return log
     giver = giver_of(log, choose)
@@ -110,7 +109,6 @@ def giver_of(log: RunLog, choose: ChoosePeak) -> PeakGiver:
 
 
 def _shares_of(values: Mapping[str, Number], peak: Peak) -> dict[str, Number]:
-    """MFU and HFU by the FLOP/s that were logged without a peak."""
     shares: dict[str, Number] = {}
     for flops, share in (("model", "mfu"), ("hardware", "hfu")):
         rate = values.get(f"perf/{flops}_flops_per_second_per_device")

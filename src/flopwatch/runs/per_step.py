@@ -81,8 +81,6 @@ class PerStep:
         a_ms: Time per step of the whole run A, with everything that happens between steps; `b_ms` likewise.
         parts: The parts; their times add up to `a_ms` and `b_ms`. The cause that is named first comes first.
         causes: Why the time per step changed, the largest first.
-        sentence: The largest causes, in words.
-        notes: What limits these figures, in whole sentences.
     """
 
     a_ms: float

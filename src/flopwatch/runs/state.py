@@ -29,7 +29,6 @@ class WatchFeed:
         self._giver = None if self._choose_peak is None else PeakGiver(self._choose_peak)
 
     def look(self, *, must_exist: bool = False) -> None:
-        """Read the records that were appended to the log since the last call, and update `run`."""
         if self._follower is None:
             try:
                 self._follower = LogFollower(find_log(self.place))
@@ -110,7 +109,6 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def timed_seconds(row: Row) -> list[float]:
-    """The times of the steps that are timed and not warm-up."""
     seconds = row.steps.get("seconds", ())
     warm_up = row.steps.get("warm_up") or [False] * len(seconds)
     return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
@@ -187,12 +185,10 @@ class WatchedRun:
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:
-        """Return the 50th, 90th and 99th percentile of the last 512 step times; empty if no step was timed."""
         ordered = sorted(self._recent_seconds)
         return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
 
     def seconds_spent(self) -> dict[str, float]:
-        """Return the seconds spent in each phase, such as `train` and `eval`, since the first start of the run."""
         ledger = self.row.ledger.get("seconds", {}) if self.row is not None else {}
         return {
             name: float(ledger.get(name, 0.0) if ledger else self.value(f"time/{name}_seconds") or 0.0)
@@ -200,7 +196,6 @@ class WatchedRun:
         }
 
     def flops_shares(self) -> dict[str, float]:
-        """Return the percentages of useful, recomputed and other FLOPs in the newest window; empty if unknown."""
         row = self.row
         if row is None:
             return {}

@@ -25,10 +25,7 @@ class Loss:
     """One step of the waterfall.
 
     Attributes:
-        key: Its stable name, such as `input_wait`.
-        name: Its name for people, such as "input wait".
         points: Percent of the peak that it costs.
-        seconds: Time that it costs.
         evidence: The measurement that shows it, in one sentence.
         advice: What to try next, in one sentence; empty if there is nothing to advise.
     """
@@ -51,7 +48,6 @@ class Waterfall:
         mfu_percent: Model FLOPs of the whole run over what the devices could have done in the wall time.
         step_mfu_percent: MFU of the training steps alone, with their input wait; None without steps.
         traced: The traces that were used; empty without a trace.
-        notes: What limits these figures, in whole sentences.
     """
 
     wall_seconds: float
@@ -174,7 +170,6 @@ def seconds_of(log: RunLog) -> Mapping[str, float]:
 
 
 def logged_seconds(values: Mapping[str, float]) -> dict[str, float]:
-    """Time by use among the logged metrics."""
     times = {key: value for key, value in values.items() if key.startswith("time/") and key in METRICS}
     return {key.removeprefix("time/").removesuffix("_seconds"): float(value) for key, value in times.items()}
 
@@ -265,7 +260,6 @@ def how_to_trace(log: RunLog) -> str:
 
 
 def undivided_note(trace: str) -> str:
-    """The note about the loss that only a trace can divide."""
     return (
         f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. {trace} divides it into slow matmuls, other '
         "kernels, idle time and communication."
@@ -273,7 +267,6 @@ def undivided_note(trace: str) -> str:
 
 
 def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
-    """What a reader has to know about the figures: FLOPs that are not exact, what is not divided, the peak."""
     notes = []
     if not facts["knows_input_wait"]:
         notes.append(f"The input wait of this run was not measured, so it is part of {_where(waterfall, facts)}")
@@ -441,7 +434,6 @@ def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -
 
 
 def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
-    """The loss, with its evidence and its advice in the words of `flopwatch.records.time_uses`."""
     points = 100 * seconds / wall_seconds
     if seconds < 0:  # only `below_peak` can be, if the peak is too low
         more = f"At this peak, the executed FLOPs take {duration(-seconds)} more than the steps took."

@@ -109,7 +109,6 @@ def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
 
 
 def free_name(place: Path) -> Path:
-    """The first of PLACE.1, PLACE.2, ... that does not exist."""
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1
@@ -163,7 +162,6 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
 def _requeued_result(
     sweep: Path, name: str, job: TrialJob, started: Mapping[str, Any], result: TrialResult | None
 ) -> TrialResult:
-    """The result of the attempt that Slurm ended by requeueing its job."""
     began, where = started.get("unix_time"), started.get("node") or started.get("host")
     return TrialResult(
         name=name,

@@ -64,7 +64,6 @@ def _refuse_visible_seconds(given: str) -> None:
 
 
 def own_identity() -> dict[str, Any]:
-    """Identifies this process among the processes of all hosts, even after a reboot."""
     unknown = {"pid": os.getpid(), "start_ticks": None, "boot_id": ""}
     return {"host": os.uname().nodename, "machine": _machine(), **unknown, **process.own_identity()}
 
@@ -132,13 +131,7 @@ def _create_by_open(file: Path, written: Path) -> bool:
 
 
 def claim(folder: Path, attempt: str, facts: Mapping[str, Any] | None = None) -> bool:
-    """Claim the trial for this process by creating its `started.json`; return False if the file exists already.
-
-    Args:
-        folder: The trial's folder.
-        attempt: Token of the attempt.
-        facts: Further content of `started.json`.
-    """
+    """Claim the trial for this process by creating `started.json` with `facts`; return False if the file exists."""
     content = {**own_identity(), "attempt": attempt, "unix_time": time.time(), **(facts or {})}
     return create_exclusively(folder / STARTED, content)
 
@@ -159,12 +152,7 @@ def is_withdrawn(content: Any) -> bool:
 
 
 class LivenessFile:
-    """A heartbeat file: its content changes every few seconds as long as its writer is alive.
-
-    Args:
-        file: The file that `beat` rewrites.
-        facts: Further content of the file.
-    """
+    """A heartbeat file: its content, with `facts`, changes every few seconds as long as its writer is alive."""
 
     def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
         self._file, self._facts = file, dict(facts)
@@ -191,17 +179,10 @@ class LivenessFile:
 
 
 class SupervisorHeartbeat:
-    """A supervisor's heartbeat: a file that the runner reads, and a pipe that the trial's guard process reads.
+    """A supervisor's heartbeat: a file that the runner reads, and a pipe (`guard`) that the guard process reads.
 
-    The thread that monitors the worker calls `beat`, so that the heartbeat stops if that thread is stuck.
-
-    Args:
-        folder: The trial's folder.
-        attempt: Token of the attempt.
-        guard: Descriptor of a pipe to the process that kills the trial if this supervisor dies; None if there is none.
-
-    Attributes:
-        is_superseded: Whether the last beat found that another supervisor has claimed the trial; this one must stop.
+    The thread that monitors the worker calls `beat`, so that the heartbeat stops if that thread is stuck. If a beat
+    finds that another supervisor has claimed the trial, `is_superseded` says so, and this one must stop.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
@@ -248,10 +229,6 @@ class LivenessWatcher:
         """False if the process has ended, or if its heartbeat has not changed for `visible_seconds`.
 
         The heartbeat of a process that counts as dead stays remembered: it stays dead until its heartbeat changes.
-
-        Args:
-            claim: The `started.json` of the process.
-            liveness: Its `LivenessFile`.
         """
         claimed = read_object(claim)
         if not claimed or is_withdrawn(claimed):
@@ -278,7 +255,6 @@ class LivenessWatcher:
 
 
 def has_ended(liveness: Path) -> bool:
-    """Whether the content of this `LivenessFile` says that its process has ended."""
     return _state(liveness) == _ENDED
 
 
@@ -372,7 +348,6 @@ class Strays:
 
 
 def kill_strays(trial_dir: Path) -> None:
-    """Kill the processes in `strays.json` that still run on this host."""
     content = read_object(trial_dir / STRAYS)
     listed = content.get("processes")
     for entry in listed if isinstance(listed, list) else ():

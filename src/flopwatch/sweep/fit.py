@@ -131,7 +131,6 @@ class Found:
         is_largest_known: Whether `largest` is known within the tolerance, or all batches up to the allowed maximum fit.
         fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
         as_fast: The next larger batch tried, if its throughput does not measurably differ from `fastest`'s; else None.
-        probes: The results of all batches tried, in the order of the trials.
         probes_for_largest: The number of trials that it took to find `largest`.
         stopped: Why the search ended early; empty if it did not.
     """
@@ -204,7 +203,6 @@ def _fitting(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def next_for_largest(probes: Sequence[Probe], max_batch: int) -> int | None:
-    """The batch to try next; None if the largest batch that fits is known within the tolerance."""
     fitting = _fitting(probes)
     low = fitting[-1].batch_size if fitting else 0
     too_large = _too_large(probes)
@@ -267,7 +265,6 @@ def _middle(low: int, high: int) -> int:
 
 
 def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
-    """The largest batch that fits in memory, as predicted by `curve` from the peaks of `fitting`; None if unknown."""
     points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
     capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
     return None if capacity is None else curve(points, capacity)
@@ -366,15 +363,8 @@ def fit_batch(
 ) -> Found:
     """Find the largest and the fastest batch with real trials. Results of earlier runs in the folder are used again.
 
-    Args:
-        folder: A folder like a sweep's; `flopwatch report` reads it.
-        spec: The configuration; its batch size is not used.
-        observer: Its methods are called when a trial starts and ends.
-        stop: Can end the search.
-        max_batch: The largest batch to try.
-        preflight: Called once, before the first trial that must run. It returns a function that takes a trial and
-            returns why the trial cannot run, or None if it can.
-        on_probe: Called with the result of each batch size, including results of earlier runs.
+    The batch size of `spec` is not used. `preflight` is called once, before the first trial that must run, and returns
+    a function that returns why a trial cannot run. `on_probe` gets the result of each batch size, also of earlier runs.
     """
     stop = stop or Stop()
     refusals: list[Refusal] = []

@@ -77,10 +77,7 @@ class Trial:
     """A trial of a sweep. An engine runs it by starting `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
 
     Attributes:
-        sweep: The sweep's folder.
-        name: The trial's name within the sweep.
         key: Hash of the configuration, the library versions and the devices.
-        spec: The configuration.
         retries: How often the trial may run again if it is lost, for example because its node fails.
         earlier_attempts: The lost attempts, as in `TrialResult.earlier_attempts`.
         avoid: Hosts on which an engine should not run the trial, if it can choose.
@@ -103,14 +100,9 @@ def folder_of(trial: Trial) -> Path:
 def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Iterator[None]:
     """Create the folder if it does not exist, and keep every other runner out of it.
 
-    Args:
-        sweep: The folder.
-        report: Called with a line of text if it takes time to find out whether the last runner is alive; None writes
-            that line to stderr.
-
-    Raises:
-        InputError: Another runner is alive, the folder is not a sweep's or cannot be written, or this system cannot
-            run trials.
+    `report` gets a line of text if it takes time to find out whether the last runner is alive; None writes it to
+    stderr. Raises InputError if another runner is alive, the folder is not a sweep's or cannot be written, or this
+    system cannot run trials.
     """
     check_system()
     _make_folders(sweep)
@@ -251,7 +243,6 @@ def is_supervised(sweep: Path, name: str) -> bool:
 
 
 def silent_seconds(sweep: Path, name: str) -> float:
-    """For how long this process has seen the supervisor's heartbeat unchanged."""
     return _WATCHER.silent_seconds(trial_folder(sweep, name) / SUPERVISOR_HEARTBEAT)
 
 
@@ -264,7 +255,6 @@ def own_result(sweep: Path, name: str) -> TrialResult | None:
 
 
 def attempt_of(sweep: Path, name: str) -> str:
-    """The token of the attempt that was prepared last."""
     return str(read_object(trial_folder(sweep, name) / SPEC).get("attempt", ""))
 
 
@@ -373,7 +363,6 @@ def check_held(sweep: Path) -> None:
 
 @contextlib.contextmanager
 def _hold(sweep: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Create the next `N.runner`, and keep its heartbeat going."""
     number = _highest_number(sweep)
     while True:
         if number:

@@ -51,8 +51,6 @@ class PreflightResult(Stored):
         layers: For a DP trainer: for each method by which Opacus handles layers (`ghost`, `hook`, `functorch`), the
             classes of these layers and their share of the full model's trainable parameters.
         model_flops: Model FLOPs of one standard training step of the full model at `batch_size` x `seq_len`.
-        batch_size: The smallest batch size of the sweep.
-        seq_len: The smallest length of the sweep.
         difference: Relative difference between a DP trainer's clipped gradients and those of a loop over the samples,
             on the tiny copy.
         is_mistake: Whether the configuration itself is wrong (a misspelt name, a missing package), so that it is
@@ -182,7 +180,6 @@ def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
 
 
 def _run_worker(sweep: Path, deadline: float) -> str:
-    """Run the worker until it ends or the deadline passes; return how it ended, as text."""
     # Hide GPUs: a tiny copy of the model needs none, and a CUDA context would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     with open(log_file(sweep, "preflight"), "ab") as log:

@@ -70,11 +70,7 @@ def run(
 
 
 def checked(matrix: Matrix, *, with_modules: bool) -> tuple[list[TrialSpec], dict[str, Any]]:
-    """The trials of a matrix, and the arguments `retries`, `repeats` and `budget_seconds` of `run_plan`.
-
-    Raises:
-        InputError: The matrix cannot be run.
-    """
+    """The trials of a matrix, and the arguments `retries`, `repeats` and `budget_seconds` of `run_plan`."""
     specs = expand(matrix)
     check_names(specs, with_modules=with_modules)
     repeats = RepeatPolicy(matrix.until, matrix.max_repeats)
@@ -129,13 +125,8 @@ def run_sweep(
 ) -> tuple[Plan, dict[str, int], Stop]:
     """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
 
-    Args:
-        sweep: The sweep's folder.
-        planned: Returns the plan. It is called once no other process can run a sweep in the folder.
-        engine: Runs the trials.
-        screen: Shows warnings, the preflight and the trials.
-        with_preflight: Whether to try the trainers on tiny copies of the models first.
-        **rules: What `checked` returns beside the trials.
+    `planned` returns the plan. It is called once no other process can run a sweep in the folder. `rules` are what
+    `checked` returns beside the trials.
     """
     with held_folder(sweep), RunnerFile(sweep) as state_file:
         plan = planned()

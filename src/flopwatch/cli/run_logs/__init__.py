@@ -26,7 +26,6 @@ RunDir = Annotated[
 
 
 def chosen_run(run_dir: str | None) -> str:
-    """The run to show. Says on stderr which one was taken, if the user did not name it."""
     folder = RUNS_FOLDER if run_dir is None else run_dir
     try:
         find_log(folder)
@@ -49,7 +48,6 @@ PEAK_TFLOPS = flag(
 
 
 def peak_to_use(peak_tflops: float | None) -> ChoosePeak:
-    """How to choose the peak of a log: as given, as logged, or as measured on such a device after the run."""
     if peak_tflops is None:
         return _measured_if_unknown
     return override(flops_per_s(peak_tflops))

@@ -97,7 +97,6 @@ def _refuse_mixed(a: str, b: str) -> None:
 
 
 def _gate_of_runs(comparison: Comparison, percent: float) -> tuple[list[str], bool]:
-    """What to say of B, and whether it is slower than A by more than `percent`."""
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
         raise InputError(
@@ -110,7 +109,6 @@ def _gate_of_runs(comparison: Comparison, percent: float) -> tuple[list[str], bo
 
 
 def _gate_of_sweeps(comparison: SweepComparison, percent: float) -> tuple[list[str], bool]:
-    """What to say of B, and whether a trial of it is slower by more than `percent` or no longer ends ok."""
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != TOO_FEW}
     if not judged:

@@ -89,7 +89,6 @@ def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:
 
 
 def _wait_for_traces(feed: WatchFeed, folder: Path, before: dict[Path, int]) -> dict[int, Path]:
-    """Wait for the trace of the rank that writes the log, and a little longer for those of the others."""
     start = feed.run.start
     ranks = 1 if start is None else start.world_size
     logging_rank = 0 if start is None else int(start.config.get("logging_rank") or 0) % ranks

@@ -60,7 +60,6 @@ def _refuse_typing_error(place: str) -> None:
 
 
 def _list_of_runs(folder: str) -> Document:
-    """A table with one line per run, the newest last."""
     places = runs_below(folder)
     if not places:
         raise InputError(f"there are no runs in the subfolders of {folder!r}; name a folder of runs")

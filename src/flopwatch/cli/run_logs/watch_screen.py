@@ -157,7 +157,6 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
-    """One line with how FLOPs are counted, device and peak, the most important first, as far as they fit."""
     environment = {} if run.start is None else run.start.environment
     provenance = run.provenance
     counting: list[str] = []
@@ -203,8 +202,6 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
 
 
 class _Card(NamedTuple):
-    """One number with its name, its unit and a remark."""
-
     name: str
     value: str | None = None
     unit: str = ""
@@ -290,7 +287,6 @@ _BRAILLE = 0x2800
 
 
 def _curves(run: WatchedRun, width: int, height: int) -> list[Text]:
-    """Two curves over the run: the loss, and MFU or, if that is unknown, the step time."""
     right = "perf/mfu_percent" if run.curves["perf/mfu_percent"].points() else "perf/step_time"
     column = (width - 2) // 2
     return _beside([(column, _curve(run, key, column, height)) for key in ("training/loss", right)], gap=2)
@@ -403,7 +399,6 @@ def _without_bar(label: str, why: str) -> list[Text]:
 
 
 def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
-    """How the time since the first start of the run was spent, the goodput, and the largest causes of lost time."""
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     parts = (
         _without_wall(run) if goodput is None else {"productive": goodput.productive_seconds, **goodput.lost_seconds}
@@ -426,7 +421,6 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
 
 
 def _without_wall(run: WatchedRun) -> dict[str, float]:
-    """The seconds by use of a log that does not have the wall time, and so no goodput."""
     spent = run.seconds_spent()
     in_steps = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
     return in_steps | {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}
@@ -465,7 +459,6 @@ def _peak_bar(run: WatchedRun, width: int, in_colour: bool) -> tuple[list[Text],
 
 
 def _flops_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
-    """What the FLOPs of the newest logging window were used for."""
     shares = run.flops_shares()
     if not shares:
         return _without_bar("FLOPs", "not known")
@@ -482,7 +475,6 @@ def _flops_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """The exception that ended the run, if there is one, below it the notices, newest first, and advice."""
     ended_by = run.summary.ended_by if run.summary is not None else None
     first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
     advised = None if run.row is None else advice(run.row.values)
@@ -502,7 +494,6 @@ _CAUSES = {"input": "waiting for input", "compute": "computing", "host": "stalle
 
 
 def _ranks(run: WatchedRun, width: int) -> list[Text]:
-    """A line about ranks that report late or delay the others; empty for a run with one rank."""
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []

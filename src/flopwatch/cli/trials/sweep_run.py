@@ -118,7 +118,6 @@ def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> Engin
 
 
 def _print_next_steps(output: Path, plan: Plan, counts: dict[str, int], stop: Stop) -> None:
-    """Print which command to run next, and exit with the status of the sweep."""
     click.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
         click.echo(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")

@@ -47,8 +47,6 @@ def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
 
 
 class CommandScreen(Screen):
-    """Shows a sweep in the terminal, and warnings on stderr."""
-
     def warn(self, sweep: Path, text: str) -> None:
         click.echo(one_line(f"warning: {text}", 1000), err=True)
 
@@ -93,8 +91,6 @@ def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
 
 
 class PlainLines:
-    """Prints a line for each trial that ends."""
-
     def __init__(self, plan: Plan, say: Any) -> None:
         self._say = say
         self._total, self._done = len(plan.trials), len(plan.kept)
@@ -166,7 +162,6 @@ class LiveTable:
         self._since.pop(result.name, None)
 
     def take(self, state: RunnerState) -> None:
-        """Show what the runner of another process says about itself."""
         self._stop.kill, self._stop.finish = state.stopping == "kill", state.stopping in ("finish", "kill")
         self._stop.is_over_budget = state.stopping == "budget"
         now = self._clock()
@@ -253,7 +248,6 @@ def _figures(result: TrialResult) -> tuple[str, str, str]:
 
 
 def _ending(result: TrialResult) -> str:
-    """The trial's name, and in one line how it ended."""
     name = one_line(result.name, _LONGEST_LINE)
     if result.outcome != "ok":
         return f"{name} {one_line(f'{result.outcome}: {result.reason}', _LONGEST_LINE)}"

@@ -86,7 +86,6 @@ def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes])
 
 
 def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
-    """Wait until the process that logs the trials ends. Returns its exit status and the message for the user."""
     if follower is None:
         return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
@@ -112,7 +111,6 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
 
 
 def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> list[TrialLog]:
-    """Connect to the requested services. Raises if a package, a login or a server is missing."""
     logs: list[TrialLog] = []
     if wandb is not None:
         from flopwatch.sinks.wandb import WandbTrials

@@ -55,8 +55,6 @@ _POSITIONS_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """The sizes of attention's products: the position pairs in all heads and samples, and the widths of one head."""
-
     pairs: int
     query_width: int
     value_width: int
@@ -98,8 +96,6 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in the function's order."""
-
     query: Any
     key: Any
     value: Any
@@ -211,7 +207,6 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
 
 
 def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
-    """Return the number of pairs that the mask allows; None if the mask is fake, because it then has no values."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
     # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
@@ -229,7 +224,6 @@ _MOST_PAIRS_AT_ONCE = 2**24
 def flex_sizes(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
 ) -> AttentionSizes:
-    """Return the sizes of flex_attention's products. If `attention` is causal, masked query-key pairs are left out."""
     full = full_sizes(query, key, value)
     if attention == "full":
         return full
@@ -246,7 +240,6 @@ def flex_sizes(
 
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
-    """Return the number of pairs that the mask allows; None if the mask depends on fake tensors."""
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     pairs = 0
     for first in range(0, queries, rows_at_once):
@@ -319,7 +312,6 @@ def _under_autocast(tensor: Any) -> Any:
 @dataclass(frozen=True)
 class _Counted:
     ops: tuple[str, str]
-    """The names under which the forward and the backward pass are counted."""
     sizes: Callable[[], AttentionSizes]
     add: Add
     is_fused: bool = False

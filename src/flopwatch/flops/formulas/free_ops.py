@@ -144,7 +144,6 @@ _FREE_TAGS = tuple(
 
 @functools.cache
 def costs_nothing(func: OpOverload) -> bool:
-    """Return whether this op is known to run no matrix products."""
     namespace, _, name = op_name(func).partition("::")
     if namespace in COLLECTIVE_NAMESPACES:  # symm_mem has collectives that are fused with a matrix product
         return "matmul" not in name and "_mm" not in name
@@ -163,7 +162,6 @@ def costs_nothing(func: OpOverload) -> bool:
 
 
 def _has_no_data(func: OpOverload) -> bool:
-    """Return whether an op takes no tensor, or neither returns nor writes to one."""
     schema = op_schema(func)
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives = any("Tensor" in str(result.type) for result in schema.returns)

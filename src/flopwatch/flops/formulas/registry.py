@@ -56,8 +56,6 @@ kernel_formulas: dict[str, Callable[..., int]] = {}
 
 
 def formula(*names: str) -> Callable[[Formula], Formula]:
-    """Register a built-in formula under the ops' qualified names."""
-
     def register(function: Formula) -> Formula:
         _formulas.update(dict.fromkeys(names, function))
         return function
@@ -111,14 +109,12 @@ def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
 
 
 def _called(formula: Callable[..., Any], out: str, call: OpCall) -> Any:
-    """Call a formula that takes the arguments of the op, and its result under the name `out`."""
     args, kwargs = unbind(call)
     flops = formula(*args, **kwargs, **{out: call.out})
     return int(flops) if out == "out_val" else flops
 
 
 def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the op's schema, in the schema's order."""
     schema = op_schema(func).arguments
     bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     bound.update(zip((argument.name for argument in schema), args, strict=False))
@@ -127,7 +123,6 @@ def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional arguments of a call in order, and the keyword-only ones by name."""
     schema = op_schema(call.func).arguments
     given = call.arguments
     args = [given[item.name] for item in schema if not item.kwarg_only and item.name in given]

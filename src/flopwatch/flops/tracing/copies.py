@@ -132,7 +132,6 @@ class Copies:
         return twin
 
     def value(self, value: Any) -> Any:
-        """Return the copy of any object; functions, classes and what cannot be copied are their own copies."""
         kind = type(value)
         if kind in _ATOMIC or isinstance(value, Enum):
             return value
@@ -151,18 +150,15 @@ class Copies:
             items = tuple(map(self.value, value))
             return value if all(map(operator.is_, items, value)) else items
         if kind in _CONTAINERS:
-            return self._container(value)
+            twin = self._remember(value, type(value)())
+            if isinstance(value, list):
+                twin.extend(value if _ATOMIC.issuperset(map(type, value)) else map(self.value, value))
+            elif isinstance(value, set | weakref.WeakSet):
+                twin.update(map(self.value, value))
+            else:
+                twin.update({self.value(key): self.value(item) for key, item in value.items()})
+            return twin
         return self._object(value)
-
-    def _container(self, value: Any) -> Any:
-        twin = self._remember(value, type(value)())
-        if isinstance(value, list):
-            twin.extend(value if _ATOMIC.issuperset(map(type, value)) else map(self.value, value))
-        elif isinstance(value, set | weakref.WeakSet):
-            twin.update(map(self.value, value))
-        else:
-            twin.update({self.value(key): self.value(item) for key, item in value.items()})
-        return twin
 
     def _object(self, value: Any) -> Any:
         kind = type(value)

@@ -102,8 +102,6 @@ Phase = Literal["forward", "backward", "recompute"]
 
 
 class Tally:
-    """Sums of FLOPs; `as_count` returns them as a `FlopCount`."""
-
     def __init__(self) -> None:
         # The outer keys are (op, module, compute type), the inner keys are phases.
         self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -179,7 +177,6 @@ class Unwritten:
         self._storages = ByStorage()
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-        """Record an op that has run, and return whether it read a tensor that no op had written."""
         packet = func.overloadpacket
         if packet in _MAKE_EMPTY:
             self._made(out)
@@ -248,16 +245,10 @@ class CountingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        stack: ModuleStack,
-        attention: AttentionConvention,
-        execute: Execute = run_op,
-        tally: Tally | None = None,
-    ) -> None:
+    def __init__(self, stack: ModuleStack, attention: AttentionConvention, execute: Execute = run_op) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
-        self.tally = tally or Tally()
+        self.tally = Tally()
         self.in_backward = False
         self._stack = stack
         self._attention: AttentionConvention = attention
@@ -364,7 +355,6 @@ class CountingMode(TorchDispatchMode):
             self._add_uncounted(name, args)
 
     def add(self, name: str, flops: OpFlops) -> None:
-        """Add one op's FLOPs to the tally, under the current phase and module."""
         phase = self.phase()
         module = self._module(phase)
         if phase == "recompute" or self._runs_again:
@@ -376,7 +366,6 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(THREADS_NOTE)
 
     def add_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        """Add the FLOPs of a Triton kernel that is launched past torch's dispatcher."""
         flops = kernels.flops_of(kernel, arguments)
         self._unwritten.write(tensors_in(list(arguments.values())))
         if flops is None:
@@ -423,7 +412,6 @@ def needs_grad() -> tuple[bool, ...]:
 
 
 def flops_of_call(call: OpCall, formula: Formula | None) -> OpFlops | None:
-    """The FLOPs of a call and their compute type; None if they are not known."""
     tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
     # The shape of a sparse or nested tensor does not determine the FLOPs.
     is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)

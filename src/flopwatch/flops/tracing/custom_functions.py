@@ -322,7 +322,6 @@ class CustomFunctions:
         return False
 
     def _call(self) -> _Call | None:
-        """Return the call of a custom function that the running op belongs to; None if it belongs to no such call."""
         task = current_graph_task_id()
         if task != -1 and self._forward:
             node = current_autograd_node()
@@ -391,7 +390,6 @@ class _ForwardPasses:
 
 
 def _forward_codes(function: type[Any]) -> set[CodeType]:
-    """Return the code of the forward passes of a class and all its subclasses, without decorators around them."""
     forward = inspect.unwrap(function.forward)
     codes = {forward.__code__} if hasattr(forward, "__code__") else set()
     subclasses: list[type] = function.__subclasses__()

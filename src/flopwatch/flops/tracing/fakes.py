@@ -38,7 +38,6 @@ class Faker:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor for a floating-point tensor, and a CPU copy of any other tensor."""
         if tensor.layout is not torch.strided:
             raise UntraceableError(f"torch has no fake tensors of layout {tensor.layout} (shape {tuple(tensor.shape)})")
         if tensor.is_floating_point() or tensor.is_complex():

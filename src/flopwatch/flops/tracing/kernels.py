@@ -27,7 +27,6 @@ def name_of(kernel: Any) -> str:
 
 
 def flops_of(kernel: Any, arguments: Mapping[str, Any]) -> int | None:
-    """FLOPs of a launch; None if they are not known."""
     formula = kernel_formulas.get(name_of(kernel))
     if formula is not None:
         return formula(**arguments)
@@ -71,7 +70,6 @@ def _is_tuning(frame: FrameType) -> bool:
 
 
 def _unwrapped(kernel: Any) -> tuple[Any, Any]:
-    """The kernel without Triton's wrappers, and its Python function."""
     while hasattr(getattr(kernel, "fn", None), "fn"):
         kernel = kernel.fn
     return kernel, getattr(kernel, "fn", None)

@@ -123,7 +123,6 @@ class StepCount:
         return self.failure is None and not self.uncounted
 
     def agrees(self, other: "StepCount") -> bool:
-        """Whether both counts have the same FLOPs in each phase and compute type."""
         return self.by_dtype == other.by_dtype and self.uncounted == other.uncounted
 
 
@@ -183,7 +182,6 @@ class LiveStep:
         _under_way.add(self)
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume the count. Evaluations are not part of the step."""
         self._mode.is_paused = is_paused
 
     def set_axes(self, axes: Axes | None) -> None:
@@ -279,7 +277,6 @@ before, and looks for a mode that is not there.
 
 
 def clear_left_behind() -> None:
-    """Exit finished dispatch modes that can be exited now."""
     while _left_behind and not torch.is_inference_mode_enabled() and dispatch_mode_stack()[-1:] == _left_behind[-1:]:
         _left_behind.pop().__exit__(None, None, None)
 
@@ -463,7 +460,6 @@ class PassingMode(CountingMode):
         return True
 
     def counted(self) -> StepCount:
-        """What was counted, without its scales."""
         return StepCount.of(
             self.tally,
             failure=self.failure,

@@ -104,7 +104,6 @@ class ObservedStep:
         self._start()
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume the count. Evaluations and flopwatch's own runs of the model are not part of the step."""
         if is_paused != self._is_paused:
             self._is_paused = is_paused
             if is_paused:

@@ -31,7 +31,6 @@ _MISSING = object()
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the globals that code uses, and those of attributes and imported modules."""
     texts = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     attributes = {*code.co_names, *texts}  # texts, because of `getattr(module, "name")`
     used = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _USE_GLOBAL}
@@ -61,7 +60,6 @@ class Outside:
         self._undo: list[Callable[[], None]] = []
 
     def _is_followed(self, module: str | None) -> bool:
-        """Return whether code of this module is the user's own, or of a package that defines a module of the model."""
         package = (module or "").partition(".")[0]
         if package not in self._packages:
             path = getattr(sys.modules.get(package), "__file__", None) or ""
@@ -122,7 +120,6 @@ class Outside:
         return twin
 
     def follow(self) -> None:
-        """Follow all code that was added, and the code that it reaches in turn."""
         while self._waiting:
             self._follow(self._waiting.pop())
 
@@ -148,7 +145,6 @@ class Outside:
                 self._attribute(cls, name)
 
     def _attribute(self, cls: type, name: str) -> None:
-        """Follow a method of a class, or replace an attribute by a copy."""
         value = vars(cls).get(name, _MISSING)
         is_descriptor = hasattr(type(value), "__get__")
         for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
@@ -159,7 +155,6 @@ class Outside:
             self._bind(cls, name)
 
     def _bind(self, holder: Any, name: str) -> None:
-        """Replace an entry of a dict, or an attribute of any other object, by a copy in the run."""
         if (id(holder), name) in self._bound:
             return
         old = _get(holder, name)
@@ -170,7 +165,6 @@ class Outside:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """In the block, the names are bound to the copies."""
         with ExitStack() as stack:
             for undo in self._undo:
                 stack.callback(undo)

@@ -40,7 +40,6 @@ class CountOptions(NamedTuple):
 
 
 def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | None]:
-    """Return the loss of a step as a scalar, and a note if it is the sum of several outputs."""
     parts = {"loss_fn": loss_fn(output)} if loss_fn else _losses_among(output)
     for loss in parts.values():
         if not isinstance(loss, torch.Tensor):
@@ -129,7 +128,6 @@ _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
 
 
 AutocastState = tuple[tuple[str, torch.dtype], ...]
-"""The device types for which autocast is on, and the dtype for each."""
 
 
 def current_autocast() -> AutocastState:

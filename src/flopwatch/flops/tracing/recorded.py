@@ -86,7 +86,6 @@ class _Place:
 
 
 def _find_kind(name: str) -> _Kind | None:
-    """Return what is known about an op; None for other events, such as autograd nodes and annotations."""
     namespace, _, short = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), short, None) if short.isidentifier() else None
     if not isinstance(packet, OpOverloadPacket):
@@ -152,7 +151,6 @@ class RecordedOps:
         self._walk(roots, _Place())
 
     def _walk(self, siblings: list[Any], place: _Place) -> int:
-        """Count events that have the same parent, and return the number of products in them."""
         has_graph, products = None, 0
         for index, event in enumerate(siblings):
             if not event.name.startswith(_ENGINE):
@@ -325,7 +323,6 @@ def _tensors(event: Any) -> list[Any]:
 
 
 def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConvention) -> OpFlops | None:
-    """Return the FLOPs and the compute type of a call; None if its formula cannot tell them from shapes."""
     values = [_stand_in(each) for each in arguments]
     func = next((op for op in kind.overloads if _fits(op, values)), None)
     formula = None if func is None else find_formula(func)
@@ -340,7 +337,6 @@ def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConventi
 
 
 def _stand_in(value: Any) -> Any:
-    """Return a tensor without memory for a recorded one, and lists for tuples."""
     if isinstance(value, _Tensor):
         return torch.empty(value.sizes, dtype=value.dtype, device="meta")
     return [_stand_in(each) for each in value] if isinstance(value, tuple) else value

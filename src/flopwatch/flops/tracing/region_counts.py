@@ -196,7 +196,6 @@ def _unused_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _made(spec: InputSpec | None, values: Mapping[Any, int]) -> Any:
-    """A fake tensor, or a number, as the graph takes it."""
     if spec is None:
         raise TypeError("the graph takes something else than tensors and sizes")
     if spec.kind is not None:
@@ -250,7 +249,6 @@ class _GraphMode(PassingMode):
         return out
 
     def taken(self) -> tuple[StepCount, dict[Scale | Product, int]]:
-        """What was counted since the last time."""
         count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.by_scale
         self.tally, self.by_scale = Tally(), {}
         return count, scales

@@ -67,7 +67,6 @@ class Region:
         self._weight = next((place for place, spec in enumerate(self.inputs) if spec and spec.is_weight), None)
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The sizes of a call that differ from call to call."""
         return tuple(
             int(args[source.argument]) if source.dim is None else args[source.argument].shape[source.dim]
             for source in self.sources
@@ -103,11 +102,9 @@ _OWN_HOMES = ("torch", "_operator", "builtins", "math", "operator", "torchvision
 """The packages of functions that torch puts into graphs itself. What has no module is written in C."""
 _numbers = itertools.count()
 by_number: "weakref.WeakValueDictionary[int, Region]" = weakref.WeakValueDictionary()
-"""The compiled functions that are not gone."""
 
 
 def spec_of(value: Any) -> InputSpec | None:
-    """What a graph takes in the place of this tensor or size; None for other values."""
     if isinstance(value, torch.SymInt):
         return InputSpec((_expression(value),))
     if not isinstance(value, torch.Tensor):
@@ -169,7 +166,6 @@ def install() -> None:
 
 
 def listen(listener: Listener | None) -> Listener | None:
-    """Set what is told of each call of compiled code; return what was told before."""
     before, state.listener = state.listener, listener
     return before
 

@@ -50,7 +50,6 @@ class ModuleStack:
         self.failed_in: str | None = None
 
     def notes(self) -> Iterator[str | None]:
-        """Yield notes for the user on how the copy that is counted differs from the model."""
         yield left_hooks_note(self.left_hooks)
         if self.wrapped_weights:
             kinds = ", ".join(self.wrapped_weights)
@@ -158,7 +157,6 @@ def _copied(hook: Any, value: Callable[[Any], Any], left_behind: list[str]) -> A
 
 
 def left_hooks_note(left_behind: list[str]) -> str | None:
-    """Return a note that names the hooks which were not run; None if there are none."""
     if not left_behind:
         return None
     names = ", ".join(dict.fromkeys(left_behind))
@@ -197,6 +195,5 @@ def _function(hook: Any) -> Any:
 
 
 def _leaves_traces(hook: Any) -> bool:
-    """Return whether the code of a hook names a function whose effects outlive the call."""
     code = getattr(_function(hook), "__code__", None)
     return code is not None and not _LEAVE_TRACES.isdisjoint(names_in(code)[0])

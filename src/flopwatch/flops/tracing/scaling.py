@@ -94,7 +94,6 @@ def scale_of(product: Product | None, axes: Axes | None) -> Scale:
 
 
 def factors_of(call: OpCall) -> tuple[Any, ...]:
-    """The two factors of a matrix product; empty for other ops."""
     name = short_op_name(call.func).removesuffix("_")
     is_product = name in _MATRICES or name in _BATCHED
     return tuple(call.arguments[each] for each in FACTORS[f"aten::{name}"]) if is_product else ()
@@ -153,7 +152,6 @@ def _of_attention(query: Shape, key: Shape, axes: Axes, *, is_causal: bool) -> S
 
 
 def _places(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """For each size that is a length, the index of this length."""
     return [index for size in sizes for index, length in enumerate(lengths) if size == length]
 
 

@@ -25,7 +25,6 @@ class ChartStyle:
     """How a chart is drawn.
 
     Attributes:
-        write: Formats a value.
         from_zero: Whether the axis begins at 0.
         cuts_spikes: Whether the axis ends far below the largest values, if these are rare.
     """
@@ -71,7 +70,6 @@ def _tick_text(ticks: Sequence[float], style: ChartStyle) -> Callable[[float], s
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:
-    """The scale of the values, and how many points are above it."""
     low = min(point.low for point in points)
     high = max(point.high for point in points)
     ordinary = sorted(point.high for point in points)[int(0.95 * (len(points) - 1))]
@@ -154,7 +152,6 @@ def _span(moment: Moment, x: svg.LinearScale, y: float) -> str:
 
 
 def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Table) -> Drawing:
-    """Draw one lane for each kind of moment, over the steps of the run."""
     x = svg.LinearScale(*steps, 84.0, _RIGHT)
     placed = [(moment, x(moment.step)) for moment in moments if moment.step is not None]
     kinds = [kind for kind in KINDS if any(moment.kind == kind for moment, _ in placed)]

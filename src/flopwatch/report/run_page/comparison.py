@@ -43,7 +43,6 @@ _LEAST_MS = 0.05
 
 
 def comparison_document(comparison: Comparison) -> Document:
-    """The settings that differ, the table of figures, and how far the verdicts can be trusted."""
     runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
     parts: list[Part] = [Facts(runs), *_other_work(comparison), Section("", [*_differences(comparison.differences)])]
     interval = Column("99 % interval", is_number=True, is_extra=True)
@@ -104,7 +103,6 @@ def _fact(value: Any) -> str:
 
 
 def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[Part]:
-    """What changed most, and the time per step of both runs by part, with points if there is a peak."""
     rows = []
     for part in per_step.parts:
         if max(part.a_ms, part.b_ms) >= _LEAST_MS:
@@ -138,7 +136,6 @@ def _signed(change: float) -> str:
 
 
 def _remarks(comparison: Comparison) -> Iterator[str]:
-    """How to read the figures, what concerns these two runs first."""
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         yield "With several ranks, rates and shares are those of the rank that writes the log."
     wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")

@@ -46,7 +46,6 @@ class Point:
     """The values of a metric in one or several logging windows.
 
     Attributes:
-        unix_time: When the last window ended.
         low: The least value of a step, or of a window if the log has no value for each step.
         mean: The mean, weighted by the time of the windows for a rate or share, or else by their steps.
         high: The largest value of a step or window.
@@ -91,9 +90,7 @@ class Moment:
         first_step: The last step that was certainly before it; None if it was before the first step.
         last_step: The first logged step that was certainly after it.
         unix_time: When the log first shows it.
-        seconds: How long it took.
         words: What to say about it, such as the text of a notice.
-        level: Level of a notice.
     """
 
     kind: Kind
@@ -118,7 +115,6 @@ class Exactness:
 
     Attributes:
         inexact_windows: Windows whose FLOPs are a bound, an estimate, or depend on a random draw.
-        unknown_windows: Windows without FLOPs.
         notes: Each reason, and in how many windows it was given.
     """
 
@@ -134,9 +130,6 @@ class RunReport:
 
     Attributes:
         log: Path of the log.
-        state: How the run stands, such as "ended" or "failed".
-        ended_by: The exception that ended the last session; None if there was none.
-        starts: One record for each start or resumption.
         first_step: First and `last_step` last step in the log; None without steps.
         steps: Number of steps done since the first start.
         wall_seconds: From the start of the first process to the last record; None if it is unknown.
@@ -145,10 +138,8 @@ class RunReport:
         moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
         moment_counts: How many there were of each kind.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
-        conclusion: What the log says in words; `flopwatch why` says the same.
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
-        torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         left_out: Names of the user's metrics that have no curve here because there are too many.
     """
@@ -259,7 +250,6 @@ def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
 
 
 def _seconds(record: Row | Summary) -> Mapping[str, float]:
-    """Time by use since the first start, as of a record; empty if the record does not have it."""
     of_ledger = record.ledger.get("seconds") if isinstance(record, Row) else None
     return of_ledger or logged_seconds(record.values)
 
@@ -283,7 +273,6 @@ class CurveMaker:
         self._broken_at_step: int | None = None
 
     def add(self, point: Point) -> None:
-        """Add the point of a window that is older than those before."""
         if not (isfinite(point.low) and isfinite(point.mean) and isfinite(point.high)):
             self._broken_windows += 1
             self._broken_at_step = point.first_step
@@ -299,7 +288,6 @@ class CurveMaker:
 
 
 def merged(points: list[Point]) -> Point:
-    """One point that stands for several, in any order."""
     if len(points) == 1:
         return points[0]
     weight = sum(point.weight for point in points)
@@ -383,7 +371,6 @@ class _Collector:
         return self._makers.get(key)
 
     def finish(self, log: RunLog) -> None:
-        """Add what happened before the first row and after the last one."""
         begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
         self._phases += _grown(self._later, None, begun)
         if (summary := log.summary) is None:
@@ -418,7 +405,6 @@ class _Collector:
 
 
 def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float]) -> Iterator[Moment]:
-    """The phases between a record and the one read before it, which is later."""
     last_step, unix_time, after = later or (0, 0.0, {})
     for name, kind in _PHASES.items():
         more = after.get(name, 0.0) - seconds.get(name, 0.0)

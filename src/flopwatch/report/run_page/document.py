@@ -51,7 +51,6 @@ def run_document(report: RunReport) -> doc.Document:
 
 
 def run_json(report: RunReport) -> str:
-    """Everything that the page shows, as JSON."""
     content = record_fields(report)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
@@ -62,7 +61,6 @@ def run_json(report: RunReport) -> str:
 
 
 def _first(report: RunReport) -> Iterator[doc.Part]:
-    """The verdict, what to try next, the largest losses, and the main numbers."""
     places = [(name, text) for name, text in words.places(report) if name in ("host", "device", "torch")]
     where = [f"torch {text}" if name == "torch" else text for name, text in places]
     yield doc.Only(("terminal",), [doc.Text(", ".join(where), "soft")])
@@ -79,7 +77,6 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
 
 
 def _loss(loss: Loss, said: str) -> doc.Cell:
-    """A loss with what the verdict has not said yet."""
     advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice != said else ""
     points = percent(loss.points / 100).replace("%", "points")
     return doc.Cell(f"{loss.name}: {points}.", detail=f"{loss.evidence}{advice}")

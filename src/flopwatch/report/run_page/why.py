@@ -34,7 +34,6 @@ _LEAST_PERCENT_OUTSIDE = 3.0
 
 
 def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> tuple[dict[str, Any], Document]:
-    """Where the rest of the peak went, what that means, and what to try next: as JSON, and as a document."""
     waterfall = waterfall_of(log, traces)
     if waterfall is None:
         return where_the_time_went(log, traces, problems)
@@ -83,7 +82,6 @@ def _unless_ended(log: RunLog) -> str:
 
 
 def _difference(log: RunLog, waterfall: Waterfall) -> str:
-    """Why the MFU of the run and that of its steps differ."""
     outside = [loss for loss in waterfall.losses if not USES[loss.key].in_steps]
     lost = sum(loss.points for loss in outside)
     if waterfall.step_mfu_percent is None or lost < _LEAST_PERCENT_OUTSIDE:
@@ -103,7 +101,6 @@ def _difference(log: RunLog, waterfall: Waterfall) -> str:
 def where_the_time_went(
     log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]
 ) -> tuple[dict[str, Any], Document]:
-    """Where the time of a run went whose MFU is unknown, and what is missing for the MFU."""
     times = advice.times_of(log, traces)
     if times is None:
         raise InputError(advice.what_is_missing(log))
@@ -234,7 +231,6 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
 
 
 def _why_more(explanation: Explanation, hardware_flops: int) -> str:
-    """Why the hardware executed more than the model FLOPs: recomputation, padding or attention across documents."""
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
     of_documents = "pairs of positions in different documents"
@@ -366,7 +362,6 @@ def _division(name: str, numerator: str, division: Division | None, explanation:
 
 
 def _how_logged(name: str, division: Division, explanation: Explanation) -> str | None:
-    """What the log has for this value; None if it has none that can be compared."""
     if not explanation.peak_was_logged:
         without = f"no {name}, because the run did not know this peak"
         return without if division.logged is None else f"{division.logged:.6g}, at the peak that the run knew"

@@ -111,7 +111,6 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def warnings(report: RunReport) -> list[str]:
-    """What a reader must know before trusting the numbers."""
     found = []
     if report.torn_lines:
         found.append(f"{plural(report.torn_lines, 'line')} of the log could not be read; the report does without them.")
@@ -126,7 +125,6 @@ def warnings(report: RunReport) -> list[str]:
 
 
 def places(report: RunReport) -> list[tuple[str, str]]:
-    """What ran where, by the record of the newest session."""
     start = report.start
     if start is None:
         return []
@@ -149,7 +147,6 @@ def setting_text(value: Any) -> str:
 
 
 def exact_sentence(report: RunReport) -> str:
-    """In how many logging windows the FLOPs are exact."""
     counts = report.exactness
     known = counts.exact_windows + counts.inexact_windows
     if not known:
@@ -163,7 +160,6 @@ def exact_sentence(report: RunReport) -> str:
 
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
-    """How FLOPs and peak were found, as pairs of a name and a text."""
     quickest = record.achievable_flops_per_s
     facts = [
         ("from step", f"{record.step:,}"),
@@ -178,7 +174,6 @@ def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
 
 
 def peak_text(record: Provenance | None) -> str:
-    """The peak that MFU is relative to, and where it comes from."""
     if record is None or record.peak is None:
         return "not known, so there is no MFU"
     peak = record.peak
@@ -191,7 +186,6 @@ def peak_text(record: Provenance | None) -> str:
 
 
 def moment_words(moment: Moment) -> str:
-    """What happened, where, and how long it took."""
     where = "" if moment.last_step is None else f" at step {moment.last_step:,}"
     if moment.first_step is None:
         where = where.replace("at", "before")

@@ -74,8 +74,6 @@ class _Bar(NamedTuple):
 
 
 def _utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
-
     def bar(cell: Cell) -> _Bar:
         bound, mfu, hfu = "≥ " if cell.is_lower_bound else "", percent(cell.mfu), percent(cell.hfu)
         tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
@@ -88,8 +86,6 @@ def _utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawin
 
 
 def _phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw the peak memory of each phase at the largest size that all trainers ran, one panel per trainer."""
-
     def bars(cell: Cell) -> Iterator[_Bar]:
         known = ("build", "forward", "backward", "optimizer")
         for phase in (*known, *sorted(set(cell.bytes_by_phase) - set(known))):
@@ -140,7 +136,6 @@ _LEAST_SPAN = 8
 
 
 def frontier_maps(group: Group) -> list[Drawing]:
-    """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
     peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
     span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
     seqs, batches = evenly(group.seq_lens, _MOST_CELLS), evenly(group.batch_sizes, _MOST_CELLS)
@@ -201,7 +196,6 @@ _SIZE_OF: Mapping[str, Callable[[Cell], int]] = {"batch": attrgetter("batch_size
 
 
 def _curve_panels(group: Group, along: str, apart: str, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw the curves of all trainers over one size, one figure per value of the other, with the same axes."""
     x_of, panel_of = _SIZE_OF[along], _SIZE_OF[apart]
     kept = evenly(sorted({x_of(cell) for cell in group.cells}), _MOST_POINTS)
     panels = evenly(sorted({panel_of(cell) for cell in group.cells}), _MOST_PANELS)
@@ -292,7 +286,6 @@ def _curve(known: Sequence[tuple[float, float, Cell]], metric: Metric, kind: int
 
 
 def _pareto_panels(group: Group, rate: Metric, colours: Mapping[str, int]) -> list[Drawing]:
-    """Draw throughput over memory with one Pareto front for each `Cell.privacy`, one panel per sequence length."""
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
     for seq_len in evenly(sorted({cell.seq_len for cell in known}), _MOST_PANELS):

@@ -129,7 +129,6 @@ def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | s
 
 
 def _changes(all_pairs: Sequence[Pair]) -> Iterator[doc.Section]:
-    """Say which trials ended otherwise in B, by both outcomes. Those that are `ok` only in A come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in all_pairs:
         if pair.outcome_a != pair.outcome_b:

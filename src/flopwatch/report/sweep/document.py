@@ -39,7 +39,6 @@ def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Do
 
 
 def sweep_json(summary: SweepSummary) -> str:
-    """Write the whole summary as JSON, one trial or group per line."""
     content = record_fields(summary)
     content["trials"] = content.pop("rows")
     return to_json(content)
@@ -177,7 +176,6 @@ def _named(cell: Cell, colours: Mapping[str, int], mark: str = "", tone: doc.Ton
 
 
 def _verdict_notes(group: Group) -> list[doc.Text]:
-    """Say what the rows of a narrow table do not: ties, and each caveat once, with the rows it is about."""
     tied = [choice for choice in group.choices if choice.tied]
     lines = [f"≈ {_place(choice)}: {choice.verdict}" for choice in tied[:_MOST_TIES]]
     lines += [plural(len(tied) - _MOST_TIES, "more note")] if len(tied) > _MOST_TIES else []

@@ -27,7 +27,6 @@ _SIZES = (doc.Column("sequence", is_number=True, short="seq"), *doc.numbers("bat
 
 
 def group_parts(group: Group, metrics: Sequence[Metric], colours: Mapping[str, int]) -> list[doc.Part]:
-    """Return all that is said about a group; without `metrics`, matrices of all that were measured."""
     group = narrowed(group)
     return [
         doc.Legend([(name, colours[name]) for name in group.trainers]),
@@ -39,7 +38,6 @@ def group_parts(group: Group, metrics: Sequence[Metric], colours: Mapping[str, i
 
 
 def narrowed(group: Group) -> Group:
-    """Leave out the columns for which no table has room."""
     kept = group.trainers[:MOST_COLUMNS]
     return replace(
         group,
@@ -57,7 +55,6 @@ def _matrices(group: Group, metrics: Sequence[Metric]) -> doc.Tabs:
 
 
 def matrix_rows(group: Group) -> dict[tuple[int, int], list[Cell | None]]:
-    """Return the cells by sequence length and batch size, in the order of the trainers; None was not planned."""
     by_place = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in group.cells}
     places = sorted({(cell.seq_len, cell.batch_size) for cell in group.cells})
     return {place: [by_place.get((*place, name)) for name in group.trainers] for place in places}

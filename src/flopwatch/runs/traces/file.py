@@ -100,7 +100,6 @@ class _Text:
         return found
 
     def value(self) -> Any:
-        """The next JSON value."""
         self.next_character()
         while True:
             try:
@@ -117,7 +116,6 @@ class _Text:
             return value
 
     def _failure(self, error: Exception, *, may_be_cut: bool) -> Exception:
-        """Whether the file ends within the value, or the value itself is wrong."""
         if may_be_cut and isinstance(error, json.JSONDecodeError):
             is_at_end = error.pos >= len(self._text) - _LONGEST_WORD or error.msg.startswith("Unterminated string")
             if is_at_end:

@@ -52,15 +52,10 @@ class TraceSplit(Stored):
     they are ops of any thread of the process.
 
     Attributes:
-        file: Name of the trace file.
-        rank: The rank that was traced.
         device: `cpu`, or the kind of accelerator such as `cuda`.
-        steps: Number of traced steps.
         seconds: Time of the traced steps, from the start of the first to the end of the last.
         matmul_seconds: Matrix products and convolutions.
-        attention_seconds: Fused attention.
         other_kernel_seconds: All other computation of forward and backward pass: norms, activations, element-wise ops.
-        optimizer_seconds: Work of the optimizer's step.
         exposed_communication_seconds: Communication while the device computes nothing.
         hidden_communication_seconds: Communication behind computation; it costs no time and is part of no sum.
         copy_seconds: Copies between host and device while the device computes nothing.
@@ -99,7 +94,6 @@ def traces_of(run_dir: str | Path) -> Path:
 
 
 def newest_files(folder: Path) -> dict[int, Path]:
-    """The newest trace of each rank in a folder with traces; empty if there is none."""
     found: dict[int, tuple[int, Path]] = {}
     for path in folder.glob("step*.pt.trace.json.gz"):
         name = _TRACE_NAME.fullmatch(path.name)
@@ -128,7 +122,6 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
 
 
 def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
-    """The split of each trace: kept from an earlier reading, or read now."""
     return tuple(map(_split_of, paths))
 
 
@@ -202,7 +195,6 @@ def read_trace(path: str | Path) -> TraceSplit:
 
 
 def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_without_kernels: str) -> str | None:
-    """Why a trace cannot be split, as the rest of a sentence; None if it can."""
     if not found.has_events:
         return "has no events; take another one with: flopwatch trace RUN_DIR"
     if not found.steps:
@@ -222,7 +214,6 @@ def _problem(found: "_Collected", intervals: Mapping[str, Intervals], device_wit
 
 
 def _rank(about: Mapping[str, Any], path: Path) -> int:
-    """The rank that the trace names, or else its file name; 0 if neither does."""
     of_job = about.get("distributedInfo")
     rank = of_job.get("rank") if isinstance(of_job, dict) else None
     named = _RANK.search(path.name)
@@ -275,7 +266,6 @@ class _Collected:
 
 
 def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Start and end of an event in nanoseconds; None if it has no duration."""
     start, length = _microseconds(event.get("ts")), _microseconds(event.get("dur"))
     if event.get("ph") != "X" or start is None or length is None or length < 0:
         return None

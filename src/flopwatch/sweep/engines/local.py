@@ -40,7 +40,6 @@ class Slot:
     """The devices of one trial.
 
     Attributes:
-        gpus: Device numbers of its GPUs.
         share: The trial's share of its GPU, below 1.0 if several trials share the GPU.
         cores: The cores that the trial is pinned to; if empty, the trial is not pinned.
     """
@@ -60,12 +59,9 @@ class Slot:
 
 
 class SlotPool:
-    """Reserves and releases slots.
+    """Reserves and releases slots: of these GPUs, or without any of the cores, for at most `jobs` trials at once.
 
-    Args:
-        gpus: Device numbers of the GPUs to use; empty uses the cores instead.
-        jobs: Maximum number of trials that run at once on the cores; ignored with GPUs.
-        sweep: The sweep's folder. Its path is written to the lock files, so that a waiting sweep can name it.
+    The path of the sweep's folder is written to the lock files, so that a waiting sweep can name it.
     """
 
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
@@ -214,7 +210,6 @@ _UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
 
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
-    """Divide the cores that this process may use into `jobs` sets of equal size."""
     cores = process_tree.usable_cores()
     if not 1 <= jobs <= len(cores):
         raise InputError(

@@ -117,20 +117,9 @@ class RayEngine:
         self._driver = RayConnection(environment, self._address, *self._local)
 
     def _keep_driver(self) -> None:
-        """Start another process if the one that talks to Ray has ended."""
         if self._driver.is_alive():
             return
-        self._leave_tasks()
-        if self._is_cancelled or time.monotonic() < self._next_start:
-            raise ConnectionError(self._driver.last_words())
-        self._driver.close()
-        self._start_driver()
-
-    def _leave_tasks(self) -> None:
-        """Report the begun trials of an ended driver process as ended, and keep the others for the next process.
-
-        The supervisors of begun trials may still run, so `_gone` and the runner wait for the end of each.
-        """
+        # The supervisors of begun trials may still run, so `_gone` and the runner wait for the end of each.
         for name in self._tasks.values():
             trial = self._trials[name]
             if self._is_cancelled or name in self._recalled or has_begun(self._sweep, name):
@@ -139,6 +128,10 @@ class RayEngine:
                 self._unsent.append(trial)
                 del self._trials[name], self._needs[name]
         self._tasks.clear()
+        if self._is_cancelled or time.monotonic() < self._next_start:
+            raise ConnectionError(self._driver.last_words())
+        self._driver.close()
+        self._start_driver()
 
     def room(self, next_up: TrialSpec) -> int:
         """Return how many more trials to give to Ray: a few more than can run at once, so that no GPU is idle between
@@ -205,7 +198,9 @@ class RayEngine:
                 self._give_up_dead_nodes()
             self.submit(())
             if self._outage.since is not None:
-                self._take_up_results()
+                for task, name in list(self._tasks.items()):  # a trial has ended if its result is in the folder
+                    if own_result(self._sweep, name) is not None:
+                        self._end_trial(self._tasks.pop(task), _DRIVER_ENDED)
             ended = self._gone()
             if ended or time.monotonic() >= deadline:
                 return ended
@@ -223,12 +218,6 @@ class RayEngine:
                 ray_task.put_in_place(self._sweep, returned.files)
                 self._end_trial(self._tasks.pop(task), returned.evidence)
             self._driver.call("forget", task)
-
-    def _take_up_results(self) -> None:
-        """While Ray does not answer, report the trials that have written their results to the sweep's folder."""
-        for task, name in list(self._tasks.items()):
-            if own_result(self._sweep, name) is not None:
-                self._end_trial(self._tasks.pop(task), _DRIVER_ENDED)
 
     def _end_trial(self, name: str, evidence: Mapping[str, Any]) -> None:
         if self._is_cancelled:
@@ -293,7 +282,6 @@ class RayEngine:
         self._driver.kill()  # Ray does not answer, but it ends the tasks of a process that has ended
 
     def close(self) -> None:
-        """Disconnect from the cluster, or end the local Ray."""
         if hasattr(self, "_driver"):
             (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
             self._driver.close()

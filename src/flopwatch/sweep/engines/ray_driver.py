@@ -70,12 +70,7 @@ class RayOutage:
 
 
 class RayConnection:
-    """A driver process that is connected to Ray, or is connecting.
-
-    Args:
-        environment: Environment variables for the process, added to those of the runner.
-        arguments: The arguments of `Driver.connect`.
-    """
+    """A driver process that is connected to Ray, or is connecting; `arguments` are those of `Driver.connect`."""
 
     def __init__(self, environment: Mapping[str, str], *arguments: Any) -> None:
         ours, theirs = socket.socketpair()
@@ -152,7 +147,6 @@ class RayConnection:
         return ConnectionError(self.last_words())
 
     def last_words(self) -> str:
-        """Return the last line that the process printed, for example Ray's reason for ending it."""
         with contextlib.suppress(OSError, ValueError):
             size = self._output.seek(0, os.SEEK_END)
             self._output.seek(max(0, size - _TAIL_BYTES))
@@ -200,7 +194,6 @@ class Driver:
         return found
 
     def place(self, task: str, order: ray_task.Order) -> None:
-        """Create the task of a trial."""
         if task in self._orders:
             return
         # A trial with one node needs no placement group, because Ray places all GPUs of a task on one node.
@@ -219,7 +212,6 @@ class Driver:
         self._orders[task] = order
 
     def ended(self, seconds: float) -> list[tuple[str, ray_task.Returned]]:
-        """Wait until a task ends, but at most `seconds`. Return the ended tasks that were not forgotten."""
         waiting = list(self._references)
         seconds = 0.0 if self._ended else seconds
         if waiting and self._ray.wait(waiting, num_returns=1, timeout=seconds, fetch_local=False)[0]:
@@ -253,7 +245,6 @@ class Driver:
                 self._ray.cancel(reference, force=True)
 
     def forget(self, task: str) -> None:
-        """Release what belongs to a task whose end the runner knows."""
         self._ended.pop(task, None)
         self._references = {reference: name for reference, name in self._references.items() if name != task}
         if task in self._groups:

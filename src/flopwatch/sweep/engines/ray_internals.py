@@ -30,7 +30,6 @@ _TOKEN = secrets.token_hex(32)  # the same during the whole process, because Ray
 
 
 def local_environment() -> dict[str, str]:
-    """Return the environment variables for a local Ray and its processes."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Without this variable, Ray uses the address of the network card and listens on all interfaces.
@@ -69,7 +68,6 @@ def publish_node(token: str, name: str) -> None:
 
 
 def node_of(token: str, name: str) -> str | None:
-    """Return the id of the node that a trial runs on; None if the trial has not begun."""
     if (store := _key_value_store()) is None:
         return None
     node = store._internal_kv_get(_key(token, name))

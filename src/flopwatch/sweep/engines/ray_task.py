@@ -61,12 +61,8 @@ class Order:
     """The argument of a trial's task.
 
     Attributes:
-        sweep: Path of the sweep's folder on the runner's host.
         token: Content of the file FOLDER_TOKEN in that folder.
         spec: Content of `trials/NAME/spec.json`.
-        cwd: Working directory of the runner, from which trainers are imported.
-        environment: Environment variables for the trial.
-        need: The Ray resources that the trial needs on each node.
     """
 
     sweep: str
@@ -249,7 +245,6 @@ def placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
 
 
 def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
-    """Report to the supervisor if a node died or could not run its agent."""
     import ray
 
     left = list(references)
@@ -266,7 +261,6 @@ def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
 
 
 def run_agent(agent: AgentOrder) -> None:
-    """Run the agent of a node in the sweep's folder, or in a temporary one if the node has no access to that folder."""
     order = agent.order
     if sees_the_sweep(order):
         with log_file(Path(order.sweep), order.name).open("ab") as log:

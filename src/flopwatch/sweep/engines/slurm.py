@@ -81,11 +81,8 @@ class Outbox:
     """Submits arrays until Slurm has accepted them.
 
     A controller that restarts or is overloaded rejects jobs with dozens of different messages. Therefore a submission
-    is given up only if the message says that the request is wrong. After all other messages it is retried.
-
-    Args:
-        job_name: The job name of all arrays of this sweep.
-        patience_seconds: How long a submission is retried. After that its trials are recorded as lost.
+    is given up only if the message says that the request is wrong. After all other messages it is retried, for
+    `patience_seconds`; after that its trials are recorded as lost.
     """
 
     def __init__(self, job_name: str, patience_seconds: float) -> None:
@@ -102,8 +99,7 @@ class Outbox:
     def send(self) -> tuple[list[tuple[Array, str]], list[Ended]]:
         """Submit the arrays whose `next_try` has passed.
 
-        Returns:
-            The arrays that Slurm accepted with their job numbers, and the trials that will not be submitted again.
+        Returns those that Slurm accepted with their job numbers, and the trials that will not be submitted again.
         """
         placed, ended = [], []
         for array in [array for array in self._arrays if time.monotonic() >= array.next_try]:
@@ -134,7 +130,6 @@ class Outbox:
             return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
 
     def _postpone(self, array: Array, message: str) -> bool:
-        """Set the time of the next try; return False if there is none, because patience is over."""
         now = time.monotonic()
         array.since = array.since if array.tries else now
         array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
@@ -147,7 +142,6 @@ class Outbox:
         return arrays
 
     def state(self) -> str:
-        """Return why arrays are waiting; "" if none is."""
         if not self._arrays:
             return ""
         last = max(self._arrays, key=lambda array: array.tries)
@@ -323,7 +317,6 @@ class SlurmEngine:
         return self._is_cancelled or read_object(file).get("outcome") != "cancelled"
 
     def _vanished(self) -> list[Ended]:
-        """Return trials that have no result and are no longer in Slurm's queue."""
         now = time.monotonic()
         if now < self._next_squeue or not self._tasks:
             return []
@@ -342,7 +335,6 @@ class SlurmEngine:
         return [self._end(task.trial.name, evidence) for task in gone if (evidence := self._ending(task, known, now))]
 
     def _update_tasks(self, queue: Sequence[Queued], now: float) -> list[_Task]:
-        """Update the state of all tasks from Slurm's queue; return the tasks that are not in it."""
         there = {entry.task: entry for entry in queue}
         gone = []
         for task in self._tasks.values():
@@ -435,7 +427,6 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
 
 
 def _line(file: Path, index: int) -> tuple[str, str]:
-    """Return trial and attempt from line `index` of an array's `.names` file; two empty texts without such a line."""
     try:
         with opened_regular(file) as names:
             line = names.read().decode(errors="replace").splitlines()[index]

@@ -34,7 +34,6 @@ class Request:
 
     @property
     def options(self) -> dict[str, object]:
-        """Return the options for sbatch. Those with the value None are not written to the script."""
         return {
             "nodes": self.nodes,
             "ntasks": self.nodes,
@@ -273,13 +272,11 @@ def need_commands() -> None:
 
 
 def queue(job_name: str) -> list[Queued] | None:
-    """Return the tasks in Slurm's queue that have this job name; None if Slurm does not answer."""
     answer = _ask("squeue", "-h", "-r", "--me", f"--name={job_name}", "-o", SQUEUE_FORMAT)
     return None if answer is None or answer.returncode else read_squeue(answer.stdout)
 
 
 def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
-    """Return how these tasks ended, by task. Tasks that Slurm does not know are left out."""
     found: dict[str, Accounted] = {}
     wanted = set(tasks)
     jobs = job_list(wanted)
@@ -297,16 +294,9 @@ def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
 def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
     """Submit a batch script and return the job number of its array.
 
-    Args:
-        script: Path of the script.
-        job_name: The job name of all arrays of this sweep.
-        may_have_arrived: An earlier submission of this script failed. Then look for its job in Slurm's queue first, so
-            that it does not run twice.
-
-    Raises:
-        QueueFullError: The user has reached the limit on the number of jobs.
-        RefusedError: The request is wrong.
-        NotNowError: Any other error.
+    If an earlier submission of it failed, it `may_have_arrived`: its job is looked for in Slurm's queue first, so
+    that it does not run twice. Raises QueueFullError if the user has reached the limit on the number of jobs,
+    RefusedError if the request is wrong, and NotNowError for any other error.
     """
     if may_have_arrived:
         there = queue(job_name)
@@ -346,7 +336,6 @@ def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
 
 
 def allow_all_nodes(task: str) -> None:
-    """Remove the list of excluded nodes from a pending task."""
     _ask("scontrol", "update", f"jobid={task}", "excnodelist=")
 
 

@@ -45,7 +45,6 @@ _NO_SOURCES = ("/proc/", "/sys/")
 
 @cache
 def host_facts() -> dict[str, Any]:
-    """The CPU's name as `cpu`; on a host with NVIDIA GPUs also `gpus` and `driver`."""
     name = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     found: dict[str, Any] = {"cpu": f"{name}, {os.cpu_count()} threads"}
     gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
@@ -66,7 +65,6 @@ def _line(file: Path, key: str) -> str:
 
 @cache
 def machine() -> dict[str, Any]:
-    """Versions and devices of this host."""
     found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
         try:
@@ -79,9 +77,7 @@ def machine() -> dict[str, Any]:
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
     """Versions, devices, and digests of the user's files: trainer, model, batch function, config, files of a command.
 
-    Args:
-        spec: The trial's configuration.
-        is_here: False if the trial may run on another host, so that this host's devices are left out.
+    `is_here` is False if the trial may run on another host, so that this host's devices are left out.
     """
     names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     moment = int(monotonic_seconds() / _SOURCES_LAST_SECONDS)

@@ -45,11 +45,9 @@ class Resident:
     """The resident memory of one process in bytes, from /proc/PID/status.
 
     Attributes:
-        now: The present resident size.
         peak: The largest resident size since the process started, or since the peak was reset.
         anonymous: The part of `now` that belongs to no file and no shared memory.
         file: The part of `now` that is pages of mapped files.
-        parent: Pid of the parent process.
         figures: All lines of /proc/PID/status about memory, to compare two processes.
     """
 
@@ -177,7 +175,6 @@ class TreeMemory:
         return self._rollup.total + sum(since)
 
     def _is_urgent(self, found: Mapping[int, Resident], size: int) -> bool:
-        """Whether to read smaps_rollup soon, because large processes have started or the limit seems exceeded."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         return unknown > _WORTH_A_ROLLUP * size or (self._limit_bytes is not None and size > self._limit_bytes)
@@ -202,7 +199,6 @@ def descendants_from_lists(pid: int) -> list[int]:
 
 
 def resident(pid: int | str) -> Resident | None:
-    """The resident memory of a process; None if it is gone or a zombie."""
     lines = keyed_lines(f"/proc/{pid}/status")
     if b"VmRSS" not in lines:
         return None
@@ -298,8 +294,6 @@ class MemoryLimit:
 
     Attributes:
         kind: `cgroup`, `rlimit` or `none`.
-        folder: The folder of the cgroup; None if there is no cgroup.
-        data_bytes: The value of RLIMIT_DATA; None if it is not set.
     """
 
     kind: str
@@ -307,7 +301,6 @@ class MemoryLimit:
     data_bytes: int | None = None
 
     def join(self) -> None:
-        """Put this process under the limit: the worker's, before its program starts."""
         if self.folder is not None:
             (self.folder / "cgroup.procs").write_text("0")
         if self.data_bytes is not None:
@@ -316,11 +309,9 @@ class MemoryLimit:
             resource.setrlimit(resource.RLIMIT_DATA, (self.data_bytes, self.data_bytes))
 
     def oom_kills(self) -> int:
-        """How many processes of the cgroup the kernel has killed because memory ran out."""
         return read_oom_kills(self.folder) if self.folder else 0
 
     def peak_bytes(self) -> int | None:
-        """Peak memory of the cgroup; None without a cgroup."""
         for name in ("memory.peak", "memory.max_usage_in_bytes"):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return int((self.folder / name).read_text())  # type: ignore[operator]

@@ -47,7 +47,6 @@ def check_system() -> None:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use; all of them where the system cannot limit a process to some."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -93,7 +92,6 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
 
 
 def is_marked(pid: int, trial_dir: Path, attempt: str = "") -> bool | None:
-    """Whether the process has this trial's environment variable; None if the process is gone or not ours."""
     marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
@@ -235,7 +233,6 @@ def _ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first: bool, wants_stacks: bool) -> str:
-    """Kill the worker; return the stacks of its threads if `wants_stacks`."""
     stacks = ""
     if sigterm_first:
         with contextlib.suppress(ProcessLookupError):

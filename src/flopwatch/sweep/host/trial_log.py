@@ -25,7 +25,6 @@ class TrialLog:
 
     Attributes:
         handle: The file descriptor that the trial's processes get as their output.
-        received_bytes: How much the trial has printed.
         full_disk: The system's message if a write failed because the disk was full; empty otherwise.
     """
 
@@ -82,7 +81,6 @@ class TrialLog:
             del self._pending[: os.write(self._end, self._pending)]
 
     def _shorten(self, most_bytes: int) -> None:
-        """If the file is longer than `most_bytes`, take out its middle."""
         kept, size = self._kept_bytes, os.fstat(self._middle).st_size
         if size <= most_bytes:
             return

@@ -68,7 +68,6 @@ class SafeObserver:
         self._observer = observer
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Call the observer's method of this name, if it has one."""
         try:
             if (call := getattr(self._observer, event, None)) is not None:
                 call(*facts)
@@ -91,7 +90,6 @@ class RunnerState:
         start_ticks: When the runner started. It shows whether `pid` is still the runner's; None without /proc.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
-        waiting: Number of trials that the engine has not been given yet.
         stopping: Why the runner starts no more trials: `finish`, `kill`, `budget`, or `over` if it has exited. Empty
             while it starts trials.
     """
@@ -120,7 +118,6 @@ def is_here(state: RunnerState) -> bool:
 
 
 def is_alive(state: RunnerState) -> bool | None:
-    """Whether the runner that wrote this state still runs; None if it runs on another host."""
     if state.stopping == "over":
         return False
     return start_ticks(state.pid) == state.start_ticks if is_here(state) else None
@@ -236,7 +233,6 @@ class Follower:
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        """Return the last state that the runner wrote; None if no runner runs."""
         state = read_runner(self._sweep)
         if state != self._last:
             self._last, self._heard = state, self._clock()

@@ -37,7 +37,6 @@ class Plan:
     """The trials of a sweep and which of them will run.
 
     Attributes:
-        trials: All trials of the sweep, in the order of the specification.
         todo: The trials that will run, in the order in which they start.
         kept: Results of earlier runs that stay valid, by trial name.
         again: Names of trials in `todo` that run although they have a result.
@@ -69,16 +68,16 @@ def make_plan(
     engine: str = "local",
     repeats: RepeatPolicy = NO_REPEATS,
 ) -> Plan:
-    """Compare the trials of a sweep with the results in its folder, and choose the trials to run.
+    """Compare the trials of a sweep with the results in its folder, which need not exist yet, and choose those to run.
 
     Args:
-        sweep: The sweep's folder. It need not exist yet.
+        sweep: The sweep's folder.
         specs: The configurations of all trials.
         only: `failed`, `oom` or `missing` runs only those trials. None runs all trials without a final result.
         limit: `100:200` selects this slice of the trials, and `20` the first twenty.
         shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
             slower would look like an effect of a setting. None keeps the order of `specs`.
-        engine: Name of the engine. With `local`, results from devices that this host does not have are not valid.
+        engine: With `local`, results from devices that this host does not have are not valid.
         repeats: Which trials with a result run again, because the interval of their step time is too wide.
     """
     if only is not None and only not in ONLY:
@@ -114,7 +113,6 @@ def _without_unbegun(sweep: Path, earlier: SweepResults) -> SweepResults:
 
 
 def _outdated(todo: Sequence[Trial], earlier: Mapping[str, TrialResult]) -> tuple[str, ...]:
-    """Return a sentence about finished trials that run again, because the user has changed a file that they use."""
     changed: dict[str, list[str]] = {}
     for trial in todo:
         result = earlier.get(trial.name)
@@ -247,7 +245,6 @@ def match_memory_limits(
 
 
 def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
-    """Whether the configurations differ only in the memory limit, and the limit is larger now than before."""
     new, old = now.limits.memory_bytes, before.limits.memory_bytes
     if old is None or (new is not None and new <= old):
         return False
@@ -263,7 +260,6 @@ class RetryPolicy:
     """Which trials are retried.
 
     Attributes:
-        most: Maximum number of retries of one trial.
         outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
     """
 
@@ -271,7 +267,6 @@ class RetryPolicy:
     outcomes: tuple[Outcome, ...] = ("lost",)
 
     def tries_again(self, result: TrialResult, earlier: int, *, is_stopping: bool = False) -> bool:
-        """Whether to retry a trial with this result; `earlier` is the number of attempts before this result."""
         return not is_stopping and result.outcome in self.outcomes and earlier < self.most
 
 
@@ -356,5 +351,4 @@ def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
 
 
 def failed_before(plan: Plan) -> int:
-    """Return the number of trials that failed in an earlier run and were not run again."""
     return sum(plan.kept[name].outcome not in GREEN for name in plan.asked if name in plan.kept)

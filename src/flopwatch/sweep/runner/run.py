@@ -120,7 +120,6 @@ class SilentSupervisors:
         self._reasons: dict[str, str] = {}
 
     def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
-        """Make the engine kill each supervisor whose heartbeat has been missing for too long."""
         end = getattr(engine, "end", None)
         if end is None or self._clock() < self._next_check:
             return
@@ -143,7 +142,6 @@ class SilentSupervisors:
         return f"the trial's supervisor ({process}) wrote no heartbeat for {silent:.0f} s and was killed"
 
     def explain(self, ended: Ended) -> Ended:
-        """Add the reason to the evidence if `end_silent` killed this trial's supervisor."""
         reason = self._reasons.pop(ended.name, None)
         return ended if reason is None else replace(ended, evidence={"stuck": reason, **ended.evidence})
 
@@ -223,21 +221,10 @@ def run_plan(
     budget_seconds: float | None = None,
     clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
-    """Run the trials `plan.todo` and append each result to `results.jsonl`.
+    """Run the trials `plan.todo` and append each result to `results.jsonl`; return how many trials ended, by outcome.
 
-    Args:
-        plan: The result of `make_plan`.
-        engine: Runs the trials.
-        observer: Is called when trials start and end. An exception that it raises does not end the sweep.
-        stop: Flags that another thread or a signal handler can set to stop the sweep.
-        refuse: Returns the reason why a trial cannot run (its preflight failed), or None if it can run.
-        retries: Which outcomes are retried, and how often.
-        repeats: Which trials are run again after they ended `ok`, and how often.
-        budget_seconds: No trial starts after this time. None means no limit.
-        clock: Measures the budget.
-
-    Returns:
-        The number of trials that ended, by outcome.
+    An exception of the observer does not end the sweep. Another thread or a signal handler can set flags of `stop`.
+    `refuse` returns why a trial cannot run (its preflight failed), or None. No trial starts after `budget_seconds`.
     """
     safe = observer if isinstance(observer, SafeObserver) else SafeObserver(observer)
     run = _Run(plan, engine, safe, stop, refuse, retries, repeats)
@@ -424,7 +411,6 @@ class _Run:
         return batch
 
     def _finish(self, ended: Ended) -> None:
-        """Record the result of a trial whose supervisor has ended, or queue the trial's next attempt."""
         trial = self.running.pop(ended.name, None)
         if trial is None:
             return
@@ -444,7 +430,6 @@ class _Run:
         self._settle(result)
 
     def _repeat(self, trial: Trial, result: TrialResult) -> None:
-        """Record the result of the runs so far, and queue the next run behind all other trials."""
         self.writer.add(result)
         self.repeating[trial.name] = result
         # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.

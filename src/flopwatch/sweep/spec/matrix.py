@@ -171,11 +171,7 @@ _INNER: dict[str, type[BaseModel]] = {
 
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
-    """Read a matrix from a YAML file; `settings` take precedence over the file.
-
-    Raises:
-        InputError: The matrix cannot be used; the message names the setting.
-    """
+    """Read a matrix from a YAML file; `settings` take precedence. Raises InputError, which names the setting."""
     content = layered(_read_file(file), settings)
     try:
         return Matrix.model_validate(content)
@@ -299,8 +295,7 @@ def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
 def expand(matrix: Matrix) -> list[TrialSpec]:
     """The trials of every combination that `exclude` does not remove, in the order of the axes.
 
-    Raises:
-        InputError: No trial is left, there are too many, or settings contradict each other.
+    Raises InputError if no trial is left, there are too many, or settings contradict each other.
     """
     if matrix.gpus is not None and matrix.gpus_per_node not in (None, matrix.gpus):
         raise InputError(
@@ -333,7 +328,6 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
 
 
 def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
-    """The values of each axis. The keys are the names of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     return {
@@ -386,7 +380,6 @@ def _spec(
     options: Mapping[str, Any],
     **settings: Any,
 ) -> TrialSpec:
-    """The trial of one combination of values. `settings` are passed to TrialSpec under the same names."""
     own, trainer, label = entry
     images = image_preset(settings["model"])
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial

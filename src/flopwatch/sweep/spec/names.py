@@ -155,7 +155,6 @@ def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
 
 
 def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
-    """The names that a module defines, including those inside `if`, `try` and `with`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -179,10 +178,7 @@ _ALIKE = 0.75  # similarity at which a word is a typo of a placeholder; at diffl
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
     """Raise InputError for the first unknown name, so that no sweep starts with a typo.
 
-    Args:
-        specs: All trials.
-        with_modules: Whether the user's trainers and models must exist on this host; False if they may exist only on
-            the nodes of a cluster.
+    `with_modules` is False if the user's trainers and models may exist only on the nodes of a cluster.
     """
     ours = [spec for spec in specs if spec.trainer != COMMAND]
     for dtype in dict.fromkeys(spec.dtype for spec in ours):

@@ -255,8 +255,6 @@ LAYOUTS = ("ddp", "fsdp")
 
 @dataclass(frozen=True, slots=True)
 class ProcessPoint:
-    """One combination of the settings `nodes`, `processes` and `layout`."""
-
     nodes: int = 1
     processes: int = 1
     layout: str | None = None
@@ -286,7 +284,6 @@ def needs_one_process(spec: TrialSpec) -> str | None:
 
 
 def check_processes(spec: TrialSpec) -> None:
-    """Raise InputError if the trial's processes cannot share its batch, or if a command has several nodes."""
     ranks = spec.world_size
     if spec.layout is not None and spec.layout not in LAYOUTS:
         raise InputError(f"`layout` must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")

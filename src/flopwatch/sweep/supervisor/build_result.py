@@ -238,7 +238,6 @@ def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> di
 
 
 def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
-    """Read the measurements in a trial's folder; `host_peak` is the peak host memory that the supervisor sampled."""
     left = read_or_none(Collected, read_json(trial_dir / MEASURED)) or Collected()
     measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
     if spec.trainer != "command":
@@ -253,7 +252,6 @@ def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) 
 
 
 def _read_metrics(file: Path) -> tuple[dict[str, Any], str]:
-    """What a command wrote to its `metrics.json`, and what of it cannot be used, and why."""
     try:
         content = load_json(file)
     except FileNotFoundError:
@@ -271,7 +269,6 @@ def _read_metrics(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _wanted(name: str, value: Any) -> str:
-    """What a value of `metrics.json` should be; empty if it can be used, or if it is of no interest."""
     if name == "outcome":
         return "" if value in ("ok", "oom_device", "oom_host") else "oom_device or oom_host"
     if name == "step_seconds":
@@ -281,7 +278,6 @@ def _wanted(name: str, value: Any) -> str:
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
-    """For a trial that ran all steps but not all later phases, record in `not_measured` why phases are missing."""
     is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
     is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,
@@ -333,7 +329,6 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
 
 
 def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
-    """Add the numbers that a command wrote to `metrics.json` or to a `TrainingMonitor` log in the trial's folder."""
     known = {**_monitor_values(trial_dir), **reported}
     numbers = {name: float(value) for name, value in known.items() if _is_number(value)}
     seconds: Any = known.get("step_seconds")
@@ -351,7 +346,6 @@ def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, A
 
 
 def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the MFU and HFU that a command reported, and a note for each value that is impossible and left out."""
     reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
     shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
     notes = tuple(
@@ -443,11 +437,9 @@ def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
 
 
 def with_full_disk(result: TrialResult, why: str) -> TrialResult:
-    """Add to the result that the disk was full. A failure counts as `lost` then, because the disk may have caused it.
+    """Add to the result that the disk was full, with the system's message `why`, which is empty if it was not.
 
-    Args:
-        result: The result.
-        why: The system's message about the full disk; empty if the disk was not full.
+    A failure counts as `lost` then, because the disk may have caused it.
     """
     if not why:
         return result

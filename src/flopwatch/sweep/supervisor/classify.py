@@ -36,18 +36,13 @@ class ExitFacts:
 
     Attributes:
         own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
-        own_kill_detail: The reason for this kill as a text.
-        exit_code: The worker's exit code; None if a signal ended the worker.
         signal_number: The signal that ended the worker; None if it exited by itself.
         has_finished: Whether the worker wrote that it has finished.
-        has_finished_steps: Whether the worker measured all its steps.
         is_command: Whether the worker is a user's command. A command with exit code 0 has succeeded.
         exception: `type`, `message` and `outcome` of the exception that the worker wrote to `exception.json`.
-        reported: The outcome that a command wrote to `metrics.json`.
         oom_kills: Number of processes that the kernel killed for memory in the trial's cgroup.
         has_own_group: Whether no other trial shares this cgroup.
         held_bytes: Lower bound of the peak host memory; None if unknown.
-        limit_bytes: Limit of host memory; None without a limit.
     """
 
     own_kill: OwnKill | None = None
@@ -79,7 +74,6 @@ def classify(facts: ExitFacts) -> tuple[Outcome, str]:
 
 
 def ok_after_steps(reason: str) -> tuple[Outcome, str]:
-    """Return the outcome of a trial that failed for this reason after all its steps were measured."""
     return "ok", f"all steps were measured; the trial failed after them: {reason}"
 
 
@@ -128,7 +122,6 @@ def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
 
 
 def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
-    """Return the last log line about memory if the trial failed for another reason; None if there is no such line."""
     if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
         return None
     lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
@@ -168,7 +161,6 @@ class JobEnd:
     Attributes:
         first: The rank that failed first; None if no rank reported a failure.
         lost: Why the trial lost a node; empty if it lost none.
-        lost_host: Name of the lost node.
         error: Torchrun's error if the ranks could not connect to each other; empty otherwise.
         oom_kills: Number of processes that the kernel killed for memory on nodes other than the first.
         is_mute: Whether torchrun on the first node ended without a report, so that only its exit status is known.
@@ -222,14 +214,10 @@ class WorkerExit:
 
     Attributes:
         status: Exit code, or the negative number of the signal that ended the worker; None if it survived SIGKILL.
-        own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
-        own_kill_detail: The reason for this kill as a text.
-        stacks: The Python stacks of the worker's threads before the kill.
         host_peak: Peak host memory of the trial's processes until the last step; for a command, until its end.
         lower_bound_bytes: Lower bound of the peak host memory, without file pages.
         memory_limit: The memory limit, how it is enforced, and the peaks from the supervisor's samples and the kernel.
         unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
-        job_end: How the ranks ended, if the trial has several processes.
     """
 
     pid: int

@@ -63,8 +63,6 @@ def become_guarded(trial_dir: Path) -> int | None:
 
 
 def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
-    """Wait until the supervisor has ended, clear what it left, and exit as it did."""
-
     def forward(number: int, frame: object) -> None:
         # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
         os.kill(supervisor, signal.SIGTERM)
@@ -81,7 +79,14 @@ def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
         claimed = read_object(trial_dir / STARTED)
         if claimed.get("pid") == supervisor and claimed.get("boot_id") == pid_scope().get("boot_id", ""):
             _clear_attempt(trial_dir, claimed.get("attempt", ""), why_killed)
-    _exit_like(status)
+    if status < 0:  # the engine reads the status of this process
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(abs(status))
 
 
 def _wait(supervisor: int, pipe: int) -> str:
@@ -114,20 +119,7 @@ def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
             write_json(folder / GUARD, {"attempt": attempt, "reason": reason})
 
 
-def _exit_like(status: int) -> NoReturn:
-    """Exit with the supervisor's status, because the engine reads the status of this process, not the supervisor's."""
-    if status < 0:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(abs(status))
-
-
 def group_tag(trial_dir: Path) -> str:
-    """Return the part of a cgroup's name that identifies the trial on this host."""
     return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}"
 
 
@@ -136,7 +128,6 @@ def group_name(trial_dir: Path, attempt: str) -> str:
 
 
 def clear_earlier_attempts(trial_dir: Path) -> list[int]:
-    """Kill all processes of this trial on this host and remove its cgroups; return the pids that survived SIGKILL."""
     unkillable = kill_marked(trial_dir)
     for folder in _groups(group_tag(trial_dir)):
         _remove_group(folder)

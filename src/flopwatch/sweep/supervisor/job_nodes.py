@@ -182,7 +182,6 @@ class JobNodes:
         return failed or bool(self._gone or self._missing())
 
     def give_up(self, why: str) -> None:
-        """Make `is_over` true, because the other nodes will not connect."""
         self._gone = self._gone or {"gone": 1, "why": why, "is_lost": False}
 
     def _missing(self) -> list[int]:
@@ -190,7 +189,6 @@ class JobNodes:
         return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
 
     def stacks(self) -> str:
-        """Return the Python stacks of all threads of all ranks as one text."""
         agents = self._agents()
         for peer in agents.values():
             peer.send({"stacks": True})
@@ -272,7 +270,6 @@ class JobNodes:
 
 
 def listener(host: str) -> socket.socket:
-    """Open a listening socket at a free port."""
     return socket.create_server((host, 0), backlog=128)
 
 

@@ -74,8 +74,6 @@ _CONNECT_SECONDS = 120.0  # A shared file system or name server may be slow righ
 
 
 class _Supervisor:
-    """The connection to the trial's supervisor."""
-
     def __init__(self, hosts: list[str], port: int) -> None:
         self.host, self._socket = _connected(hosts, port)
         self.begins: queue.Queue[int] = queue.Queue()
@@ -111,7 +109,6 @@ class _Agent:
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
     def torchrun(self, master: str, port: int) -> Message:
-        """Run all ranks of this node and return the report about their end."""
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -30,7 +30,6 @@ class SpareSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, name: str, attempt: str, variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a trial's supervisor with the environment of this process and `variables`."""
         # The log is opened here: on a shared file system, another process may not see its folder yet.
         with log_file(self._sweep, name).open("ab") as log:
             process = self._hand_over([name, attempt], variables, log)
@@ -69,7 +68,6 @@ class SpareSupervisor:
         )
 
     def close(self) -> None:
-        """End the spare."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -81,7 +79,6 @@ class SpareSupervisor:
 
 
 def _surroundings() -> tuple[dict[str, str], str | None]:
-    """The environment and the working folder of this process; None if the folder was deleted."""
     with contextlib.suppress(OSError):
         return dict(os.environ), os.getcwd()
     return dict(os.environ), None

@@ -140,18 +140,12 @@ def supervise(
 ) -> TrialResult:
     """Run one trial, write its result to `trials/NAME/result.json` and return it.
 
-    Call it in a process without other children, because it kills all child processes at the end.
+    Call it in a process without other children, because it kills all child processes at the end. `cancel` returns the
+    reason to stop the trial, or None; it is called several times a second. `attempt` is the one that `spec.json` must
+    belong to; None accepts any. `guard` is the pipe to the guard, which kills a supervisor that stops writing to it.
 
-    Args:
-        sweep: The sweep's folder.
-        name: Name of the trial, whose `spec.json` must be in the folder.
-        cancel: Returns the reason to stop the trial, or None to continue. It is called several times a second.
-        attempt: The attempt that `spec.json` must belong to; None accepts any.
-        guard: File descriptor of the pipe to the guard, which kills a supervisor that stops writing to this pipe.
-
-    Raises:
-        AlreadyStartedError: The trial was started before, or another supervisor runs it.
-        UnusableSpecError: The trial's `spec.json` is missing or cannot be read.
+    Raises AlreadyStartedError if the trial was started before, or another supervisor runs it, and UnusableSpecError if
+    its `spec.json` is missing or cannot be read.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
@@ -200,7 +194,6 @@ def _write_result(trial: _Supervised, result: TrialResult, *, has_lost_its_folde
 
 
 def allowed_silence(limits: Limits) -> float:
-    """Return the longest time in seconds between two heartbeats of a supervisor, computed from its trial's limits."""
     known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
     return min([*known, _SILENCE_SECONDS])
 
@@ -296,7 +289,6 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
 def _start_worker(
     trial: _Supervised, limit: MemoryLimit, output: int
 ) -> "tuple[JobNodes | None, subprocess.Popen[bytes]]":
-    """Start the process of a trial, or several; a command starts its own."""
     arguments = trial.folder, trial.job, limit, output
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None, start_worker(*arguments)
@@ -321,7 +313,6 @@ def _life_peak(memory: TreeMemory) -> HostPeak:
 
 
 def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> dict[str, Any]:
-    """Return the memory limit and the trial's peak memory, as sampled and as counted by the kernel in a cgroup."""
     if limit.kind == "none":
         return {}
     facts = {"by": limit.kind, "limit_bytes": spec.limits.memory_bytes, "life_bytes": life_peak.bytes}
@@ -354,7 +345,6 @@ class _Watch:
             self.progress, self.progressed = latest, self.sampled
 
     def check_limits(self, limits: Limits) -> None:
-        """Set `own_kill` if the trial exceeds a limit and must be killed."""
         now, where = time.monotonic(), "" if self.is_command else f", in {self.progress.text}"
         if held := self.memory.over_limit_bytes():
             most = (limits.memory_bytes or 0) / 2**20

@@ -21,18 +21,11 @@ def trial_batch(
     device: torch.device | str,
     function: str | None = None,
 ) -> dict[str, Any]:
-    """A batch for the model, by default random token ids or images with labels.
+    """A batch for the model on this device, by default random token ids or images with labels.
 
-    Random batches are made on the CPU, so that a seed gives the same batch on every device.
-
-    Args:
-        model: A model whose `forward` takes `input_ids` or `pixel_values`, or that has a method
-            `trial_batch(batch_size, seq_len)`, which then makes the batch. It may be on the meta device.
-        batch_size: Number of samples.
-        seq_len: Positions of each sample; not used for images.
-        seed: Seed of the random numbers.
-        device: The device to move the batch to.
-        function: A user's `package.module:function` that makes the batch; None if there is none.
+    Random batches are made on the CPU, so that a seed gives the same batch on every device. The model, which may be on
+    the meta device, takes `input_ids` or `pixel_values`, or has a method `trial_batch(batch_size, seq_len)`, which then
+    makes the batch. `function` is a user's `package.module:function` that makes it instead.
     """
     batch: dict[str, Any]
     if function is not None:

@@ -57,7 +57,6 @@ def takes_labels(model: nn.Module) -> bool:
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch, without labels if the model's forward does not take them."""
     return dict(batch) if takes_labels(model) else _without_labels(batch)
 
 

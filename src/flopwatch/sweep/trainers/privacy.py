@@ -45,11 +45,7 @@ class PrivacySettings(BaseModel):
         return self
 
     def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings for a trial's spec, with default values; empty if the trainer cannot be private.
-
-        Raises:
-            InputError: The settings contradict this trial.
-        """
+        """The settings for a trial's spec, with default values; empty if the trainer cannot be private."""
         if not may_be_private(trainer):
             return {}
         if self.dataset_size is not None and batch_size > self.dataset_size:
@@ -174,7 +170,6 @@ def _spent(training: PrivacySpent) -> PrivacySpent:
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
-    """Return `training` with a noise multiplier whose epsilon is between `target` - _TARGET_ERROR and `target`."""
     if training.accountant != "prv":
         return replace(training, noise_multiplier=_noise(training, target))
     # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins

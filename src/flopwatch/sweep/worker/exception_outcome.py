@@ -36,7 +36,6 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message; if its `__str__` raises, a text that says so."""
     try:
         return str(error)
     except Exception as second:
@@ -44,7 +43,6 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it, with long messages shortened."""
     try:
         return "".join(cut(part) for part in traceback.format_exception(error))[-20_000:]
     except Exception as second:

@@ -170,7 +170,6 @@ class _TrialRun:
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
-        """Measure the peak memory of forward, backward and optimizer in one more step."""
         unknown = "the memory of each part is unknown, because this system cannot reset the peak"
         for name, part in self._parts():
             is_peak_reset = reset_peak(self.device)
@@ -235,7 +234,6 @@ def _model(spec: TrialSpec, device: str) -> nn.Module:
 
 
 def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:
-    """Write step times and memory for TensorBoard, if it is installed."""
     try:
         writer_class = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
     except MissingDependencyError:
@@ -253,8 +251,7 @@ def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Mea
 def choose_device(name: str) -> torch.device:
     """The device of this name; `auto` is the accelerator if there is one.
 
-    Raises:
-        InputError: The trial was given a GPU that torch does not find. Measuring the CPU instead would be misleading.
+    If the trial was given a GPU that torch does not find, measuring the CPU instead would be misleading.
     """
     if name != "auto":
         return torch.device(name)
@@ -327,7 +324,6 @@ def _host_peak_bytes() -> int | None:
 
 
 def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
-    """A copy of `memory` with the peaks of device and host memory so far."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats(device)
         memory = replace(
@@ -348,7 +344,6 @@ def device_peak(device: torch.device, dtype: str) -> Peak | None:
 
 
 def describe_worker(device: torch.device) -> dict[str, Any]:
-    """The conditions of the measurement: machine, device, clock rate, threads, git commit (with `+` if changed)."""
     state = git_state(os.getcwd())
     found = {
         **machine(),

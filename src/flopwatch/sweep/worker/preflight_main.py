@@ -56,7 +56,6 @@ def main(folder: str) -> None:
 
 
 def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
-    """Inspect the full model on the meta device, then run a step of a tiny copy."""
     begin = time.perf_counter()
     try:
         result = _with_facts(result, spec)
@@ -70,7 +69,6 @@ def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
 
 
 def _with_facts(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
-    """Add the facts about the full model that need no weights: parameters, FLOPs, how Opacus handles the layers."""
     full = load_model(spec.model)
     return replace(
         result,
@@ -114,7 +112,6 @@ def _checkpointed(model: nn.Module, spec: TrialSpec) -> nn.Module:
 
 
 def _try_on(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
-    """Run the trainer on `tiny`, a small copy of the model for which a standard training step succeeded."""
     if spec.trainer == "standard":
         return result
     try:
@@ -141,7 +138,6 @@ def _tiny_batch(model: nn.Module, spec: TrialSpec) -> dict[str, Any]:
 
 
 def _run_step(trainer: str, tiny: nn.Module, spec: TrialSpec) -> Trainer:
-    """A step of the trainer on a copy of the model."""
     model = copy.deepcopy(tiny)
     batch = _tiny_batch(model, spec)
     settings = TrainerSettings(_BATCH_SIZE, torch.device("cpu"), spec.dtype, spec.options)
@@ -215,10 +211,8 @@ Settings = dict[str, Any]
 def tiny_copies(model: str) -> Iterator[nn.Module]:
     """Copies of the model on the CPU, the smallest first; none if all are too large.
 
-    A smaller config may be invalid, so the caller takes the first copy on which a standard training step succeeds.
-
-    Args:
-        model: As for `load_model`. A model of a `package.module:function` is not made smaller.
+    A smaller config may be invalid, so the caller takes the first copy on which a standard training step succeeds. A
+    model of a `package.module:function` is not made smaller.
     """
     if (preset := PRESETS.get(model)) is not None:
         heads = min(preset.heads, _HEADS)
@@ -273,7 +267,6 @@ def with_small_width(settings: Settings) -> Settings:
 
 
 def _parts(settings: Settings, shrink: Callable[[Settings], Settings]) -> Settings:
-    """Apply `shrink` to all nested configs, such as the `text_config` and `vision_config` of a multimodal model."""
     return {
         key: shrink(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in settings.items()

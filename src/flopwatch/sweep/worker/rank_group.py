@@ -121,7 +121,6 @@ class RankGroup:
         return job_peak(self.gathered((first, peak)))
 
     def gathered(self, own: Any) -> list[Any]:
-        """The `own` values of all processes, in the order of their ranks."""
         found: list[Any] = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(found, own)
