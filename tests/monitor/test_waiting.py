@@ -7,7 +7,8 @@ import torch
 
 import flopwatch
 from flopwatch.monitor.timing.divide import Division, times_of
-from flopwatch.monitor.timing.tape import Tape
+from flopwatch.monitor.timing.pass_hooks import PassHooks
+from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, Tape
 from flopwatch.monitor.timing.usual_gaps import UsualGaps
 from testbeds.fakes import FakeClock, RecordingSink
 
@@ -390,3 +391,24 @@ def test_a_wait_during_which_the_device_is_still_busy_is_no_wait():
     # Batches come at 2, 4, 11 and 18 s; the device works from 2 to 17 s without a pause, then again from 18 s on.
     assert [step.seconds for step in times] == [5.0, 5.0, 5.0, 6.0]
     assert [step.input_wait_seconds for step in times] == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(("host_seconds", "idle_seconds"), [(2.0, 0.0), (7.0, 2.0)])
+def test_work_of_the_host_between_the_passes_is_lost_only_where_the_device_was_idle(host_seconds, idle_seconds):
+    clock = FakeClock()
+    device = Device(clock)
+    steps = Tape(device, clock)
+    hooks = PassHooks(steps)
+    steps.start_step()
+    hooks.forward_begins()
+    device.queue(5.0)
+    hooks.forward_ends(None)
+    clock.advance(host_seconds)  # the host fetches the next batch, as nanoGPT does
+    steps.add(BACKWARD)
+    device.queue(5.0)
+    steps.add(BACKWARD_END)
+    steps.end_step()
+
+    (step,) = [times_of(parts, device.seconds) for parts in Division().divide(steps.take()).steps]
+    assert step.passes_seconds == 10.0
+    assert step.seconds - step.passes_seconds == idle_seconds

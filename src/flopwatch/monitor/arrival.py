@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from flopwatch.debug_log import caught
+from flopwatch.guard import Guard
 from flopwatch.monitor.datasets import DatasetMetrics
-from flopwatch.monitor.kept import Kept, LateValues
+from flopwatch.monitor.kept import Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.pricing.price import StepCost
@@ -71,16 +71,18 @@ class Arrival:
         self, readings: Sequence[Reading], look_at: Callable[[Reading], Reading | None]
     ) -> list[Reading] | None:
         """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
-        try:
+        looked_at: list[Reading | None] = [None]
+        with Guard("batch", self._fail):  # for example, a dtype or tensor class does not support an op used here
             looked_at = [look_at(reading) for reading in readings]
-        except Exception as error:  # for example, a dtype or tensor class does not support an op used here
-            self.batch_failure = error
-            return None
         known = [reading for reading in looked_at if reading is not None]
-        if len(known) < len(looked_at):
+        if len(known) == len(looked_at):
+            return known
+        if self.batch_failure is None:
             self.left_out.add("batch")
-            return None
-        return known
+        return None
+
+    def _fail(self, _: str, error: Exception) -> None:
+        self.batch_failure = error
 
     def arrives(self, seconds: float) -> bool:
         """Wait at most `seconds` for the values, and return whether they have arrived.
@@ -115,13 +117,12 @@ class Arrival:
             if value is None or isinstance(value, str):
                 continue
             read = next(scalars) if isinstance(value, Kept) else [value]
-            try:
-                if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
-                    raise ValueError
-                values.setdefault(name, float(read[0]))  # Arguments such as `loss` take precedence over `more`.
-            except Exception as error:  # Code of the user, such as __float__, has raised. Only this value is lost.
-                caught(f"the value {name}", error)
+            is_readable = not isinstance(value, Kept) or (len(read) == 1 and value.is_unchanged())
+            number = read_now(read[0]) if is_readable else None
+            if number is None:
                 self.left_out.add(name)
+            else:
+                values.setdefault(name, number)  # Arguments such as `loss` take precedence over `more`.
         return values
 
 

@@ -17,6 +17,7 @@ import torch
 from flopwatch import process
 from flopwatch.errors import InputError
 from flopwatch.git_state import git_state
+from flopwatch.guard import Guard
 from flopwatch.hardware import read_device
 from flopwatch.records.masking import mask_arguments, mask_text
 from flopwatch.version import __version__
@@ -97,10 +98,9 @@ def what_ran() -> dict[str, Any]:
 
 
 def _try(find: Callable[[], Any]) -> Any:
-    try:
+    with Guard("what ran"):  # a folder that was removed, a user without a name, broken metadata of a package
         return find()
-    except Exception:  # a folder that was removed, a user without a name, broken metadata of a package
-        return None
+    return None
 
 
 def _short(text: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from flopwatch.debug_log import caught
+from flopwatch.guard import caught
 from flopwatch.torch_internals.ops import tensor_version
 
 _UNREADABLE = -1
@@ -130,7 +130,8 @@ def _flat_list(tensor: torch.Tensor) -> list[Any]:
     """The tensor's values; an empty list if they cannot be read, such as those of sparse, nested or fake tensors."""
     try:
         values: Any = (tensor if tensor.dim() < 2 else tensor.reshape(-1)).tolist()
-    except Exception:
+    except Exception as error:
+        caught("a logged value", error)
         return []
     return values if tensor.dim() else [values]
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from flopwatch.errors import InputError
+from flopwatch.guard import Guard
 from flopwatch.monitor.arrival import RecordedStep
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.kept import keep
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.step_counter import NOTHING, StepCounter

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.debug_log import decided
 from flopwatch.errors import InputError
+from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
 from flopwatch.monitor.config import MonitorConfig, json_ready
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
-from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.kept import read_now
 from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
 from flopwatch.monitor.outlets import Outlets, open_outlets

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flopwatch.guard import caught
 from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, RequestWatch, trace_name
 from flopwatch.text import first_line
 
@@ -152,6 +153,7 @@ class TraceCapture:
         try:
             yield
         except Exception as error:
+            caught("trace", error)
             self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
             if self._strict:
                 raise
@@ -165,6 +167,7 @@ class TraceCapture:
             try:
                 profiler.stop()
             except Exception as error:
+                caught("trace", error)
                 why = f"{why} (and the profiler cannot be stopped: {first_line(error)})"
         self._notify("warning", f"trace_not_taken:{step}", f"no trace was taken, the training goes on: {why}")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError
+from flopwatch.guard import Guard
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.environment import rank_and_world_size
-from flopwatch.monitor.guard import Guard
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.timed_batches import Batch, TimedBatches
 from flopwatch.monitor.timing.tape import OWN_END
@@ -506,10 +506,9 @@ class TrainingMonitor:
         from flopwatch.runs.reading import read_log
 
         self._do("flush", lambda run: run.outlets.flush_log())
-        try:
+        with Guard("waterfall"):  # the log may be absent or damaged; the table is shown without it
             return losses_in_pairs(read_log(self.log_path))
-        except Exception:  # the log may be absent or damaged; the table is shown without it
-            return []
+        return []
 
     def _words(self) -> str:
         values = self.latest

@@ -9,12 +9,11 @@ import torch
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.ranks.busy_time import StallSampler, busy_times, profile_of, typical_busy_seconds
+from flopwatch.monitor.ranks.busy_time import StallSampler, Worker, busy_times, profile_of, typical_busy_seconds
 from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
 from flopwatch.monitor.ranks.job_store import RunKey, is_possible
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, Window, report_of
-from flopwatch.monitor.timing.tape import Tape
 
 _runs_of: Counter[int] = Counter()
 """Number of runs that monitors of this process have joined, by logging rank."""
@@ -54,7 +53,7 @@ class Rank:
         self._device_type = "cpu"
         self._incomplete: deque[Window] = deque()
 
-    def start(self, log: str, device: torch.device, tape: Tape) -> None:
+    def start(self, log: str, device: torch.device, worker: Worker) -> None:
         """Start the link to the other ranks of this run, without waiting for them."""
         self.has_started, self._device_type = True, device.type
         if self.world_size == 1:
@@ -66,7 +65,7 @@ class Rank:
         key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
         if self.busy_time is not None:
-            self._stalls = StallSampler(tape)
+            self._stalls = StallSampler(worker)
 
     def add_busy_seconds(self, seconds: float) -> None:
         if self.busy_time is not None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopwatch.guard import Guard
 from flopwatch.monitor.pricing.step_counter import StepCounter
 from flopwatch.monitor.timing.tape import Tape
 
@@ -43,11 +44,10 @@ class _Owned:
 
 
 def _shares_parameters(model: torch.nn.Module, optimizer: Any) -> bool:
-    try:
+    with Guard("optimizers"):  # an optimizer of the user may have groups of another form
         own = set(map(id, model.parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-    except Exception:  # an optimizer of the user may have groups of another form
-        return True
+    return True
 
 
 class OptimizerHooks:

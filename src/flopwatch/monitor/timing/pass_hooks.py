@@ -7,13 +7,13 @@ is the loss, reading values, or fetching the next batch.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from flopwatch.guard import Guard
 from flopwatch.monitor.pricing.calls import plain_iterator
 from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
 from flopwatch.torch_internals.autograd import at_end_of_backward
@@ -27,6 +27,7 @@ class PassHooks:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self.guard = Guard("passes", lambda *_: tape.note(UNSEEN))
 
     def forward_begins(self, code: int = FORWARD) -> None:
         tape = self._tape
@@ -41,10 +42,8 @@ class PassHooks:
             return
         tape.in_pass = None
         tape.add(FORWARD_END)
-        try:
+        with self.guard:  # the output may be anything
             self._listen(output)
-        except Exception:  # the output may be anything
-            tape.note(UNSEEN)
 
     def region_begins(self) -> Callable[[Any], None] | None:
         """Begin a call of compiled code; what is returned ends it."""
@@ -83,7 +82,7 @@ class PassHooks:
 def _backward_begins(hooks: "weakref.ref[PassHooks]", _: Any) -> None:
     found = hooks()
     if found is not None:
-        with suppress(Exception):  # must not reach the training
+        with found.guard:
             found.backward_begins()
 
 
