@@ -77,7 +77,7 @@ def break_monitor(case: str, rank: int) -> None:
     def note_until(self, step, *arguments):
         return (fails if step >= DISTURBED_STEP else note)(self, step, *arguments)
 
-    own = exchange.RankLink._own_reports
+    own = exchange.Exchange._own_reports
 
     def own_until(self):
         for report in own(self):
@@ -88,7 +88,7 @@ def break_monitor(case: str, rank: int) -> None:
     if case == f"note_step_raises_on_{rank}":
         MonitoredRun.note_step = note_until
     if case == f"thread_raises_on_{rank}":
-        exchange.RankLink._own_reports = own_until
+        exchange.Exchange._own_reports = own_until
     if case == f"thread_never_starts_on_{rank}":
         exchange.RankLink._run = lambda self: None
     if case == f"no_connection_on_{rank}":

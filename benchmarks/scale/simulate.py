@@ -28,6 +28,7 @@ from flopwatch.monitor.ranks.job_store import (
     ON_ANY_DEVICE,
     PLAN,
     PUBLISHED,
+    Outbox,
     RunKey,
     alive,
     open_slots,
@@ -36,7 +37,6 @@ from flopwatch.monitor.ranks.job_store import (
     prefix,
     probe,
     read_slots,
-    write_slot,
 )
 from flopwatch.monitor.ranks.reports import Message, Profile, RankReport, merge, report_of
 
@@ -155,6 +155,7 @@ class Job:
         self.per_host = per_host
         self._job_store = client.under(prefix({}, ranks))
         self._store = self._job_store.under(KEY.run)
+        self._outboxes = [Outbox(self._store, rank) for rank in range(ranks)]
         below = [layout.children(rank, 0, ranks, per_host) for rank in range(ranks)]
         self.below = {rank: children for rank, children in enumerate(below) if children}
         self.levels = [[0]]
@@ -196,7 +197,7 @@ class Job:
             for rank in level:
                 sums[rank] = self._sum(rank, window)
                 if rank != 0:
-                    assert write_slot(self._store, rank, Message([sums.pop(rank)], None, False))
+                    self._outboxes[rank].write(Message([sums.pop(rank)], None, False))
         assert sums[0].ranks == self.ranks
         assert sums[0].total("tokens").total == TOKENS * self.ranks
         return sums[0]

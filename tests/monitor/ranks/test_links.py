@@ -19,7 +19,7 @@ from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks import exchange, job_store
 from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
 from flopwatch.monitor.ranks.job_store import RunKey
-from flopwatch.monitor.ranks.reports import RankDoubt, report_of
+from flopwatch.monitor.ranks.reports import MOST_WAITING, RankDoubt, report_of
 from testbeds.wait_until import wait_until
 
 SECONDS = 60.0
@@ -33,7 +33,7 @@ def open_links():
     def open_links(store, world_size, ranks, logging_rank=0):
         dist.init_process_group("fake", store=store, rank=0, world_size=world_size)
         started.extend(RankLink(RunKey(logging_rank, 1, "log"), rank, world_size) for rank in ranks)
-        return {link._rank: link for link in started}
+        return {link._exchange._rank: link for link in started}
 
     yield open_links
     for link in started:
@@ -46,7 +46,11 @@ def tcp_store():
 
 
 def wait_until_published(link: RankLink) -> None:
-    wait_until(lambda: link._store is not None and link._store.check(["log"]), "its run is published", every=0.01)
+    wait_until(
+        lambda: link._exchange.store is not None and link._exchange.store.check(["log"]),
+        "its run is published",
+        every=0.01,
+    )
 
 
 def window(rank: int, step: int):
@@ -170,7 +174,7 @@ def test_two_processes_never_write_to_the_slot_of_one_rank(open_links):
 
 def test_a_rank_that_leaves_before_the_plan_delays_no_row(open_links):
     opened = open_links(tcp_store(), 2, range(2))
-    wait_until(lambda: opened[1]._has_joined, "it has joined", every=0.01)
+    wait_until(lambda: opened[1]._exchange._outbox, "it has joined", every=0.01)
     opened[1].leave()
     opened[0].announce(RunPlan(5))
     opened[0].send(window(0, 0))
@@ -237,22 +241,20 @@ def test_a_run_has_a_fixed_number_of_keys_and_leaves_no_report_behind(open_links
     assert len(keys) == 1
     with ThreadPoolExecutor(4) as together:
         assert all(together.map(lambda link: link.finish(SECONDS), opened.values()))
-    assert not any(opened[0]._store.check([f"slot/{rank}"]) for rank in range(4))
+    assert not any(opened[0]._exchange.store.check([f"slot/{rank}"]) for rank in range(4))
 
 
 def test_a_rank_that_is_ahead_of_the_one_above_it_loses_nothing(open_links):
     opened = open_links(tcp_store(), 2, range(2))
     opened[0].announce(RunPlan(5))
-    windows = 3 * exchange._MOST_WAITING
+    windows = 3 * MOST_WAITING
     for step in range(windows):
         opened[1].send(window(1, step))
     opened[1].add_doubt(RankDoubt(3, 1))
-    opened[1]._finish()
-    wait_until(lambda: not opened[1]._waiting, "its thread has them all", every=0.01)
+    assert opened[1].finish(SECONDS)  # although the rank above reads nothing before its own first report
     for step in range(windows):
         opened[0].send(window(0, step))
     assert opened[0].finish(SECONDS)
-    assert opened[1].finish(SECONDS)
     assert sum(report.total("tokens").total for report in opened[0].merged) == windows
     assert opened[0].merged[-1].last_step == windows - 1
     assert opened[0].take_doubt() == RankDoubt(3, 1)
@@ -263,7 +265,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_left_out_after_a_while(open_links,
     opened[0].announce(RunPlan(5))
     send_window(opened, 0)
     assert summed(opened[0], 0) == (3, 3)
-    monkeypatch.setattr(opened[1], "_keep_in_touch", lambda: None)  # as if its process were killed
+    monkeypatch.setattr(opened[1]._exchange, "_keep_in_touch", lambda: None)  # as if its process were killed
     for name in ("_FIRST_LOOK_SECONDS", "_LOOK_SECONDS", "_BEAT_SECONDS"):
         monkeypatch.setattr(exchange, name, 0.1)
     monkeypatch.setattr(exchange, "_LOST_SECONDS", 1.0)
@@ -360,7 +362,7 @@ def test_a_store_that_dies_ends_the_exchange_and_the_reason_is_known(open_links,
 
 def test_a_rank_that_has_not_met_the_others_when_the_store_dies_says_so(open_links, distant_store):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
     distant_store.die()
     link._thread.join(SECONDS)
     assert link.is_over
@@ -373,7 +375,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_from_ending(open_links, dista
         distant_store.stop_answering()
     link = open_links(distant_store.client, 2, [1])[1]
     if moment == "in the meeting":
-        wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+        wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
         distant_store.stop_answering()
     else:
         link._thread.join(0.2)
@@ -387,7 +389,7 @@ def test_the_close_of_a_link_that_was_given_up_does_not_wait_for_a_store_that_do
     open_links, distant_store
 ):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
     distant_store.stop_answering()
     link._thread.join(1.0)  # by then it has asked the store again
     link.give_up()

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch.distributed as dist
@@ -150,30 +151,61 @@ def alive(rank: int) -> str:
     return f"alive/{rank}"
 
 
-def _slot(rank: int) -> str:
-    return f"slot/{rank}"
+def _slots(rank: int) -> tuple[str, str]:
+    return f"slot/{rank}", f"slot/{rank}/more"
+
+
+class Outbox:
+    """Where a rank leaves its messages for the rank above it, which may read them much later; writing never waits.
+
+    A message goes into the rank's first slot if the rank above has emptied it, else into the second slot, joined with
+    what is unread there. `read_slots` empties the first slots of many ranks with one command, so what is in them must
+    not change before they are empty. A second slot is emptied only if it still has what was read.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
+        self._first, self._second = _slots(rank)
+        self._unread: Message | None = None
+        """What this rank has written to its second slot last; None if both slots were empty since."""
+
+    def write(self, message: Message) -> None:
+        if self._unread is not None:
+            joined = self._unread.followed_by(message)
+            if _swap(self._store, self._second, self._unread.to_json(), joined.to_json()):
+                self._unread = joined
+                return
+            self._unread = None
+        text = message.to_json()
+        if not _swap(self._store, self._first, "", text):
+            _swap(self._store, self._second, "", text)
+            self._unread = message
+
+
+def _swap(store: Any, key: str, before: str, after: str) -> bool:
+    return bool(store.compare_set(key, before, after).decode() == after)
 
 
 def open_slots(store: Any, ranks: Sequence[int]) -> None:
     """Make sure that the slots exist, so that reading them does not wait."""
     for rank in ranks:
-        store.compare_set(_slot(rank), "", "")
-
-
-def write_slot(store: Any, rank: int, message: Message) -> bool:
-    """Write a message to the slot of a rank; False if the slot is not empty."""
-    text = message.to_json()
-    return bool(store.compare_set(_slot(rank), "", text).decode() == text)
+        for slot in _slots(rank):
+            store.compare_set(slot, "", "")
 
 
 def read_slots(store: Any, ranks: Sequence[int]) -> dict[int, Message]:
-    """Read and empty the slots of these ranks. Nobody writes to a slot that is not empty, so nothing gets lost."""
-    texts = store.multi_get([_slot(rank) for rank in ranks])
-    messages = {rank: Message.from_json(text) for rank, text in zip(ranks, texts, strict=True) if text}
-    emptied = [_slot(rank) for rank, message in messages.items() if not message.is_last]
-    if emptied:
-        store.multi_set(emptied, [""] * len(emptied))
-    for rank, message in messages.items():
-        if message.is_last:
-            store.delete_key(_slot(rank))
+    """Read and empty the slots of these ranks; those of a rank that has sent its last message are deleted."""
+    # Second slots first: they get something only while the first is full, and a store may read one key after the other.
+    texts = store.multi_get([slot for rank in ranks for slot in reversed(_slots(rank))])
+    full = [(*row, *_slots(row[0])) for row in zip(ranks, texts[1::2], texts[::2], strict=True) if any(row[1:])]
+    if firsts := [slot for _, text, _, slot, _ in full if text]:
+        store.multi_set(firsts, [""] * len(firsts))
+    messages: dict[int, Message] = {}
+    for rank, text, later, first, second in full:
+        while later and (newer := store.compare_set(second, later.decode(), "")):
+            later = newer
+        messages[rank] = reduce(Message.followed_by, [Message.from_json(part) for part in (text, later) if part])
+        if messages[rank].is_last:
+            store.delete_key(first)
+            store.delete_key(second)
     return messages
