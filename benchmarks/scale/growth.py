@@ -44,7 +44,7 @@ def work(folder: Path) -> None:
     import torch.distributed as dist
 
     from flopwatch.monitor.measured_step import MeasuredStep
-    from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+    from flopwatch.monitor.ranks.exchange import RankLink
     from flopwatch.monitor.ranks.job_store import RunKey
     from flopwatch.monitor.ranks.layout import children
     from flopwatch.monitor.ranks.reports import Profile, report_of
@@ -55,8 +55,8 @@ def work(folder: Path) -> None:
     began = time.perf_counter()
     link = RankLink(RunKey(logging_rank=0, number=1, log="growth"), rank, ranks)
     if rank == 0:
-        link.announce(RunPlan(50))
-    while link.plan is None:
+        link.announce(50)
+    while link.window_steps is None:
         time.sleep(0.001)
     dist.barrier()
     started = time.perf_counter() - began

@@ -35,7 +35,6 @@ from flopwatch.monitor.ranks.job_store import (
     pauses,
     peek,
     prefix,
-    probe,
     read_slots,
 )
 from flopwatch.monitor.ranks.reports import Message, Profile, RankReport, merge, report_of
@@ -170,7 +169,6 @@ class Job:
         """The calls of `RankLink._lead` and `_follow`, if no rank has to wait for another one."""
         for rank in range(self.ranks):
             device = f"on_device/host{rank // self.per_host}/gpu{rank % self.per_host}"
-            probe(self._job_store)
             self._store.add(device, 1)
             self._store.add(ON_ANY_DEVICE, 1)
             self._lead() if rank == 0 else self._follow(rank)

@@ -5,8 +5,8 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from flopwatch.monitor.ranks import exchange, layout
-from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks import job_store, layout
+from flopwatch.monitor.ranks.exchange import RankLink
 from scale.simulate import KEY, WINDOWS, Job, NotedStore, load_of, simulate, store_process
 
 RANKS, PER_HOST = 12, 4
@@ -34,10 +34,10 @@ def test_a_lost_host_takes_the_hosts_below_it_along():
 @pytest.mark.slow
 def test_simulated_ranks_use_the_same_keys_as_real_links(monkeypatch):
     real, simulated = HashStore(), HashStore()
-    monkeypatch.setattr(exchange, "find_job_store", lambda: real)
+    monkeypatch.setattr(job_store, "find_job_store", lambda: real)
     monkeypatch.setattr(layout, "ranks_per_host", lambda world_size: PER_HOST)
     links = [RankLink(KEY, rank, RANKS, device=f"host{rank // PER_HOST}/gpu{rank % PER_HOST}") for rank in range(RANKS)]
-    links[0].announce(RunPlan(50))
+    links[0].announce(50)
     assert all(each.wait_for_plan(30.0) for each in links)
     Job(RANKS, NotedStore(simulated), PER_HOST).meet()
     ends = [threading.Thread(target=each.finish, args=(30.0,)) for each in links]

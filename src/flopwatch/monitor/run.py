@@ -54,7 +54,7 @@ _MFU_ALARM = 1.05
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
 """Seconds per session above which stalls and time outside steps are reported. On a busy machine, less is normal."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank without a `RunPlan` from the logging rank stops reporting after this many windows, steps and seconds."""
+"""A rank without a plan from the logging rank stops reporting after this many windows, steps and seconds."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for the device to finish its queued work."""
 CHECKPOINT_SECONDS = 2.0
@@ -376,7 +376,7 @@ class MonitoredRun:
         if self.ranks.waits_for_plan:
             plan = self.ranks.new_plan()
             if plan is not None:
-                self._cut_at_windows(plan.window_steps)
+                self._cut_at_windows(plan)
             elif link.failure is not None or self._has_waited_enough():
                 self._leave_ranks()
 

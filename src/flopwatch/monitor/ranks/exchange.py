@@ -26,25 +26,8 @@ from weakref import WeakSet
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor.ranks import layout
-from flopwatch.monitor.ranks.job_store import (
-    ON_ANY_DEVICE,
-    OVER,
-    PLAN,
-    PUBLISHED,
-    Outbox,
-    RunKey,
-    alive,
-    check_single,
-    find_job_store,
-    find_run,
-    open_slots,
-    pauses,
-    peek,
-    prefix,
-    probe,
-    read_slots,
-)
+from flopwatch.monitor.ranks import job_store, layout
+from flopwatch.monitor.ranks.job_store import ON_ANY_DEVICE, OVER, PLAN, PUBLISHED, Outbox, RunKey, alive, pauses, peek
 from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, add_to_queue, aligned, earliest
 from flopwatch.text import first_line
 
@@ -61,23 +44,13 @@ _LONGEST_PAUSE_SECONDS = 0.5
 _links: "WeakSet[RankLink]" = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What the logging rank sends once to all other ranks.
-
-    Attributes:
-        window_steps: Steps per window. A window ends after each step whose number plus one is a multiple of this.
-    """
-
-    window_steps: int
-
-
 class RankLink:
     """The link of one rank to the other ranks of a run, as the training's thread uses it.
 
     Attributes:
         merged: On the logging rank, a queue of the merged reports of all ranks.
-        plan: The `RunPlan` from the logging rank; None until it arrives.
+        window_steps: The plan of the logging rank: a window ends after each step whose number plus one is a multiple of
+            this. None until it arrives.
         failure: Why the link has failed; None while it works.
         ranks_on_device: How many ranks compute on this rank's device; None until that is known.
     """
@@ -90,7 +63,7 @@ class RankLink:
         self._doubt: RankDoubt | None = None
         """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
         self.merged: deque[RankReport] = deque()
-        self.plan: RunPlan | None = None
+        self.window_steps: int | None = None
         self.failure: str | None = None
         self.ranks_on_device: int | None = None
         self._exchange = Exchange(self, key, rank, world_size, device, ranks_by_launcher)
@@ -112,10 +85,10 @@ class RankLink:
         """The ranks directly below this one that have not joined the run, once the plan has arrived."""
         return tuple(sorted(rank for rank, below in self._exchange.below.items() if not below.is_here))
 
-    def announce(self, plan: RunPlan) -> None:
-        """Send the plan from the logging rank to all others; on these, its arrival."""
+    def announce(self, window_steps: int) -> None:
+        """Set the plan: on the logging rank, which sends it to all others, and on these when it arrives."""
         with self._changed:
-            self.plan = plan
+            self.window_steps = window_steps
             self._changed.notify_all()
 
     def send(self, report: RankReport) -> None:
@@ -180,7 +153,7 @@ class RankLink:
         """Wait for the plan (the length of windows) of the logging rank, or the link's end; False on timeout."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.plan is not None or self.failure is not None or self._is_finished.is_set(), seconds
+                lambda: self.window_steps is not None or self.failure is not None or self._is_finished.is_set(), seconds
             )
 
     def pause(self, seconds: float) -> bool:
@@ -279,12 +252,11 @@ class Exchange:
 
     def run(self) -> None:
         """Meet the other ranks, and pass the reports of this rank and of those below it on until all have ended."""
-        job_store = PrefixStore(prefix(os.environ, self._world_size), find_job_store())
-        probe(job_store)
+        job = PrefixStore(job_store.prefix(os.environ, self._world_size), job_store.find_job_store())
         is_logging = self._rank == self._key.logging_rank
-        ranks_per_host = self._lead(job_store) if is_logging else self._follow(job_store)
+        ranks_per_host = self._lead(job) if is_logging else self._follow(job)
         children = layout.children(self._rank, self._key.logging_rank, self._world_size, ranks_per_host)
-        open_slots(self.store, children)
+        job_store.open_slots(self.store, children)
         self.below = {child: _Below() for child in children}
         for report in aligned([self._own_reports(), *map(self._reports_of, self.below.values())]):
             if is_logging:
@@ -296,7 +268,7 @@ class Exchange:
         if is_logging:
             with suppress(RuntimeError):  # all reports are there, so it does not matter if the store has ended
                 self.store.set(OVER, "")  # so that later monitors do not join this run
-                check_single(self.store)
+                job_store.check_single(self.store)
             return
         self.send_last()
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -305,39 +277,38 @@ class Exchange:
             while not self.store.check([OVER]) and self._link.pause(next(waiting)):
                 pass
 
-    def _enter(self, job_store: Any, run: str) -> None:
-        self.store = PrefixStore(run, job_store)
+    def _enter(self, job: Any, run: str) -> None:
+        self.store = PrefixStore(run, job)
         self.store.add(self._on_device, 1)
         self.store.add(ON_ANY_DEVICE, 1)
 
-    def _lead(self, job_store: Any) -> int:
+    def _lead(self, job: Any) -> int:
         """On the logging rank, publish the run, wait for the plan and publish it; return the ranks per host."""
-        self._enter(job_store, self._key.run)
+        self._enter(job, self._key.run)
         self.store.add(PUBLISHED, 1)
-        check_single(self.store)
+        job_store.check_single(self.store)
         self.store.set("log", self._key.log)
-        job_store.set(self._key.by_log, self._key.run)
+        job.set(self._key.by_log, self._key.run)
         waiting = pauses(self._world_size)
         while not self._link.wait_for_plan(next(waiting)):
             self._look_at_devices()
         self._look_at_devices(at_least=self._ranks_by_launcher)
-        check_single(self.store)  # the device count may already contain ranks of another training
+        job_store.check_single(self.store)  # the device count may already contain ranks of another training
         ranks_per_host = layout.ranks_per_host(self._world_size)  # all ranks derive the tree from this one's number
-        plan = self._link.plan
-        self.store.set(PLAN, json.dumps([plan and plan.window_steps, ranks_per_host]))
+        self.store.set(PLAN, json.dumps([self._link.window_steps, ranks_per_host]))
         return ranks_per_host
 
-    def _follow(self, job_store: Any) -> int:
+    def _follow(self, job: Any) -> int:
         """On another rank, find and join the run, and wait for its plan; return the ranks per host."""
         # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
         # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
-        self._enter(job_store, self._key.run)
+        self._enter(job, self._key.run)
         run: str | None = None
         for pause in pauses(self._world_size):
             self._look_at_devices()
-            if run is None and (run := find_run(job_store, self._key, self._rank)) is not None:
+            if run is None and (run := job_store.find_run(job, self._key, self._rank)) is not None:
                 if run != self._key.run:
-                    self._enter(job_store, run)
+                    self._enter(job, run)
                 if int(self.store.add(alive(self._rank), 1)) != 1:
                     raise FlopwatchError(f"another process uses the same store as rank {self._rank} of this run")
                 self._outbox = Outbox(self.store, self._rank)
@@ -348,7 +319,7 @@ class Exchange:
         self._look_at_devices(at_least=self._ranks_by_launcher)
         window_steps, ranks_per_host = json.loads(peek(self.store, PLAN) or "")
         if window_steps is not None:
-            self._link.announce(RunPlan(window_steps))
+            self._link.announce(window_steps)
         return int(ranks_per_host)
 
     def _look_at_devices(self, *, at_least: int | None = None) -> None:
@@ -386,7 +357,7 @@ class Exchange:
     def _read(self, waited_seconds: float) -> None:
         """Read what those ranks below have written whose next report is missing."""
         missing = {rank: below for rank, below in self.below.items() if not (below.is_over or below.reports)}
-        messages = read_slots(self.store, list(missing))
+        messages = job_store.read_slots(self.store, list(missing))
         for rank, below in missing.items():
             if (message := messages.get(rank)) is None:
                 below.listen(self.store, rank, waited_seconds)

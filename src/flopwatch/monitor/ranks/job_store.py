@@ -4,14 +4,12 @@ Nothing here waits inside the store for a key that may not be there.
 """
 
 import os
-import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
@@ -24,10 +22,6 @@ _MOST_POLLS_PER_SECOND = 8000
 """How many polls per second, of all ranks together, the store's single thread answers without delaying the training."""
 PLAN, PUBLISHED, OVER, ON_ANY_DEVICE = "plan", "published", "over", "on_any_device"
 """Keys of a run: its plan, how many logging ranks have published it, whether it has ended, how many ranks there are."""
-
-
-def is_possible() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +86,6 @@ def prefix(environment: Mapping[str, str], world_size: int) -> str:
     return "/".join(["flopwatch", __version__, *(environment.get(name, "") for name in names), str(world_size)])
 
 
-def probe(store: Any) -> None:
-    """Raise an error unless the store keeps what is written to it. For torch's `FakeStore`, every key exists."""
-    key, value = f"probe/{secrets.token_hex(8)}", secrets.token_hex(8)
-    is_there_before = store.check([key])
-    store.set(key, value)
-    is_kept = not is_there_before and peek(store, key) == value
-    store.delete_key(key)
-    if not is_kept:
-        raise FlopwatchError("the store of the process group does not keep what is written to it")
-
-
 def peek(store: Any, key: str) -> str | None:
     """The value of a key, None if it is missing; `get` would wait for it. Such a comparison never changes a value."""
     missing = "\0missing"
@@ -126,7 +109,7 @@ def find_run(job_store: Any, key: RunKey, rank: int) -> str | None:
     A run with the same log path is the right one. If ranks write to different paths (`out/rank3`, a disk of the node),
     the n-th monitor of this rank takes the n-th run of the logging rank, or the next one that has not ended and that
     this rank has not joined. That could be the run of another monitor, so it is taken only if its log belongs to no
-    other monitor of this process, and only once the logging rank has sent its `RunPlan`. By then, all monitors that
+    other monitor of this process, and only once the logging rank has sent its plan. By then, all monitors that
     were started together have published their runs.
     """
     if (run := peek(job_store, key.by_log)) is not None:

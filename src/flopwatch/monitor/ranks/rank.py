@@ -7,13 +7,14 @@ from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.output import Notify
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
-from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
-from flopwatch.monitor.ranks.job_store import RunKey, is_possible
+from flopwatch.monitor.ranks.exchange import RankLink
+from flopwatch.monitor.ranks.job_store import RunKey
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, RankReport, report_of
 
@@ -73,7 +74,7 @@ class Rank(Generic[Step]):
         self._device_type = device.type
         if self.world_size == 1:
             return
-        if not is_possible():
+        if not (dist.is_available() and dist.is_initialized()):
             self._notify(*notices.notice("ranks_unknown", rank=self.rank, world_size=self.world_size))
             return
         key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
@@ -110,14 +111,14 @@ class Rank(Generic[Step]):
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
         self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
-        self.link.announce(RunPlan(self.window_steps))
+        self.link.announce(self.window_steps)
 
-    def new_plan(self) -> RunPlan | None:
-        """Return the logging rank's plan at the first call after its arrival; None at other calls and on that rank."""
-        if not self.waits_for_plan or self.link is None or self.link.plan is None:
+    def new_plan(self) -> int | None:
+        """Return the plan, the steps per window, at the first call after its arrival; None at other calls."""
+        if not self.waits_for_plan or self.link is None:
             return None
-        self.window_steps = self.link.plan.window_steps
-        return self.link.plan
+        self.window_steps = self.link.window_steps
+        return self.window_steps
 
     def profile(self, steps: Sequence[Step], busy_seconds_per_step: float | None) -> Profile | None:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""

@@ -281,12 +281,7 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
     ended is left out, and so is a window that begins at another step than the first rank's window.
     """
     live = list(streams)
-    while live:
-        heads: list[tuple[Iterator[RankReport], RankReport]] = []
-        for stream in live:
-            head = next(stream, None)
-            if head is not None:
-                heads.append((stream, head))
+    while heads := [(stream, head) for stream in live if (head := next(stream, None)) is not None]:
         ended: set[int] = set()
         while behind := _behind(heads, ended):
             for index in behind:
@@ -296,12 +291,11 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
                     ended.add(index)
                 else:
                     heads[index] = stream, extend(head, later)
-        if heads:
-            begins = heads[0][1].first_step
-            yield merge([head for _, head in heads if head.first_step == begins])
+        begins = heads[0][1].first_step
+        yield merge([head for _, head in heads if head.first_step == begins])
         live = [stream for index, (stream, _) in enumerate(heads) if index not in ended]
 
 
 def _behind(heads: Sequence[tuple[Iterator[RankReport], RankReport]], ended: set[int]) -> list[int]:
-    furthest = max((head.last_step for _, head in heads), default=0)
+    furthest = max(head.last_step for _, head in heads)
     return [index for index, (_, head) in enumerate(heads) if head.last_step < furthest and index not in ended]
