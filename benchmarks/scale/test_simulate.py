@@ -17,12 +17,16 @@ def test_a_window_asks_the_store_less_than_twice_per_rank():
         client = store.connect()
         job = Job(64, client)
         job.meet()
-        load = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        load, of_ranks = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        assert job.unread(WINDOWS) == 2
 
     writes, readers = 63, 8  # of the 8 hosts; each reads twice, with three commands
     assert load.calls == writes + readers * 2 * 3
     assert load.calls < 2 * 64
     assert load.bytes / 64 < 2048
+    assert of_ranks[0].calls == 2 * 3
+    assert of_ranks[63].calls == 1
+    assert sum(each.bytes for each in of_ranks.values()) == pytest.approx(load.bytes)
 
 
 def test_a_lost_host_takes_the_hosts_below_it_along():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import job_store, layout
@@ -183,8 +183,9 @@ class RankLink:
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
-            with suppress(RuntimeError):  # of a store that has died
-                self._exchange.send_last()  # so that nobody waits for this rank
+            if not isinstance(error, DistError):  # the store is there, so tell the rank above not to wait for this one
+                with suppress(RuntimeError):
+                    self._exchange.send_last()
         self._exchange.cpu_seconds = time.thread_time()
 
 
