@@ -197,7 +197,7 @@ class Job:
         return {rank}.union(*map(self.under, self.below.get(rank, ())))
 
     def meet(self) -> None:
-        """The calls of `RankLink._lead` and `_follow`, if no rank has to wait for another one."""
+        """The calls of `Exchange._lead` and `_follow`, if no rank has to wait for another one."""
         for rank in range(self.ranks):
             device = f"on_device/host{rank // self.per_host}/gpu{rank % self.per_host}"
             self._store.add(device, 1)
