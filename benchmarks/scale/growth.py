@@ -62,7 +62,7 @@ def work(folder: Path) -> None:
     started = time.perf_counter() - began
     latencies, before = [], link.cpu_seconds
     for window in range(WINDOWS):
-        steps = [MeasuredStep(window, seconds=0.2, tokens=8192, model_flops=10**15)]
+        steps = [MeasuredStep(window, seconds=0.2, tokens=8192 + rank, model_flops=10**15)]
         report = report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 0.0))
         dist.barrier()
         handed_in = time.perf_counter()
@@ -70,7 +70,9 @@ def work(folder: Path) -> None:
         if rank == 0:
             assert link.wait_for(window, 60.0)
             latencies.append(time.perf_counter() - handed_in)
-            assert link.merged.popleft().ranks == ranks
+            total = link.merged.popleft()
+            assert total.ranks == ranks
+            assert total.total("tokens").total == sum(8192 + each for each in range(ranks))  # uneven on purpose
     link.finish(60.0)
     cpu = (link.cpu_seconds - before) / WINDOWS
     result = {
