@@ -89,6 +89,7 @@ campaign: install matrix
 	$(BIN)/python benchmarks/ranks/elastic_job.py
 	$(BIN)/python benchmarks/ranks/disturbed_ranks.py
 	$(BIN)/python benchmarks/ranks/teardowns.py --count 200
+	$(BIN)/python benchmarks/ranks/store_dies.py
 	$(BIN)/python benchmarks/scale/simulate.py
 
 # Schemas, tables and drawings that come from the code; a quick test fails when a schema or a table is out of date.

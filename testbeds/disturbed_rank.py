@@ -66,7 +66,7 @@ def make_monitor(case, mode, folder, rank, model):
 
 def break_monitor(case: str, rank: int) -> None:
     """The monitor of one rank fails from the disturbed step on."""
-    from flopwatch.monitor.ranks import exchange
+    from flopwatch.monitor.ranks import exchange, job_store
     from flopwatch.monitor.run import MonitoredRun
 
     def fails(*_args, **_options):
@@ -77,7 +77,7 @@ def break_monitor(case: str, rank: int) -> None:
     def note_until(self, step, *arguments):
         return (fails if step >= DISTURBED_STEP else note)(self, step, *arguments)
 
-    own = exchange.RankLink._own_reports
+    own = exchange.Exchange._own_reports
 
     def own_until(self):
         for report in own(self):
@@ -88,11 +88,11 @@ def break_monitor(case: str, rank: int) -> None:
     if case == f"note_step_raises_on_{rank}":
         MonitoredRun.note_step = note_until
     if case == f"thread_raises_on_{rank}":
-        exchange.RankLink._own_reports = own_until
+        exchange.Exchange._own_reports = own_until
     if case == f"thread_never_starts_on_{rank}":
         exchange.RankLink._run = lambda self: None
     if case == f"no_connection_on_{rank}":
-        exchange.find_job_store = fails
+        job_store.find_job_store = fails
 
 
 def train(case, rank, model, monitor) -> dict:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from flopwatch.monitor.ranks import exchange
+from flopwatch.monitor.ranks import exchange, job_store
 from flopwatch.monitor.ranks.job_store import RunKey
 from ranks import teardowns
 
@@ -37,7 +37,7 @@ def test_a_hang_is_told_by_the_main_thread(tmp_path, monkeypatch):
         asked.set()
         answers.wait()
 
-    monkeypatch.setattr(exchange, "find_job_store", find_no_store)
+    monkeypatch.setattr(job_store, "find_job_store", find_no_store)
     link = exchange.RankLink(RunKey(0, 1, "log"), 1, 2)  # its thread is always there, and never a hang
     asked.wait()
     with open(tmp_path / "stacks", "w+") as file:

@@ -44,7 +44,7 @@ def work(folder: Path) -> None:
     import torch.distributed as dist
 
     from flopwatch.monitor.measured_step import MeasuredStep
-    from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+    from flopwatch.monitor.ranks.exchange import RankLink
     from flopwatch.monitor.ranks.job_store import RunKey
     from flopwatch.monitor.ranks.layout import children
     from flopwatch.monitor.ranks.reports import Profile, report_of
@@ -55,14 +55,14 @@ def work(folder: Path) -> None:
     began = time.perf_counter()
     link = RankLink(RunKey(logging_rank=0, number=1, log="growth"), rank, ranks)
     if rank == 0:
-        link.announce(RunPlan(50))
-    while link.plan is None:
+        link.announce(50)
+    while link.window_steps is None:
         time.sleep(0.001)
     dist.barrier()
     started = time.perf_counter() - began
     latencies, before = [], link.cpu_seconds
     for window in range(WINDOWS):
-        steps = [MeasuredStep(window, seconds=0.2, tokens=8192, model_flops=10**15)]
+        steps = [MeasuredStep(window, seconds=0.2, tokens=8192 + rank, model_flops=10**15)]
         report = report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 0.0))
         dist.barrier()
         handed_in = time.perf_counter()
@@ -70,7 +70,9 @@ def work(folder: Path) -> None:
         if rank == 0:
             assert link.wait_for(window, 60.0)
             latencies.append(time.perf_counter() - handed_in)
-            assert link.merged.popleft().ranks == ranks
+            total = link.merged.popleft()
+            assert total.ranks == ranks
+            assert total.total("tokens").total == sum(8192 + each for each in range(ranks))  # uneven on purpose
     link.finish(60.0)
     cpu = (link.cpu_seconds - before) / WINDOWS
     result = {

@@ -13,10 +13,11 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ from flopwatch.monitor.ranks.job_store import (
     ON_ANY_DEVICE,
     PLAN,
     PUBLISHED,
+    Outbox,
     RunKey,
     alive,
     open_slots,
     pauses,
     peek,
     prefix,
-    probe,
     read_slots,
-    write_slot,
 )
 from flopwatch.monitor.ranks.reports import Message, Profile, RankReport, merge, report_of
 
@@ -56,20 +56,48 @@ sys.stdin.read()
 """
 
 
-class NotedStore:
-    """A client of a store, with a prefix as torch's `PrefixStore`, that notes the commands to the server."""
+@dataclass
+class Notes:
+    """What the virtual ranks have asked of the store, by rank.
 
-    def __init__(self, store: Any, prefix: str = "", noted: "Counter[str] | None" = None) -> None:
+    Attributes:
+        rank: Whose turn it is.
+        calls: Commands to the server.
+        bytes: Of keys and values, in both directions.
+        cpu_seconds: Processor time of the rank's thread, this process being that thread.
+        is_checking: Whether to check that no command would wait.
+    """
+
+    rank: int = 0
+    calls: Counter[int] = field(default_factory=Counter)
+    bytes: Counter[int] = field(default_factory=Counter)
+    cpu_seconds: Counter[int] = field(default_factory=Counter)
+    is_checking: bool = False
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        self.rank, began = rank, time.thread_time()
+        yield
+        self.cpu_seconds[rank] += time.thread_time() - began  # type: ignore[assignment]
+
+
+class NotedStore:
+    """A client of a store, with a prefix as torch's `PrefixStore`, that notes the commands to the server.
+
+    It has no command that waits for a key, except `multi_get`, whose keys must be there.
+    """
+
+    def __init__(self, store: Any, prefix: str = "", notes: Notes | None = None) -> None:
         self._store = store
         self._prefix = prefix
-        self.noted = Counter[str]() if noted is None else noted
+        self.notes = notes or Notes()
 
     def under(self, prefix: str) -> "NotedStore":
-        return NotedStore(self._store, f"{self._prefix}{prefix}/", self.noted)
+        return NotedStore(self._store, f"{self._prefix}{prefix}/", self.notes)
 
     def _note(self, *texts: str | bytes) -> None:
-        self.noted["calls"] += 1
-        self.noted["bytes"] += sum(map(len, texts))
+        self.notes.calls[self.notes.rank] += 1
+        self.notes.bytes[self.notes.rank] += sum(map(len, texts))
 
     def set(self, key: str, value: str) -> None:
         self._note(self._prefix + key, value)
@@ -91,6 +119,7 @@ class NotedStore:
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         keys = [self._prefix + key for key in keys]
+        assert not self.notes.is_checking or self._store.check(keys)
         found = list(self._store.multi_get(keys))
         self._note(*keys)  # torch's client asks whether the keys exist, and then for their values
         self._note(*keys, *found)
@@ -110,15 +139,15 @@ class StoreProcess:
     """A `TCPStore` in a process of its own."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._pid = process.pid
+        self.pid = process.pid
         assert process.stdout is not None
-        self._port = int(process.stdout.readline())
+        self.port = int(process.stdout.readline())
 
     def connect(self) -> NotedStore:
-        return NotedStore(TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False))
+        return NotedStore(TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False))
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -135,7 +164,7 @@ def store_process() -> Iterator[StoreProcess]:
 
 @dataclass(frozen=True)
 class Load:
-    """What the store had to do: commands, bytes of keys and values in both directions, seconds of its processor."""
+    """Commands, bytes of keys and values in both directions, and seconds of a processor."""
 
     calls: float
     bytes: float
@@ -153,8 +182,10 @@ class Job:
     def __init__(self, ranks: int, client: NotedStore, per_host: int = PER_HOST) -> None:
         self.ranks = ranks
         self.per_host = per_host
+        self.notes = client.notes
         self._job_store = client.under(prefix({}, ranks))
         self._store = self._job_store.under(KEY.run)
+        self._outboxes = [Outbox(self._store, rank) for rank in range(ranks)]
         below = [layout.children(rank, 0, ranks, per_host) for rank in range(ranks)]
         self.below = {rank: children for rank, children in enumerate(below) if children}
         self.levels = [[0]]
@@ -166,10 +197,9 @@ class Job:
         return {rank}.union(*map(self.under, self.below.get(rank, ())))
 
     def meet(self) -> None:
-        """The calls of `RankLink._lead` and `_follow`, if no rank has to wait for another one."""
+        """The calls of `Exchange._lead` and `_follow`, if no rank has to wait for another one."""
         for rank in range(self.ranks):
             device = f"on_device/host{rank // self.per_host}/gpu{rank % self.per_host}"
-            probe(self._job_store)
             self._store.add(device, 1)
             self._store.add(ON_ANY_DEVICE, 1)
             self._lead() if rank == 0 else self._follow(rank)
@@ -194,16 +224,16 @@ class Job:
         sums: dict[int, RankReport] = {}
         for level in reversed(self.levels):
             for rank in level:
-                sums[rank] = self._sum(rank, window)
-                if rank != 0:
-                    assert write_slot(self._store, rank, Message([sums.pop(rank)], None, False))
+                with self.notes.turn(rank):
+                    sums[rank] = self._sum(rank, window)
+                    if rank != 0:
+                        self._outboxes[rank].write(Message([sums.pop(rank)], None, False))
         assert sums[0].ranks == self.ranks
         assert sums[0].total("tokens").total == TOKENS * self.ranks
         return sums[0]
 
     def _sum(self, rank: int, window: int) -> RankReport:
-        steps = [MeasuredStep(window, seconds=0.2, tokens=TOKENS, model_flops=10**15 + rank)]
-        reports = [report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 1e-9 * rank))]
+        reports = [report_of_window(rank, window)]
         children = self.below.get(rank, [])
         for looked_at in (children[:-1], children[-1:]):  # as if the last one were a little late
             if looked_at:
@@ -211,13 +241,41 @@ class Job:
                 reports += [each for message in messages.values() for each in message.reports]
         return merge(reports)
 
+    def unread(self, windows: int) -> int:
+        """Write windows that nobody reads before all are written; return the most commands of a rank for a window."""
+        self.notes.is_checking = True
+        most = 0
+        for rank in range(1, self.ranks):
+            for window in range(windows):
+                self.notes.rank, before = rank, self.notes.calls[rank]
+                self._outboxes[rank].write(Message([report_of_window(rank, window)], None, False))
+                most = max(most, self.notes.calls[rank] - before)
+        for children in self.below.values():
+            messages = read_slots(self._store, children)
+            assert [len(messages[child].reports) for child in children] == [windows] * len(children)
+        return most
 
-def load_of(work: Callable[[], object], store: StoreProcess, client: NotedStore, times: int = 1) -> Load:
-    """The load on the store while `work` runs, divided by `times`."""
-    noted, cpu_seconds = client.noted.copy(), store.cpu_seconds()
+
+def report_of_window(rank: int, window: int) -> RankReport:
+    steps = [MeasuredStep(window, seconds=0.2, tokens=TOKENS, model_flops=10**15 + rank)]
+    return report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 1e-9 * rank))
+
+
+def load_of(
+    work: Callable[[], object], store: StoreProcess, client: NotedStore, times: int = 1
+) -> tuple[Load, dict[int, Load]]:
+    """The load on the store while `work` runs, and that of each rank, both divided by `times`."""
+    notes, cpu_seconds = client.notes, store.cpu_seconds()
+    for counter in (notes.calls, notes.bytes, notes.cpu_seconds):
+        counter.clear()
     work()
-    calls, size = (client.noted[name] - noted[name] for name in ("calls", "bytes"))
-    return Load(calls / times, size / times, (store.cpu_seconds() - cpu_seconds) / times)
+    busy = store.cpu_seconds() - cpu_seconds
+    whole = Load(notes.calls.total() / times, notes.bytes.total() / times, busy / times)
+    ranks = {
+        rank: Load(calls / times, notes.bytes[rank] / times, notes.cpu_seconds[rank] / times)
+        for rank, calls in notes.calls.items()
+    }
+    return whole, ranks
 
 
 def simulate(ranks: int, per_host: int = PER_HOST) -> dict[str, str]:
@@ -225,11 +283,13 @@ def simulate(ranks: int, per_host: int = PER_HOST) -> dict[str, str]:
     with store_process() as store:
         client = store.connect()
         job = Job(ranks, client, per_host)
-        meeting = load_of(job.meet, store, client)
-        window = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        meeting, _ = load_of(job.meet, store, client)
+        window, of_ranks = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        most = job.unread(WINDOWS)
     pause = next(pauses(ranks // layout.FAN_OUT))
     depth = len(job.levels) - 1
     row_seconds = window.cpu_seconds + 2 * depth * pause
+    busiest = max(of_ranks, key=lambda rank: of_ranks[rank].bytes)
     few, many = (job.under(host * per_host) for host in (ranks // per_host - 1, 1))
     return {
         "ranks": f"{ranks:,}",
@@ -237,6 +297,10 @@ def simulate(ranks: int, per_host: int = PER_HOST) -> dict[str, str]:
         "bytes per window, keys included": f"{window.bytes / 1e6:.2f} MB, {window.bytes / ranks:,.0f} per rank",
         "the store's process is busy per window": f"{window.cpu_seconds:.2f} s",
         "of that per command": f"{1e6 * window.cpu_seconds / window.calls:.0f} µs",
+        "of this by rank 0": as_cell(of_ranks[0]),
+        "of this by the busiest rank": f"rank {busiest:,}: {as_cell(of_ranks[busiest])}",
+        "of this by a rank without ranks below it": as_cell(of_ranks[ranks - 1]),
+        "a rank whose reports nobody reads": f"at most {most} commands per window, and waits for nothing",
         "written by a rank": "1 message",
         "read by a rank, at most": f"{max(map(len, job.below.values()))} messages",
         "levels of the tree": f"{depth}",
@@ -246,6 +310,11 @@ def simulate(ranks: int, per_host: int = PER_HOST) -> dict[str, str]:
         "a host lost that has no host below it": f"{len(few):,} ranks missing, rows come",
         "the host with the most ranks below it lost": f"{len(many):,} ranks missing, rows come",
     }
+
+
+def as_cell(load: Load) -> str:
+    """The load of one rank per window."""
+    return f"{load.calls:.0f} commands, {load.bytes / 1e3:.1f} kB, {1e3 * load.cpu_seconds:.2f} ms of a processor"
 
 
 def as_text(results: list[dict[str, str]]) -> str:

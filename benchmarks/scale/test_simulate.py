@@ -5,8 +5,8 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from flopwatch.monitor.ranks import exchange, layout
-from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks import job_store, layout
+from flopwatch.monitor.ranks.exchange import RankLink
 from scale.simulate import KEY, WINDOWS, Job, NotedStore, load_of, simulate, store_process
 
 RANKS, PER_HOST = 12, 4
@@ -17,12 +17,16 @@ def test_a_window_asks_the_store_less_than_twice_per_rank():
         client = store.connect()
         job = Job(64, client)
         job.meet()
-        load = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        load, of_ranks = load_of(lambda: [job.window(number) for number in range(WINDOWS)], store, client, WINDOWS)
+        assert job.unread(WINDOWS) == 2
 
     writes, readers = 63, 8  # of the 8 hosts; each reads twice, with three commands
     assert load.calls == writes + readers * 2 * 3
     assert load.calls < 2 * 64
     assert load.bytes / 64 < 2048
+    assert of_ranks[0].calls == 2 * 3
+    assert of_ranks[63].calls == 1
+    assert sum(each.bytes for each in of_ranks.values()) == pytest.approx(load.bytes)
 
 
 def test_a_lost_host_takes_the_hosts_below_it_along():
@@ -34,10 +38,10 @@ def test_a_lost_host_takes_the_hosts_below_it_along():
 @pytest.mark.slow
 def test_simulated_ranks_use_the_same_keys_as_real_links(monkeypatch):
     real, simulated = HashStore(), HashStore()
-    monkeypatch.setattr(exchange, "find_job_store", lambda: real)
+    monkeypatch.setattr(job_store, "find_job_store", lambda: real)
     monkeypatch.setattr(layout, "ranks_per_host", lambda world_size: PER_HOST)
     links = [RankLink(KEY, rank, RANKS, device=f"host{rank // PER_HOST}/gpu{rank % PER_HOST}") for rank in range(RANKS)]
-    links[0].announce(RunPlan(50))
+    links[0].announce(50)
     assert all(each.wait_for_plan(30.0) for each in links)
     Job(RANKS, NotedStore(simulated), PER_HOST).meet()
     ends = [threading.Thread(target=each.finish, args=(30.0,)) for each in links]

@@ -46,7 +46,7 @@ _MFU_ALARM = 1.05
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
 """Seconds per session above which stalls and time outside steps are reported. On a busy machine, less is normal."""
 _MOST_WINDOWS, _MOST_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank without a `RunPlan` from the logging rank stops reporting after this many windows, steps and seconds."""
+"""A rank without a plan from the logging rank stops reporting after this many windows, steps and seconds."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for the device to finish its queued work."""
 CHECKPOINT_SECONDS = 2.0
@@ -188,7 +188,8 @@ class MonitoredRun:
         if divided.is_wait_unknown:
             self._notify(*notices.notice("input_wait_unknown"))
         for parts in divided.steps:
-            self.ranks.add_busy_seconds(parts.busy_seconds or 0.0)
+            if self.ranks.busy is not None:
+                self.ranks.busy.add(parts.busy_seconds or 0.0)
 
     def _take_arrived(self, wait_seconds: float) -> None:
         for arrival, begun, busy in self.arrivals.take_arrived(wait_seconds):
@@ -240,8 +241,9 @@ class MonitoredRun:
         return is_late or len(self.arrivals.begun) + len(self.recorder.steps) >= self.config.log_every
 
     def _busy_seconds_per_step(self) -> float | None:
+        """Processor time of the training's thread in a typical step; None if it is not measured."""
         step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
-        return self.ranks.busy_seconds_per_step(step_seconds)
+        return None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
 
     def _peak_flops_per_s(self, steps: Sequence[MeasuredStep]) -> float | None:
         """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
@@ -263,7 +265,7 @@ class MonitoredRun:
         timer = timer_for(self.pricer.peaks.device, self.tape.clock)
         if type(timer) is not type(self.tape.timer):
             self.arrivals.use_timer(timer)
-            self.ranks.busy_time = None  # processor time does not show how busy an accelerator is
+            self.ranks.busy = None  # processor time does not show how busy an accelerator is
         self._look_at_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
@@ -331,7 +333,7 @@ class MonitoredRun:
         plan, steps = self.ranks.new_plan(), len(self.recorder.steps)
         most = max(_MOST_WINDOWS * self.config.log_every, _MOST_STEPS)
         if plan is not None:
-            self._cut_at_windows(plan.window_steps)
+            self._cut_at_windows(plan)
         elif link.failure is not None or (
             steps > most and self.tape.clock() - self.recorder.began > _PLAN_SECONDS
         ):  # no rank receives this rank's reports

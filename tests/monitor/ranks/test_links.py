@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flopwatch
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks import exchange, job_store
-from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
+from flopwatch.monitor.ranks.exchange import RankLink
 from flopwatch.monitor.ranks.job_store import RunKey
-from flopwatch.monitor.ranks.reports import RankDoubt, report_of
+from flopwatch.monitor.ranks.reports import MOST_WAITING, RankDoubt, report_of
 from testbeds.wait_until import wait_until
 
 SECONDS = 60.0
@@ -33,7 +33,7 @@ def open_links():
     def open_links(store, world_size, ranks, logging_rank=0):
         dist.init_process_group("fake", store=store, rank=0, world_size=world_size)
         started.extend(RankLink(RunKey(logging_rank, 1, "log"), rank, world_size) for rank in ranks)
-        return {link._rank: link for link in started}
+        return {link._exchange._rank: link for link in started}
 
     yield open_links
     for link in started:
@@ -46,7 +46,11 @@ def tcp_store():
 
 
 def wait_until_published(link: RankLink) -> None:
-    wait_until(lambda: link._store is not None and link._store.check(["log"]), "its run is published", every=0.01)
+    wait_until(
+        lambda: link._exchange.store is not None and link._exchange.store.check(["log"]),
+        "its run is published",
+        every=0.01,
+    )
 
 
 def window(rank: int, step: int):
@@ -72,11 +76,11 @@ def test_all_ranks_of_all_hosts_are_added_up(open_links, monkeypatch, ranks_per_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_per_host)
     opened = open_links(tcp_store(), 12, range(12), logging_rank)
     wait_until(lambda: all(link.ranks_on_device for link in opened.values()), "all are counted", every=0.01)
-    opened[logging_rank].announce(RunPlan(5))
+    opened[logging_rank].announce(5)
     for step in range(3):
         send_window(opened, step)
         assert summed(opened[logging_rank], step) == (12, sum(range(12)))
-    assert all(link.plan == RunPlan(5) for link in opened.values())
+    assert all(link.window_steps == 5 for link in opened.values())
     assert [link.ranks_on_device for link in opened.values()] == [12] * 12
     with ThreadPoolExecutor(12) as together:
         assert all(together.map(lambda link: link.finish(SECONDS), opened.values()))
@@ -86,11 +90,11 @@ def test_all_ranks_of_all_hosts_are_added_up(open_links, monkeypatch, ranks_per_
 @pytest.mark.slow
 def test_a_store_that_does_not_answer_at_the_end_does_not_make_the_ranks_late(open_links, monkeypatch):
     opened = open_links(tcp_store(), 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
     answers = threading.Event()
-    monkeypatch.setattr(exchange, "check_single", lambda _: answers.wait(SECONDS))
+    monkeypatch.setattr(job_store, "check_single", lambda _: answers.wait(SECONDS))
     assert opened[1].finish(SECONDS)
     assert opened[0].finish(1.0)
     answers.set()
@@ -104,7 +108,7 @@ def test_ranks_meet_in_every_kind_of_store(open_links, tmp_path, kind):
         "prefixed": lambda: dist.PrefixStore("a", dist.PrefixStore("b", tcp_store())),
     }
     opened = open_links(stores[kind](), 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
 
@@ -115,7 +119,7 @@ def test_without_torchs_private_function_the_store_is_found_where_the_launcher_s
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
     opened = open_links(store, 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
 
@@ -145,12 +149,12 @@ def test_two_trainings_with_the_same_keys_both_say_that_they_may_be_mixed_up(ope
     opened = open_links(tcp_store(), 2, range(2))
     wait_until(lambda: opened[1].ranks_on_device is not None, "both are there", every=0.01)
     if moment == "after the plan":
-        opened[0].announce(RunPlan(5))
+        opened[0].announce(5)
         assert opened[1].wait_for_plan(SECONDS)
     second = RankLink(RunKey(0, 1, "log"), 0, 2)
     second._thread.join(SECONDS)
     assert "another training" in second.failure
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     opened[1].finish(1.0)  # before the plan, it waits in vain
     opened[0].finish(SECONDS)
     assert "another training" in opened[0].failure
@@ -158,7 +162,7 @@ def test_two_trainings_with_the_same_keys_both_say_that_they_may_be_mixed_up(ope
 
 def test_two_processes_never_write_to_the_slot_of_one_rank(open_links):
     opened = open_links(tcp_store(), 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     assert opened[1].wait_for_plan(SECONDS)
     second = RankLink(RunKey(0, 1, "log"), 1, 2)
     second.send(window(5, 0))
@@ -170,9 +174,9 @@ def test_two_processes_never_write_to_the_slot_of_one_rank(open_links):
 
 def test_a_rank_that_leaves_before_the_plan_delays_no_row(open_links):
     opened = open_links(tcp_store(), 2, range(2))
-    wait_until(lambda: opened[1]._has_joined, "it has joined", every=0.01)
+    wait_until(lambda: opened[1]._exchange._outbox, "it has joined", every=0.01)
     opened[1].leave()
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     opened[0].send(window(0, 0))
     assert summed(opened[0], 0) == (1, 0)
 
@@ -184,7 +188,7 @@ def test_a_rank_of_a_second_training_does_not_join_the_first(open_links):
     second._thread.join(SECONDS)
     stranger = RankLink(RunKey(0, 1, "other log"), 1, 2)
     wait_until(lambda: stranger.ranks_on_device is not None, "it looks for its run", every=0.01)
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     opened[0]._thread.join(SECONDS)
     assert not stranger.wait_for_plan(0.5)
     stranger.leave()
@@ -196,7 +200,7 @@ def test_ranks_with_different_releases_do_not_meet(open_links, monkeypatch):
     wait_until_published(first)
     monkeypatch.setattr(job_store, "__version__", "another release")
     other = RankLink(RunKey(0, 1, "log"), 1, 2)
-    first.announce(RunPlan(5))
+    first.announce(5)
     assert not other.wait_for_plan(0.5)
     other.leave()
     assert "no monitor of this run" in other.failure
@@ -206,7 +210,7 @@ def test_ranks_meet_without_a_clone_of_the_store_too(open_links, monkeypatch):
     """`Store.clone` is newer than the oldest torch that flopwatch supports."""
     monkeypatch.delattr(dist.Store, "clone", raising=False)
     opened = open_links(dist.PrefixStore("a", tcp_store()), 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
 
@@ -220,7 +224,7 @@ def test_two_trainings_that_a_prefix_keeps_apart_have_their_own_sums(open_links)
     dist.destroy_process_group()
     second = open_links(dist.PrefixStore("b", store), 2, range(2))
     for opened in (first, second):
-        opened[0].announce(RunPlan(5))
+        opened[0].announce(5)
         send_window(opened, 0)
         assert summed(opened[0], 0) == (2, 1)
 
@@ -228,7 +232,7 @@ def test_two_trainings_that_a_prefix_keeps_apart_have_their_own_sums(open_links)
 def test_a_run_has_a_fixed_number_of_keys_and_leaves_no_report_behind(open_links):
     store = tcp_store()
     opened = open_links(store, 4, range(4))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     keys = set()
     for step in range(5):
         send_window(opened, step)
@@ -237,22 +241,20 @@ def test_a_run_has_a_fixed_number_of_keys_and_leaves_no_report_behind(open_links
     assert len(keys) == 1
     with ThreadPoolExecutor(4) as together:
         assert all(together.map(lambda link: link.finish(SECONDS), opened.values()))
-    assert not any(opened[0]._store.check([f"slot/{rank}"]) for rank in range(4))
+    assert not any(opened[0]._exchange.store.check([f"slot/{rank}"]) for rank in range(4))
 
 
 def test_a_rank_that_is_ahead_of_the_one_above_it_loses_nothing(open_links):
     opened = open_links(tcp_store(), 2, range(2))
-    opened[0].announce(RunPlan(5))
-    windows = 3 * exchange._MOST_WAITING
+    opened[0].announce(5)
+    windows = 3 * MOST_WAITING
     for step in range(windows):
         opened[1].send(window(1, step))
     opened[1].add_doubt(RankDoubt(3, 1))
-    opened[1]._finish()
-    wait_until(lambda: not opened[1]._waiting, "its thread has them all", every=0.01)
+    assert opened[1].finish(SECONDS)  # although the rank above reads nothing before its own first report
     for step in range(windows):
         opened[0].send(window(0, step))
     assert opened[0].finish(SECONDS)
-    assert opened[1].finish(SECONDS)
     assert sum(report.total("tokens").total for report in opened[0].merged) == windows
     assert opened[0].merged[-1].last_step == windows - 1
     assert opened[0].take_doubt() == RankDoubt(3, 1)
@@ -260,10 +262,10 @@ def test_a_rank_that_is_ahead_of_the_one_above_it_loses_nothing(open_links):
 
 def test_a_rank_that_shows_no_sign_of_life_is_left_out_after_a_while(open_links, monkeypatch):
     opened = open_links(tcp_store(), 3, range(3))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (3, 3)
-    monkeypatch.setattr(opened[1], "_keep_in_touch", lambda: None)  # as if its process were killed
+    monkeypatch.setattr(opened[1]._exchange, "_keep_in_touch", lambda: None)  # as if its process were killed
     for name in ("_FIRST_LOOK_SECONDS", "_LOOK_SECONDS", "_BEAT_SECONDS"):
         monkeypatch.setattr(exchange, name, 0.1)
     monkeypatch.setattr(exchange, "_LOST_SECONDS", 1.0)
@@ -280,7 +282,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_left_out_after_a_while(open_links,
 def test_a_rank_that_never_joins_is_named_and_left_out(open_links, monkeypatch):
     monkeypatch.setattr(exchange, "_ABSENT_SECONDS", 1.0)
     opened = open_links(tcp_store(), 3, (0, 1))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)
     assert opened[0].absent == (2,)
@@ -288,7 +290,7 @@ def test_a_rank_that_never_joins_is_named_and_left_out(open_links, monkeypatch):
 
 def test_the_first_rank_whose_process_has_the_store_ends_after_the_logging_rank_has_read_all(open_links):
     opened = open_links(tcp_store(), 2, range(2), logging_rank=1)
-    opened[1].announce(RunPlan(5))
+    opened[1].announce(5)
     send_window(opened, 0)
     assert summed(opened[1], 0) == (2, 1)
     closing = threading.Thread(target=opened[0].finish, args=(SECONDS,))
@@ -348,7 +350,7 @@ def distant_store():
 
 def test_a_store_that_dies_ends_the_exchange_and_the_reason_is_known(open_links, distant_store):
     opened = open_links(distant_store.client, 2, range(2))
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     assert opened[1].wait_for_plan(SECONDS)
     distant_store.die()
     send_window(opened, 0)
@@ -360,7 +362,7 @@ def test_a_store_that_dies_ends_the_exchange_and_the_reason_is_known(open_links,
 
 def test_a_rank_that_has_not_met_the_others_when_the_store_dies_says_so(open_links, distant_store):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
     distant_store.die()
     link._thread.join(SECONDS)
     assert link.is_over
@@ -373,7 +375,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_from_ending(open_links, dista
         distant_store.stop_answering()
     link = open_links(distant_store.client, 2, [1])[1]
     if moment == "in the meeting":
-        wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+        wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
         distant_store.stop_answering()
     else:
         link._thread.join(0.2)
@@ -387,7 +389,7 @@ def test_the_close_of_a_link_that_was_given_up_does_not_wait_for_a_store_that_do
     open_links, distant_store
 ):
     link = open_links(distant_store.client, 2, [1])[1]
-    wait_until(lambda: link._store is not None, "it has reached the store", every=0.01)
+    wait_until(lambda: link._exchange.store is not None, "it has reached the store", every=0.01)
     distant_store.stop_answering()
     link._thread.join(1.0)  # by then it has asked the store again
     link.give_up()
@@ -403,7 +405,7 @@ def test_a_forked_process_forgets_its_copies_and_the_ranks_go_on(open_links, mom
     opened = open_links(tcp_store(), 2, range(2))
     wait_until(lambda: opened[1].ranks_on_device is not None, "both are counted", every=0.01)
     if moment == "after the plan":
-        opened[0].announce(RunPlan(5))
+        opened[0].announce(5)
         assert opened[1].wait_for_plan(SECONDS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads, which is why the process ends at once
@@ -416,6 +418,6 @@ def test_a_forked_process_forgets_its_copies_and_the_ranks_go_on(open_links, mom
         exchange._leave_all()
         os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    opened[0].announce(RunPlan(5))
+    opened[0].announce(5)
     send_window(opened, 0)
     assert summed(opened[0], 0) == (2, 1)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.busy_time import busy_times, profile_of, typical_busy_seconds
+from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
 from flopwatch.monitor.timing.divide import Division
@@ -103,12 +103,13 @@ def test_busy_time_is_processor_time_between_the_batch_and_the_end_of_the_step()
 
 
 def test_the_typical_step_is_that_of_the_last_minute():
-    own = busy_times()
-    own.extend([5.0] * 100 + [1.0] * 40)
+    own = BusyTime()
+    for seconds in [5.0] * 100 + [1.0] * 40:
+        own.add(seconds)
 
-    assert typical_busy_seconds(own, step_seconds=0.1) == 5.0  # 512 steps and more fit into a minute
-    assert typical_busy_seconds(own, step_seconds=1.0) == 1.0  # 60 do: 40 of the new kind
-    assert typical_busy_seconds(own, step_seconds=100.0) == 1.0  # at least 32
+    assert own.typical_seconds(step_seconds=0.1) == 5.0  # 512 steps and more fit into a minute
+    assert own.typical_seconds(step_seconds=1.0) == 1.0  # 60 do: 40 of the new kind
+    assert own.typical_seconds(step_seconds=100.0) == 1.0  # at least 32
 
 
 def test_what_is_left_of_a_step_is_waiting():

@@ -53,8 +53,7 @@ def test_a_state_taken_on_every_rank_continues_exactly_in_the_middle_of_a_window
     assert run["values"]["total/steps"] == STEPS
     assert run["values"]["total/samples"] == SAMPLES
     assert run["values"]["total/model_flops"] == SAMPLES * FLOPS_PER_SAMPLE
-    # A report that finds its slot full is sent again after 2 s, and a checkpoint may wait for it that long.
-    assert [set(codes) - {"stalled"} for codes in run["notices"]] == [set(), set()]
+    assert run["notices"] == [{}, {}]
 
 
 @pytest.mark.slow

@@ -16,31 +16,34 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 import flopwatch
-from flopwatch.monitor.ranks import exchange
+from flopwatch.monitor.ranks import job_store
 from flopwatch.monitor.ranks.reports import Message
 from support.forbidden_calls import forbidden_calls
 
 STEPS, WINDOW_STEPS = 40, 10
-messages: list[tuple[str, int, str]] = []
-"""Kind, bytes, thread."""
+messages: list[tuple[str, int, int, str]] = []
+"""Kind, bytes, reports, thread."""
+
+
+def note(kind: str, message: Message) -> None:
+    messages.append((kind, len(message.to_json()), len(message.reports), threading.current_thread().name))
 
 
 def count_messages() -> None:
     """Note what is written and read between ranks; the flight recorder sees only the training's groups."""
-    write, read = exchange.write_slot, exchange.read_slots
+    write, read = job_store.Outbox.write, job_store.read_slots
 
-    def noted_write(store: object, rank: int, message: Message) -> bool:
-        is_written = write(store, rank, message)
-        if is_written:
-            messages.append(("write", len(message.to_json()), threading.current_thread().name))
-        return is_written
+    def noted_write(outbox: job_store.Outbox, message: Message) -> None:
+        write(outbox, message)
+        note("write", message)
 
     def noted_read(store: object, ranks: list[int]) -> dict[int, Message]:
         found = read(store, ranks)
-        messages.extend(("read", len(each.to_json()), threading.current_thread().name) for each in found.values())
+        for each in found.values():
+            note("read", each)
         return found
 
-    exchange.write_slot, exchange.read_slots = noted_write, noted_read
+    job_store.Outbox.write, job_store.read_slots = noted_write, noted_read
 
 
 def main(is_monitored: bool, folder: str) -> None:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 from statistics import median
 from types import FrameType
@@ -26,21 +25,6 @@ class Worker(Protocol):
     """What shows whether the training works on a batch."""
 
     is_working: bool
-
-
-def busy_times() -> deque[float]:
-    """An empty list for the processor time of the training's thread in each step, which keeps the newest."""
-    return deque(maxlen=_MOST_STEPS)
-
-
-def typical_busy_seconds(busy: Sequence[float], step_seconds: float) -> float | None:
-    """Median busy seconds per step over the last minute; None before the first step.
-
-    The median covers a minute, because other processes can slow the machine down for some seconds.
-    """
-    wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
-    first = max(0, len(busy) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
-    return median(islice(busy, first, None)) if busy else None
 
 
 def profile_of(
@@ -126,6 +110,42 @@ class StallSampler:
             frame = sys._current_frames().get(self._ident)
             is_stalled = frame is not None and not _waits_for_ranks(frame)
         self._samples.append(is_stalled)
+
+
+class BusyTime:
+    """Processor time of the training's thread in each step, and what `StallSampler` finds."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._stalls: StallSampler | None = None
+
+    def sample(self, worker: Worker) -> None:
+        """Look for stalls from now on, in a thread of its own."""
+        self._stalls = StallSampler(worker)
+
+    def stop(self) -> None:
+        if self._stalls is not None:
+            self._stalls.stop()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the sampler's thread."""
+        return 0.0 if self._stalls is None else self._stalls.cpu_seconds
+
+    def stalled_share(self) -> float | None:
+        return None if self._stalls is None else self._stalls.share()
+
+    def add(self, seconds: float) -> None:
+        self._steps.append(seconds)
+
+    def typical_seconds(self, step_seconds: float) -> float | None:
+        """Median busy seconds per step over the last minute; None before the first step.
+
+        The median covers a minute, because other processes can slow the machine down for some seconds.
+        """
+        wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
+        first = max(0, len(self._steps) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
+        return median(islice(self._steps, first, None)) if self._steps else None
 
 
 _file_kinds: dict[str, bool | None] = {}

@@ -1,9 +1,8 @@
 """Sends a rank's reports to the logging rank through the key-value store that the training's ranks share anyway.
 
 The ranks form a tree with the logging rank at its root (`layout.children`): ranks of one host first, then hosts. Each
-rank merges the reports of the ranks below it with its own. A rank writes to its slot in the store only while the slot
-is empty, and the rank above empties it after reading. So nothing is lost or read twice, and a run has a fixed number of
-keys.
+rank merges the reports of the ranks below it with its own, and leaves the sum in the store for the rank above
+(`job_store.Outbox`). Nothing is lost or read twice, and a run has a fixed number of keys.
 
 A thread of its own does all of this. The training's thread only puts reports into a queue and checks for results.
 It never waits inside the store for a key that may not be there: it asks again after a pause that `give_up` ends.
@@ -24,33 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor.ranks import layout
-from flopwatch.monitor.ranks.job_store import (
-    ON_ANY_DEVICE,
-    OVER,
-    PLAN,
-    PUBLISHED,
-    RunKey,
-    alive,
-    check_single,
-    find_job_store,
-    find_run,
-    open_slots,
-    pauses,
-    peek,
-    prefix,
-    probe,
-    read_slots,
-    write_slot,
-)
-from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, aligned, extend
+from flopwatch.monitor.ranks import job_store, layout
+from flopwatch.monitor.ranks.job_store import ON_ANY_DEVICE, OVER, PLAN, PUBLISHED, Outbox, RunKey, alive, pauses, peek
+from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, add_to_queue, aligned, earliest
 from flopwatch.text import first_line
 
-_MOST_WAITING = 64
-"""The maximum number of reports that wait to be sent; each further report is joined with the last one."""
 _ABSENT_SECONDS = 30.0
 """A rank below this one that has not joined the run by then is left out."""
 _BEAT_SECONDS, _LOST_SECONDS = 20.0, 120.0
@@ -59,80 +39,34 @@ _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 10.0
 """When to look for a sign of life of a rank whose report is late, first and then again."""
 _END_SECONDS = 1.0
 """How long to wait for the thread after `give_up`. It takes longer only if the store does not answer."""
-_LONGEST_PAUSE_SECONDS, _RETRY_SECONDS = 0.5, 2.0
-"""The longest pause between two looks for reports, and the pause before writing again to a slot that was not empty."""
+_LONGEST_PAUSE_SECONDS = 0.5
+"""The longest pause between two looks for reports."""
 _links: "WeakSet[RankLink]" = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What the logging rank sends once to all other ranks.
-
-    Attributes:
-        window_steps: Steps per window. A window ends after each step whose number plus one is a multiple of this.
-    """
-
-    window_steps: int
-
-
-@dataclass(slots=True)
-class _Below:
-    """A rank that reports to this one.
-
-    Attributes:
-        reports: Reports that were read and not yet merged.
-        is_here: Whether it has joined the run.
-        is_over: True once it has sent its last report, or was lost.
-        beat: Its last sign of life besides reports.
-        silent_seconds: How long this rank has waited for a sign of life. A pause in which this process was itself
-            stopped counts with its intended length.
-        next_look_seconds: When to look for a sign of life, in `silent_seconds`.
-    """
-
-    reports: deque[RankReport] = field(default_factory=deque)
-    is_here: bool = False
-    is_over: bool = False
-    beat: str | None = None
-    silent_seconds: float = 0.0
-    next_look_seconds: float = _FIRST_LOOK_SECONDS
-
-
 class RankLink:
-    """The link of one rank to the other ranks of a run.
+    """The link of one rank to the other ranks of a run, as the training's thread uses it.
 
     Attributes:
         merged: On the logging rank, a queue of the merged reports of all ranks.
-        plan: The `RunPlan` from the logging rank; None until it arrives.
+        window_steps: The plan of the logging rank: a window ends after each step whose number plus one is a multiple of
+            this. None until it arrives.
         failure: Why the link has failed; None while it works.
-        cpu_seconds: Processor time of the link's thread.
         ranks_on_device: How many ranks compute on this rank's device; None until that is known.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "", ranks_by_launcher: int = 1) -> None:
-        self._key = key
-        self._rank = rank
-        self._world_size = world_size
-        self._on_device = f"on_device/{device}"
-        self._ranks_by_launcher = ranks_by_launcher
-        self._store: Any = None
-        """The run's part of the job's store."""
         self._changed = threading.Condition()
         self._is_finished, self._is_given_up = threading.Event(), threading.Event()
         self._waiting: deque[RankReport] = deque()
         """Reports of this rank for its thread."""
-        self._unsent: deque[RankReport] = deque()
-        """Reports of this rank and those below it that the rank above has no room for yet."""
         self._doubt: RankDoubt | None = None
         """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
-        self._below: dict[int, _Below] = {}
-        self._has_joined = False
-        self._wrote_at = time.monotonic()
-        self._has_all_reports = False
         self.merged: deque[RankReport] = deque()
-        self.plan: RunPlan | None = None
+        self.window_steps: int | None = None
         self.failure: str | None = None
-        self.cpu_seconds = 0.0
         self.ranks_on_device: int | None = None
+        self._exchange = Exchange(self, key, rank, world_size, device, ranks_by_launcher)
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
         _links.add(self)
@@ -142,25 +76,30 @@ class RankLink:
         return not self._thread.is_alive()
 
     @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the link's thread."""
+        return self._exchange.cpu_seconds
+
+    @property
     def absent(self) -> tuple[int, ...]:
         """The ranks directly below this one that have not joined the run, once the plan has arrived."""
-        return tuple(sorted(rank for rank, below in self._below.items() if not below.is_here))
+        return tuple(sorted(rank for rank, below in self._exchange.below.items() if not below.is_here))
 
-    def announce(self, plan: RunPlan) -> None:
-        """Send the plan from the logging rank to all others."""
+    def announce(self, window_steps: int) -> None:
+        """Set the plan: on the logging rank, which sends it to all others, and on these when it arrives."""
         with self._changed:
-            self.plan = plan
-            self._changed.notify()
+            self.window_steps = window_steps
+            self._changed.notify_all()
 
     def send(self, report: RankReport) -> None:
         with self._changed:
-            _queue(self._waiting, report)
-            self._changed.notify()
+            add_to_queue(self._waiting, report)
+            self._changed.notify_all()
 
     def add_doubt(self, doubt: RankDoubt | None) -> None:
         """Doubt steps that were called exact, also those of windows that were sent."""
         with self._changed:
-            self._doubt = min((each for each in (self._doubt, doubt) if each is not None), default=None)
+            self._doubt = earliest(self._doubt, doubt)
 
     def take_doubt(self) -> RankDoubt | None:
         with self._changed:
@@ -173,7 +112,8 @@ class RankLink:
         # After `give_up` this rank sends no more reports, and its thread may be waiting for the store.
         if not self._is_given_up.is_set():
             self._thread.join(seconds)
-        is_in_time = self.is_over or self._has_all_reports  # else the thread waits for the store, not for a rank
+        # If all reports are there, the thread waits for the store and not for a rank.
+        is_in_time = self.is_over or self._exchange.has_all_reports
         self.give_up()
         self._thread.join(_END_SECONDS)
         return is_in_time
@@ -210,76 +150,177 @@ class RankLink:
             )
 
     def wait_for_plan(self, seconds: float) -> bool:
-        """Wait for the plan (the length of windows) from the logging rank; False on timeout."""
+        """Wait for the plan (the length of windows) of the logging rank, or the link's end; False on timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
+            return self._changed.wait_for(
+                lambda: self.window_steps is not None or self.failure is not None or self._is_finished.is_set(), seconds
+            )
 
-    @property
-    def _is_logging(self) -> bool:
-        return self._rank == self._key.logging_rank
+    def pause(self, seconds: float) -> bool:
+        """In the link's thread, wait, but only until this rank finishes; False once it has given up."""
+        (self._is_given_up if self._is_finished.is_set() else self._is_finished).wait(seconds)
+        return not self._is_given_up.is_set()
+
+    def reports(self) -> Iterator[RankReport | None]:
+        """In the link's thread, yield this rank's reports until it finishes, and None when a sign of life is due."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished.is_set(), _BEAT_SECONDS)
+                if self._is_finished.is_set() and not self._waiting:
+                    return
+                report = self._waiting.popleft() if self._waiting else None
+            yield report
+
+    def add_merged(self, report: RankReport) -> None:
+        with self._changed:
+            self.merged.append(report)
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            job_store = PrefixStore(prefix(os.environ, self._world_size), find_job_store())
-            probe(job_store)
-            ranks_per_host = self._lead(job_store) if self._is_logging else self._follow(job_store)
-            self._exchange(ranks_per_host)
+            self._exchange.run()
         except Exception as error:  # for example, the store has died, or the logging rank has no monitor
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
-            if self._has_joined:
-                with suppress(Exception):
-                    self._send(is_last=True)  # so that nobody waits for this rank
-        self.cpu_seconds = time.thread_time()
+            if not isinstance(error, DistError):  # the store is there, so tell the rank above not to wait for this one
+                with suppress(RuntimeError):
+                    self._exchange.send_last()
+        self._exchange.cpu_seconds = time.thread_time()
 
-    def _enter(self, job_store: Any, run: str) -> None:
-        self._store = PrefixStore(run, job_store)
-        self._store.add(self._on_device, 1)
-        self._store.add(ON_ANY_DEVICE, 1)
 
-    def _lead(self, job_store: Any) -> int:
+@dataclass(slots=True)
+class _Below:
+    """A rank that reports to this one.
+
+    Attributes:
+        reports: Reports that were read and not yet merged.
+        is_here: Whether it has joined the run.
+        is_over: True once it has sent its last report, or was lost.
+        beat: Its last sign of life besides reports.
+        silent_seconds: How long this rank has waited for a sign of life. A pause in which this process was itself
+            stopped counts with its intended length.
+        next_look_seconds: When to look for a sign of life, in `silent_seconds`.
+    """
+
+    reports: deque[RankReport] = field(default_factory=deque)
+    is_here: bool = False
+    is_over: bool = False
+    beat: str | None = None
+    silent_seconds: float = 0.0
+    next_look_seconds: float = _FIRST_LOOK_SECONDS
+
+    def take(self, message: Message) -> None:
+        self.reports.extend(message.reports)
+        self.is_here, self.is_over = True, message.is_last
+        self.silent_seconds, self.next_look_seconds = 0.0, _FIRST_LOOK_SECONDS
+
+    def listen(self, store: Any, rank: int, waited_seconds: float) -> None:
+        """Look, from time to time, whether the silent rank is alive."""
+        self.silent_seconds += waited_seconds
+        if self.silent_seconds < self.next_look_seconds:
+            return
+        self.next_look_seconds = self.silent_seconds + _LOOK_SECONDS
+        beat = peek(store, alive(rank))
+        self.is_here |= beat is not None
+        if beat != self.beat:
+            self.beat, self.silent_seconds, self.next_look_seconds = beat, 0.0, _LOOK_SECONDS
+        self.is_over = self.silent_seconds >= (_LOST_SECONDS if self.is_here else _ABSENT_SECONDS)
+
+
+class Exchange:
+    """What a link's thread does: it meets the other ranks in the job's store, and then passes reports up the tree.
+
+    Attributes:
+        store: The run's part of the job's store; None before this rank has found that.
+        below: The ranks that report to this one.
+        has_all_reports: True once all of them and this rank have ended their reports.
+        cpu_seconds: Processor time of the thread.
+    """
+
+    def __init__(
+        self, link: RankLink, key: RunKey, rank: int, world_size: int, device: str, ranks_by_launcher: int
+    ) -> None:
+        self._link, self._key, self._rank, self._world_size = link, key, rank, world_size
+        self._on_device, self._ranks_by_launcher = f"on_device/{device}", ranks_by_launcher
+        self.store: Any = None
+        self._outbox: Outbox | None = None
+        """Messages to the rank above, once this rank has joined the run; always None on the logging rank."""
+        self.below: dict[int, _Below] = {}
+        self._wrote_at = time.monotonic()
+        self.has_all_reports = False
+        self.cpu_seconds = 0.0
+
+    def run(self) -> None:
+        """Meet the other ranks, and pass the reports of this rank and of those below it on until all have ended."""
+        job = PrefixStore(job_store.prefix(os.environ, self._world_size), job_store.find_job_store())
+        is_logging = self._rank == self._key.logging_rank
+        ranks_per_host = self._lead(job) if is_logging else self._follow(job)
+        children = layout.children(self._rank, self._key.logging_rank, self._world_size, ranks_per_host)
+        job_store.open_slots(self.store, children)
+        self.below = {child: _Below() for child in children}
+        for report in aligned([self._own_reports(), *map(self._reports_of, self.below.values())]):
+            if is_logging:
+                self._link.add_merged(report)
+            else:
+                self._send([report])
+            self.cpu_seconds = time.thread_time()
+        self.has_all_reports = True
+        if is_logging:
+            with suppress(RuntimeError):  # all reports are there, so it does not matter if the store has ended
+                self.store.set(OVER, "")  # so that later monitors do not join this run
+                job_store.check_single(self.store)
+            return
+        self.send_last()
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # The store is probably in this process, and the logging rank in another one still reads from it.
+            waiting = pauses(self._world_size)
+            while not self.store.check([OVER]) and self._link.pause(next(waiting)):
+                pass
+
+    def _enter(self, job: Any, run: str) -> None:
+        self.store = PrefixStore(run, job)
+        self.store.add(self._on_device, 1)
+        self.store.add(ON_ANY_DEVICE, 1)
+
+    def _lead(self, job: Any) -> int:
         """On the logging rank, publish the run, wait for the plan and publish it; return the ranks per host."""
-        self._enter(job_store, self._key.run)
-        self._store.add(PUBLISHED, 1)
-        check_single(self._store)
-        self._store.set("log", self._key.log)
-        job_store.set(self._key.by_log, self._key.run)
-        for pause in pauses(self._world_size):
-            with self._changed:
-                seconds = None if self.ranks_on_device is not None else pause
-                if self._changed.wait_for(lambda: self.plan is not None or self._is_finished.is_set(), seconds):
-                    break
+        self._enter(job, self._key.run)
+        self.store.add(PUBLISHED, 1)
+        job_store.check_single(self.store)
+        self.store.set("log", self._key.log)
+        job.set(self._key.by_log, self._key.run)
+        waiting = pauses(self._world_size)
+        while not self._link.wait_for_plan(next(waiting)):
             self._look_at_devices()
         self._look_at_devices(at_least=self._ranks_by_launcher)
-        check_single(self._store)  # the device count may already contain ranks of another training
+        job_store.check_single(self.store)  # the device count may already contain ranks of another training
         ranks_per_host = layout.ranks_per_host(self._world_size)  # all ranks derive the tree from this one's number
-        self._store.set(PLAN, json.dumps([self.plan and self.plan.window_steps, ranks_per_host]))
+        self.store.set(PLAN, json.dumps([self._link.window_steps, ranks_per_host]))
         return ranks_per_host
 
-    def _follow(self, job_store: Any) -> int:
+    def _follow(self, job: Any) -> int:
         """On another rank, find and join the run, and wait for its plan; return the ranks per host."""
         # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
         # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
-        self._enter(job_store, self._key.run)
+        self._enter(job, self._key.run)
         run: str | None = None
         for pause in pauses(self._world_size):
             self._look_at_devices()
-            if run is None and (run := find_run(job_store, self._key, self._rank)) is not None:
+            if run is None and (run := job_store.find_run(job, self._key, self._rank)) is not None:
                 if run != self._key.run:
-                    self._enter(job_store, run)
-                if int(self._store.add(alive(self._rank), 1)) != 1:
+                    self._enter(job, run)
+                if int(self.store.add(alive(self._rank), 1)) != 1:
                     raise FlopwatchError(f"another process uses the same store as rank {self._rank} of this run")
-                self._has_joined = True
-            if run is not None and self._store.check([PLAN]):
+                self._outbox = Outbox(self.store, self._rank)
+            if run is not None and self.store.check([PLAN]):
                 break
-            if self._is_given_up.wait(pause):
+            if not self._link.pause(pause):
                 raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
         self._look_at_devices(at_least=self._ranks_by_launcher)
-        window_steps, ranks_per_host = json.loads(peek(self._store, PLAN) or "")
-        with self._changed:
-            self.plan = None if window_steps is None else RunPlan(window_steps)
-            self._changed.notify_all()
+        window_steps, ranks_per_host = json.loads(peek(self.store, PLAN) or "")
+        if window_steps is not None:
+            self._link.announce(window_steps)
         return int(ranks_per_host)
 
     def _look_at_devices(self, *, at_least: int | None = None) -> None:
@@ -287,60 +328,26 @@ class RankLink:
 
         A rank that was registered in two runs of one name is counted twice, so there are never more than all ranks.
         """
-        if self.ranks_on_device is not None:
+        if self._link.ranks_on_device is not None:
             return
-        is_complete = int(self._store.add(ON_ANY_DEVICE, 0)) >= self._world_size
+        is_complete = int(self.store.add(ON_ANY_DEVICE, 0)) >= self._world_size
         if is_complete or at_least is not None:
-            counted = min(int(self._store.add(self._on_device, 0)), self._world_size)
-            self.ranks_on_device = counted if is_complete else max(counted, at_least or 1)
-
-    def _exchange(self, ranks_per_host: int) -> None:
-        """Pass the reports of this rank and of those below it on, until all of them have ended."""
-        children = layout.children(self._rank, self._key.logging_rank, self._world_size, ranks_per_host)
-        open_slots(self._store, children)
-        self._below = {child: _Below() for child in children}
-        for report in aligned([self._own_reports(), *map(self._reports_of, self._below.values())]):
-            if self._is_logging:
-                with self._changed:
-                    self.merged.append(report)
-                    self._changed.notify_all()
-            else:
-                _queue(self._unsent, report)
-                self._send()
-            self.cpu_seconds = time.thread_time()
-        self._has_all_reports = True
-        if self._is_logging:
-            with suppress(RuntimeError):  # all reports are there, so it does not matter if the store has ended
-                self._store.set(OVER, "")  # so that later monitors do not join this run
-                check_single(self._store)
-            return
-        waiting = pauses(self._world_size)
-        while not self._send(is_last=True) and self._pause(next(waiting)):
-            pass
-        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # The store is probably in this process, and the logging rank in another one still reads from it.
-            while not self._store.check([OVER]) and self._pause(next(waiting)):
-                pass
+            counted = min(int(self.store.add(self._on_device, 0)), self._world_size)
+            self._link.ranks_on_device = counted if is_complete else max(counted, at_least or 1)
 
     def _own_reports(self) -> Iterator[RankReport]:
-        while True:
-            with self._changed:
-                seconds = _RETRY_SECONDS if self._unsent else _BEAT_SECONDS
-                self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished.is_set(), seconds)
-                report = self._waiting.popleft() if self._waiting else None
-            if report is not None:
-                yield report
-            elif self._is_finished.is_set():
-                return
-            else:
+        for report in self._link.reports():
+            if report is None:
                 self._keep_in_touch()
+            else:
+                yield report
 
     def _reports_of(self, child: _Below) -> Iterator[RankReport]:
         while True:
             waiting = pauses(self._world_size // layout.FAN_OUT, _LONGEST_PAUSE_SECONDS)
             while not child.reports and not child.is_over:
                 pause = next(waiting)
-                if not self._pause(pause):
+                if not self._link.pause(pause):
                     return
                 self._read(pause)
                 self._keep_in_touch()
@@ -348,60 +355,30 @@ class RankLink:
                 return
             yield child.reports.popleft()
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait, but only until this rank finishes; False once it has given up."""
-        (self._is_given_up if self._is_finished.is_set() else self._is_finished).wait(seconds)
-        return not self._is_given_up.is_set()
-
     def _read(self, waited_seconds: float) -> None:
         """Read what those ranks below have written whose next report is missing."""
-        missing = {rank: below for rank, below in self._below.items() if not (below.is_over or below.reports)}
-        messages = read_slots(self._store, list(missing))
+        missing = {rank: below for rank, below in self.below.items() if not (below.is_over or below.reports)}
+        messages = job_store.read_slots(self.store, list(missing))
         for rank, below in missing.items():
             if (message := messages.get(rank)) is None:
-                self._listen(rank, below, waited_seconds)
-                continue
-            below.reports.extend(message.reports)
-            below.is_here, below.is_over = True, message.is_last
-            below.silent_seconds, below.next_look_seconds = 0.0, _FIRST_LOOK_SECONDS
-            self.add_doubt(message.doubt)
-
-    def _listen(self, rank: int, below: _Below, waited_seconds: float) -> None:
-        """Look, from time to time, whether a silent rank is alive."""
-        below.silent_seconds += waited_seconds
-        if below.silent_seconds < below.next_look_seconds:
-            return
-        below.next_look_seconds = below.silent_seconds + _LOOK_SECONDS
-        beat = peek(self._store, alive(rank))
-        below.is_here |= beat is not None
-        if beat != below.beat:
-            below.beat, below.silent_seconds, below.next_look_seconds = beat, 0.0, _LOOK_SECONDS
-        below.is_over = below.silent_seconds >= (_LOST_SECONDS if below.is_here else _ABSENT_SECONDS)
+                below.listen(self.store, rank, waited_seconds)
+            else:
+                below.take(message)
+                self._link.add_doubt(message.doubt)
 
     def _keep_in_touch(self) -> None:
-        if self._is_logging:
-            return
-        if self._unsent:
-            self._send()
-        elif time.monotonic() - self._wrote_at >= _BEAT_SECONDS:
-            self._store.add(alive(self._rank), 1)
+        if self._outbox is not None and time.monotonic() - self._wrote_at >= _BEAT_SECONDS:
+            self.store.add(alive(self._rank), 1)
             self._wrote_at = time.monotonic()
 
-    def _send(self, *, is_last: bool = False) -> bool:
-        """Write what is unsent for the rank above; False if that has not read the last message yet."""
-        message = Message(list(self._unsent), self.take_doubt(), is_last)
-        if not write_slot(self._store, self._rank, message):
-            self.add_doubt(message.doubt)
-            return False
-        self._unsent.clear()
-        self._wrote_at = time.monotonic()
-        return True
+    def _send(self, reports: list[RankReport], *, is_last: bool = False) -> None:
+        if self._outbox is not None:
+            self._outbox.write(Message(reports, self._link.take_doubt(), is_last))
+            self._wrote_at = time.monotonic()
 
-
-def _queue(reports: deque[RankReport], report: RankReport) -> None:
-    if len(reports) >= _MOST_WAITING:
-        report = extend(reports.pop(), report)
-    reports.append(report)
+    def send_last(self) -> None:
+        """Tell the rank above, if this rank has joined the run, that no further message will come."""
+        self._send([], is_last=True)
 
 
 def _park(thread: threading.Thread) -> None:

@@ -4,13 +4,12 @@ Nothing here waits inside the store for a key that may not be there.
 """
 
 import os
-import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flopwatch.errors import FlopwatchError
@@ -23,10 +22,6 @@ _MOST_POLLS_PER_SECOND = 8000
 """How many polls per second, of all ranks together, the store's single thread answers without delaying the training."""
 PLAN, PUBLISHED, OVER, ON_ANY_DEVICE = "plan", "published", "over", "on_any_device"
 """Keys of a run: its plan, how many logging ranks have published it, whether it has ended, how many ranks there are."""
-
-
-def is_possible() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +86,6 @@ def prefix(environment: Mapping[str, str], world_size: int) -> str:
     return "/".join(["flopwatch", __version__, *(environment.get(name, "") for name in names), str(world_size)])
 
 
-def probe(store: Any) -> None:
-    """Raise an error unless the store keeps what is written to it. For torch's `FakeStore`, every key exists."""
-    key, value = f"probe/{secrets.token_hex(8)}", secrets.token_hex(8)
-    is_there_before = store.check([key])
-    store.set(key, value)
-    is_kept = not is_there_before and peek(store, key) == value
-    store.delete_key(key)
-    if not is_kept:
-        raise FlopwatchError("the store of the process group does not keep what is written to it")
-
-
 def peek(store: Any, key: str) -> str | None:
     """The value of a key, None if it is missing; `get` would wait for it. Such a comparison never changes a value."""
     missing = "\0missing"
@@ -125,7 +109,7 @@ def find_run(job_store: Any, key: RunKey, rank: int) -> str | None:
     A run with the same log path is the right one. If ranks write to different paths (`out/rank3`, a disk of the node),
     the n-th monitor of this rank takes the n-th run of the logging rank, or the next one that has not ended and that
     this rank has not joined. That could be the run of another monitor, so it is taken only if its log belongs to no
-    other monitor of this process, and only once the logging rank has sent its `RunPlan`. By then, all monitors that
+    other monitor of this process, and only once the logging rank has sent its plan. By then, all monitors that
     were started together have published their runs.
     """
     if (run := peek(job_store, key.by_log)) is not None:
@@ -150,30 +134,61 @@ def alive(rank: int) -> str:
     return f"alive/{rank}"
 
 
-def _slot(rank: int) -> str:
-    return f"slot/{rank}"
+def _slots(rank: int) -> tuple[str, str]:
+    return f"slot/{rank}", f"slot/{rank}/more"
+
+
+class Outbox:
+    """Where a rank leaves its messages for the rank above it, which may read them much later; writing never waits.
+
+    A message goes into the rank's first slot if the rank above has emptied it, else into the second slot, joined with
+    what is unread there. `read_slots` empties the first slots of many ranks with one command, so what is in them must
+    not change before they are empty. A second slot is emptied only if it still has what was read.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
+        self._first, self._second = _slots(rank)
+        self._unread: Message | None = None
+        """What this rank has written to its second slot last; None if both slots were empty since."""
+
+    def write(self, message: Message) -> None:
+        if self._unread is not None:
+            joined = self._unread.followed_by(message)
+            if _swap(self._store, self._second, self._unread.to_json(), joined.to_json()):
+                self._unread = joined
+                return
+            self._unread = None
+        text = message.to_json()
+        if not _swap(self._store, self._first, "", text):
+            _swap(self._store, self._second, "", text)
+            self._unread = message
+
+
+def _swap(store: Any, key: str, before: str, after: str) -> bool:
+    return bool(store.compare_set(key, before, after).decode() == after)
 
 
 def open_slots(store: Any, ranks: Sequence[int]) -> None:
     """Make sure that the slots exist, so that reading them does not wait."""
     for rank in ranks:
-        store.compare_set(_slot(rank), "", "")
-
-
-def write_slot(store: Any, rank: int, message: Message) -> bool:
-    """Write a message to the slot of a rank; False if the slot is not empty."""
-    text = message.to_json()
-    return bool(store.compare_set(_slot(rank), "", text).decode() == text)
+        for slot in _slots(rank):
+            store.compare_set(slot, "", "")
 
 
 def read_slots(store: Any, ranks: Sequence[int]) -> dict[int, Message]:
-    """Read and empty the slots of these ranks. Nobody writes to a slot that is not empty, so nothing gets lost."""
-    texts = store.multi_get([_slot(rank) for rank in ranks])
-    messages = {rank: Message.from_json(text) for rank, text in zip(ranks, texts, strict=True) if text}
-    emptied = [_slot(rank) for rank, message in messages.items() if not message.is_last]
-    if emptied:
-        store.multi_set(emptied, [""] * len(emptied))
-    for rank, message in messages.items():
-        if message.is_last:
-            store.delete_key(_slot(rank))
+    """Read and empty the slots of these ranks; those of a rank that has sent its last message are deleted."""
+    # Second slots first: they get something only while the first is full, and a store may read one key after the other.
+    texts = store.multi_get([slot for rank in ranks for slot in reversed(_slots(rank))])
+    full = [(*row, *_slots(row[0])) for row in zip(ranks, texts[1::2], texts[::2], strict=True) if any(row[1:])]
+    if firsts := [slot for _, text, _, slot, _ in full if text]:
+        store.multi_set(firsts, [""] * len(firsts))
+    messages: dict[int, Message] = {}
+    for rank, text, later, first, second in full:
+        while later and (newer := store.compare_set(second, later.decode(), "")):
+            later = newer
+        messages[rank] = reduce(Message.followed_by, [Message.from_json(part) for part in (text, later) if part])
+        if messages[rank].is_last:
+            store.delete_key(first)
+            store.delete_key(second)
     return messages

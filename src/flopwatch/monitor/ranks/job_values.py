@@ -21,6 +21,11 @@ _LEAST_SIGMAS = 4.0
 _WINDOWS_KEPT = 5
 _CHRONIC_WINDOWS = 3
 """A straggler is chronic if it was the slowest rank in 3 of the last 5 windows."""
+_CAUSE_TEXTS: Mapping[Cause, str] = {
+    "input": "waiting for its input",
+    "compute": "computing",
+    "host": "blocked outside its computation (disk, lock, sleep, no free core)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,8 @@ def find_straggler(report: RankReport) -> Straggler | None:
     variance = max(0.0, (report.busy_squares - slowest.busy**2) / others - mean.busy**2)
     if step_seconds <= 0 or excess < _LEAST_EXCESS * step_seconds or excess < _LEAST_SIGMAS * sqrt(variance):
         return None
-    shares: dict[Cause, float] = {
-        "input": (slowest.input - mean.input) / step_seconds,
-        "compute": (slowest.compute - mean.compute) / step_seconds,
-        "host": (slowest.host - mean.host) / step_seconds,
-    }
+    shares = {cause: (getattr(slowest, cause) - getattr(mean, cause)) / step_seconds for cause in _CAUSE_TEXTS}
     return Straggler(rank, excess, excess / step_seconds, shares)
-
-
-_CAUSE_TEXTS: Mapping[Cause, str] = {
-    "input": "waiting for its input",
-    "compute": "computing",
-    "host": "blocked outside its computation (disk, lock, sleep, no free core)",
-}
 
 
 def explain_straggler(straggler: Straggler) -> str:

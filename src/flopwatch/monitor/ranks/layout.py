@@ -42,14 +42,9 @@ def device_identity(device: torch.device) -> str:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ["all"]
         return f"{host}/cpu/{','.join(map(str, cores))}"
     # The device's index alone is not enough: with one visible device per rank, each rank's device has index 0.
-    return f"{host}/{device}/{_uuid(device) or os.environ.get('LOCAL_RANK', '')}"
-
-
-def _uuid(device: torch.device) -> str | None:
     module: Any = getattr(torch, device.type, None)
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
-    uuid = getattr(properties, "uuid", None)
-    return None if uuid is None else str(uuid)
+    return f"{host}/{device}/{getattr(properties, 'uuid', None) or os.environ.get('LOCAL_RANK', '')}"
 
 
 def ranks_by_launcher(device_type: str, environment: Mapping[str, str] = os.environ) -> int:

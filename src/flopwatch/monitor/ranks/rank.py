@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.ranks.busy_time import StallSampler, Worker, busy_times, profile_of, typical_busy_seconds
-from flopwatch.monitor.ranks.exchange import RankLink, RunPlan
-from flopwatch.monitor.ranks.job_store import RunKey, is_possible
+from flopwatch.monitor.ranks.busy_time import BusyTime, Worker, profile_of
+from flopwatch.monitor.ranks.exchange import RankLink
+from flopwatch.monitor.ranks.job_store import RunKey
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, Window, report_of
 
@@ -29,26 +30,23 @@ class Rank:
     """One of the `world_size` ranks of a training: this process.
 
     Attributes:
-        is_logging: Whether this rank writes the log.
         link: The link to the other ranks; None with one rank, before the run starts, and after the link has failed.
         has_started: Whether the first step has ended.
         is_off: Whether this rank has stopped reporting to the logging rank.
         may_wait: Whether a checkpoint may wait for other ranks; False once it has waited in vain.
-        busy_time: Processor time of the training's thread per step; None with one rank, or if it cannot be measured.
+        busy: Processor time of the training's thread in its steps; None with one rank, or if it cannot be measured.
         window_steps: Steps per window by the logging rank's plan; None until the plan arrives.
     """
 
     def __init__(self, rank: int, world_size: int, logging_rank: int, notify: Notify) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.is_logging = rank == logging_rank
         self._logging_rank = logging_rank
         self._notify = notify
         self.link: RankLink | None = None
         self.has_started = self.is_off = False
         self.may_wait = True
-        self.busy_time = busy_times() if world_size > 1 else None
-        self._stalls: StallSampler | None = None
+        self.busy = BusyTime() if world_size > 1 else None
         self.window_steps: int | None = None
         self._device_type = "cpu"
         self._incomplete: deque[Window] = deque()
@@ -58,22 +56,19 @@ class Rank:
         self.has_started, self._device_type = True, device.type
         if self.world_size == 1:
             return
-        if not is_possible():
+        if not (dist.is_available() and dist.is_initialized()):
             self.is_off = not self.is_logging
             self._notify(*notices.notice("ranks_unknown", rank=self.rank, world_size=self.world_size))
             return
         key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
-        if self.busy_time is not None:
-            self._stalls = StallSampler(worker)
+        if self.busy is not None:
+            self.busy.sample(worker)
 
-    def add_busy_seconds(self, seconds: float) -> None:
-        if self.busy_time is not None:
-            self.busy_time.append(seconds)
-
-    def busy_seconds_per_step(self, step_seconds: float) -> float | None:
-        """Processor time of the training's thread in a typical step; None if it is not measured."""
-        return None if self.busy_time is None else typical_busy_seconds(self.busy_time, step_seconds)
+    @property
+    def is_logging(self) -> bool:
+        """Whether this rank writes the log."""
+        return self.rank == self._logging_rank
 
     @property
     def ranks_on_device(self) -> int:
@@ -95,8 +90,8 @@ class Rank:
     @property
     def cpu_seconds(self) -> float:
         """Processor time of the link's and the stall sampler's threads."""
-        threads = (self.link, self._stalls)
-        return sum(thread.cpu_seconds for thread in threads if thread is not None)
+        parts = (self.link, self.busy)
+        return sum(part.cpu_seconds for part in parts if part is not None)
 
     def plan(self, steps: Sequence[MeasuredStep], log_every: int, log_seconds: float) -> None:
         """On the logging rank, send the steps per logging window to the other ranks, once."""
@@ -104,14 +99,14 @@ class Rank:
             return
         seconds = [step.seconds for step in steps if step.seconds and not step.is_warm_up]
         self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
-        self.link.announce(RunPlan(self.window_steps))
+        self.link.announce(self.window_steps)
 
-    def new_plan(self) -> RunPlan | None:
-        """Return the logging rank's plan at the first call after its arrival; None at other calls and on that rank."""
-        if not self.waits_for_plan or self.link is None or self.link.plan is None:
+    def new_plan(self) -> int | None:
+        """Return the plan, the steps per window, at the first call after its arrival; None at other calls."""
+        if not self.waits_for_plan or self.link is None:
             return None
-        self.window_steps = self.link.plan.window_steps
-        return self.link.plan
+        self.window_steps = self.link.window_steps
+        return self.window_steps
 
     def profile(self, window: Window) -> Profile | None:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
@@ -121,7 +116,7 @@ class Rank:
         if busy_seconds_per_step is None or not is_typical:
             return None
         waiting = input_wait_share(measured)
-        stalled = None if self._stalls is None else self._stalls.share()
+        stalled = None if self.busy is None else self.busy.stalled_share()
         seconds = sum(step.seconds or 0.0 for step in measured)
         waited = None if waiting is None else waiting * seconds
         return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
@@ -161,8 +156,8 @@ class Rank:
 
     def finish(self, seconds: float) -> None:
         """End this rank's reports and wait at most `seconds` for the other ranks."""
-        if self._stalls is not None:
-            self._stalls.stop()
+        if self.busy is not None:
+            self.busy.stop()
         if self.link is None:
             return
         is_in_time = self.link.finish(seconds)
@@ -174,8 +169,8 @@ class Rank:
     def leave(self) -> None:
         """Stop exchanging reports with other ranks, without waiting."""
         self.is_off = not self.is_logging
-        if self._stalls is not None:
-            self._stalls.stop()
+        if self.busy is not None:
+            self.busy.stop()
         if self.link is not None:
             self.link.give_up()
 

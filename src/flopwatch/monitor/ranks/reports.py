@@ -4,14 +4,18 @@ Sums are integers of any size, because the FLOPs of a window of 16,384 ranks can
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
 
 RATED = AMOUNTS[:4]
 """Amounts that are also logged per second."""
+MOST_WAITING = 64
+"""The maximum number of reports that wait to be sent or read; each further report is joined with the last one."""
 
 
 class RankDoubt(NamedTuple):
@@ -19,6 +23,10 @@ class RankDoubt(NamedTuple):
 
     first_step: int
     rank: int
+
+
+def earliest(*doubts: RankDoubt | None) -> RankDoubt | None:
+    return min((doubt for doubt in doubts if doubt is not None), default=None)
 
 
 class Amount(NamedTuple):
@@ -108,28 +116,24 @@ class RankReport:
     def timed_total(self, name: str) -> Amount:
         return self.timed[AMOUNTS.index(name)]
 
-    def to_list(self) -> list[Any]:
-        """The values of all fields in order, for JSON."""
-        return [getattr(self, name) for name in _FIELDS]
-
-    @classmethod
-    def from_list(cls, values: list[Any]) -> "RankReport":
-        """The report whose `to_list` was this before it went through JSON."""
-        found = dict(zip(_FIELDS, values, strict=True))
-        for name in ("totals", "timed"):
-            found[name] = tuple(Amount(*amount) for amount in found[name])
-        for name in ("fastest", "longest_wait"):
-            found[name] = None if found[name] is None else Extreme(*found[name])
-        found["input_wait"] = Amount(*found["input_wait"])
-        found["known_seconds"] = tuple(found["known_seconds"])
-        found["profile"] = Profile(*found["profile"])
-        if found["slowest"] is not None:
-            rank, profile = found["slowest"]
-            found["slowest"] = rank, Profile(*profile)
-        return cls(**found)
-
 
 _FIELDS = tuple(field.name for field in fields(RankReport))
+
+
+def _report_from_json(values: list[Any]) -> RankReport:
+    """The report with these fields, in which JSON has turned tuples into lists."""
+    read = RankReport(*values)
+    return replace(
+        read,
+        totals=tuple(starmap(Amount, read.totals)),
+        timed=tuple(starmap(Amount, read.timed)),
+        input_wait=Amount(*read.input_wait),
+        known_seconds=tuple(read.known_seconds),
+        profile=Profile(*read.profile),
+        slowest=read.slowest and (read.slowest[0], Profile(*read.slowest[1])),
+        fastest=read.fastest and Extreme(*read.fastest),
+        longest_wait=read.longest_wait and Extreme(*read.longest_wait),
+    )
 
 
 class Message(NamedTuple):
@@ -145,14 +149,20 @@ class Message(NamedTuple):
     doubt: RankDoubt | None
     is_last: bool
 
+    def followed_by(self, later: "Message") -> "Message":
+        reports = list(self.reports)
+        for report in later.reports:
+            add_to_queue(reports, report)
+        return Message(reports, earliest(self.doubt, later.doubt), later.is_last)
+
     def to_json(self) -> str:
-        content = [[report.to_list() for report in self.reports], self.doubt, self.is_last]
-        return json.dumps(content, separators=(",", ":"))
+        reports = [[getattr(report, name) for name in _FIELDS] for report in self.reports]
+        return json.dumps([reports, self.doubt, self.is_last], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Message":
         reports, doubt, is_last = json.loads(text)
-        return cls([*map(RankReport.from_list, reports)], None if doubt is None else RankDoubt(*doubt), is_last)
+        return cls([*map(_report_from_json, reports)], doubt and RankDoubt(*doubt), is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +228,7 @@ def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
 
 def merge(reports: Sequence[RankReport]) -> RankReport:
     """Merge the reports of several ranks on the same logging window."""
-    first, *others = reports
-    merged = first
-    for other in others:
-        merged = _merge_two(merged, other)
-    return merged
+    return reduce(_merge_two, reports)
 
 
 def _merge_two(a: RankReport, b: RankReport) -> RankReport:
@@ -270,6 +276,13 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
     )
 
 
+def add_to_queue(reports: MutableSequence[RankReport], report: RankReport) -> None:
+    """Append a window to earlier ones that wait, or join it with the last of them if these are many."""
+    if len(reports) >= MOST_WAITING:
+        report = extend(reports.pop(), report)
+    reports.append(report)
+
+
 def _sum_over_time(earlier: Amount, later: Amount) -> Amount:
     return Amount(earlier.total + later.total, max(earlier.ranks, later.ranks))
 
@@ -282,12 +295,7 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
     ended is left out, and so is a window that begins at another step than the first rank's window.
     """
     live = list(streams)
-    while live:
-        heads: list[tuple[Iterator[RankReport], RankReport]] = []
-        for stream in live:
-            head = next(stream, None)
-            if head is not None:
-                heads.append((stream, head))
+    while heads := [(stream, head) for stream in live if (head := next(stream, None)) is not None]:
         ended: set[int] = set()
         while behind := _behind(heads, ended):
             for index in behind:
@@ -297,12 +305,11 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
                     ended.add(index)
                 else:
                     heads[index] = stream, extend(head, later)
-        if heads:
-            begins = heads[0][1].first_step
-            yield merge([head for _, head in heads if head.first_step == begins])
+        begins = heads[0][1].first_step
+        yield merge([head for _, head in heads if head.first_step == begins])
         live = [stream for index, (stream, _) in enumerate(heads) if index not in ended]
 
 
 def _behind(heads: Sequence[tuple[Iterator[RankReport], RankReport]], ended: set[int]) -> list[int]:
-    furthest = max((head.last_step for _, head in heads), default=0)
+    furthest = max(head.last_step for _, head in heads)
     return [index for index, (_, head) in enumerate(heads) if head.last_step < furthest and index not in ended]
