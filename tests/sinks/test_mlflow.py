@@ -93,6 +93,7 @@ def test_rows_wait_and_go_out_together(mlflow_address, tmp_path):
 
 def test_more_numbers_than_one_request_may_hold_are_split(mlflow_address, tmp_path):
     sink = MlflowSink(tmp_path, mlflow_address, "many")
+    sink.write(START)  # its tag counts too
     for step in range(2500):
         sink.write(Row(step, 1e9 + step, {"perf/step_time": float(step)}))
     sink.close()

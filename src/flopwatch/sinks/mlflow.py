@@ -17,8 +17,8 @@ from flopwatch.optional import require
 from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
 
-MOST_METRICS = 1000
-"""The maximum number of metrics that MLflow's REST interface accepts in one request."""
+MOST_VALUES = 1000
+"""The maximum number of metrics and tags together that MLflow's REST interface accepts in one request."""
 LONGEST_TAG = 5000
 """The maximum number of characters that MLflow accepts in the value of a tag."""
 
@@ -127,7 +127,7 @@ class MlflowSink:
     def _send(self, run: _Run) -> None:
         entities = require("mlflow.entities", "mlflow")
         while self._points or self._tags:
-            part = self._points[:MOST_METRICS]
+            part = self._points[: MOST_VALUES - len(self._tags)]
             tags = [entities.RunTag(key, text) for key, text in self._tags.items()]
             run.client.log_batch(run.id, [entities.Metric(*point) for point in part], [], tags)
             del self._points[: len(part)]
