@@ -5,22 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.library_internals import latest_mlflow_run, mlflow_request_sender, wandb_run_hider
-from flopwatch.sinks import mlflow as mlflow_sink
+from flopwatch.library_internals import latest_mlflow_run, wandb_run_hider
 
 
 def test_a_wandb_that_cannot_hide_a_run_is_refused_before_a_run_is_started():
     old = SimpleNamespace(setup=lambda: SimpleNamespace(), __version__="0.99")
     with pytest.raises(FlopwatchError, match=r"wandb 0\.99 cannot keep the run of flopwatch apart"):
         wandb_run_hider(old)
-
-
-def test_an_mlflow_without_single_requests_is_reached_through_its_client(monkeypatch):
-    rest = pytest.importorskip("mlflow.utils.rest_utils")
-    monkeypatch.delattr(rest, "http_request")
-
-    assert mlflow_request_sender("http://127.0.0.1:9", 1.0) is None
-    assert isinstance(mlflow_sink.open_tracking("http://127.0.0.1:9", 1.0), mlflow_sink.ClientTracking)
 
 
 def test_an_mlflow_that_does_not_know_the_runs_of_other_threads_is_asked_for_those_of_this_one(monkeypatch):

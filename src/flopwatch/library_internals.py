@@ -7,11 +7,14 @@ and switches the sink off, and the training and the other sinks continue.
 Checked with transformers 5.22.2, Opacus 1.6.0, lightning 2.6, tensorboard 2.21, wandb 0.31 and mlflow 3.17.
 """
 
+import json
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from flopwatch.errors import FlopwatchError, MissingDependencyError
+from flopwatch.errors import FlopwatchError
 from flopwatch.optional import require
 
 SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
@@ -136,26 +139,32 @@ def latest_mlflow_run(mlflow: Any) -> Any:
     return getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
 
 
-def mlflow_request_sender(uri: str, timeout_seconds: float) -> Callable[..., Any] | None:
-    """A function that sends a request to an MLflow server without retries; None if MLflow lacks `http_request`.
+def mlflow_client(uri: str, timeout_seconds: float) -> Any:
+    """MLflow's client, or, for a server, a store with those of its methods that a sink needs, which never tries again.
 
-    `MlflowClient` retries a request for 247 s (measured with a closed port). Only environment variables change that,
-    and they would affect the training's own calls too. `rest_utils.http_request` takes the number of retries and the
-    timeout as arguments. In releases without it, the sink uses `MlflowClient` and notices late that a server is down.
+    `MlflowClient` tries again for 247 s (measured with a closed port), draws from `random` before each try, and prints
+    on the training's stdout when it ends a run. Only environment variables change the tries, and its store is kept for
+    all clients of the address, so a change to either would affect the training's own calls. In releases without
+    `RestStore._call_endpoint` requests are tried again, and a server that is down is noticed late.
     """
-    try:
-        http_request = require("mlflow.utils.rest_utils", "mlflow").http_request
-        credentials = require("mlflow.utils.credentials", "mlflow").get_default_host_creds(uri)
-    except (AttributeError, MissingDependencyError):
-        return None
+    if not uri.startswith(("http://", "https://")):
+        return require("mlflow.tracking", "mlflow").MlflowClient(uri)
+    rest, service = require("mlflow.utils.rest_utils", "mlflow"), require("mlflow.protos.service_pb2", "mlflow")
+    limits = {"max_retries": 0, "timeout": timeout_seconds, "raise_on_status": False}
+    places = rest.extract_api_info_for_service(service.MlflowService, "/api/2.0")
 
-    def send(method: str, path: str, **content: Any) -> Any:
-        limits = {"max_retries": 0, "timeout": timeout_seconds, "raise_on_status": False}
-        return http_request(credentials, f"/api/2.0/mlflow/{path}", method, **limits, **content)
+    class OneTry(require("mlflow.store.tracking.rest_store", "mlflow").RestStore):  # type: ignore[misc]
+        def create_run(self, experiment_id: str, run_name: str | None) -> Any:
+            return super().create_run(experiment_id, "unknown", int(time.time() * 1000), [], run_name)
 
-    return send
+        def set_terminated(self, run_id: str) -> None:
+            self.update_run_info(run_id, service.RunStatus.Value("FINISHED"), int(time.time() * 1000), None)
 
+        def _call_endpoint(self, api: Any, json_body: str, *_: Any, **__: Any) -> Any:
+            path, method = places[api]
+            content = {"params" if method == "GET" else "json": json.loads(json_body)}
+            response = rest.http_request(self.get_host_creds(), path, method, **limits, **content)
+            rest.parse_dict(rest.verify_rest_response(response, path).json(), answer := api.Response())
+            return answer
 
-def checked_mlflow_response(response: Any) -> Any:
-    """The JSON of a response. Raises MLflow's own error if the server rejected the request."""
-    return require("mlflow.utils.rest_utils", "mlflow").verify_rest_response(response, response.url).json()
+    return OneTry(partial(require("mlflow.utils.credentials", "mlflow").get_default_host_creds, uri))

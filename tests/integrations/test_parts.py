@@ -30,7 +30,7 @@ def test_a_method_replaced_again_by_somebody_else_is_left_to_them():
             return ["trainer"]
 
     trainer = Trainer()
-    put_back = replace_method(trainer, "training_step", lambda original: lambda: ["ours", *original()])
+    put_back = replace_method(trainer, "training_step", lambda original: ["ours", *original()])
     ours = trainer.training_step
     trainer.training_step = lambda: ["theirs", *ours()]
     put_back()
@@ -45,5 +45,5 @@ def test_a_method_that_was_on_the_object_before_comes_back():
 
     trainer = Trainer()
     trainer.training_step = theirs = lambda: "theirs"
-    replace_method(trainer, "training_step", lambda original: lambda: "ours")()
+    replace_method(trainer, "training_step", lambda original: "ours")()
     assert trainer.training_step is theirs

@@ -12,7 +12,6 @@ from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks import jsonl
 from flopwatch.sinks.jsonl import JsonlSink
 from support.sinks.sample_run import ORIGIN, START, WARNING, basic_row, records, summary
-from testbeds.fakes import FakeClock
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_objects_of_a_configuration_are_written_as_text_and_numpy_numbers_as_num
 
 
 def test_rows_wait_for_200_steps_and_everything_else_goes_at_once(path):
-    sink = JsonlSink(path, flush_steps=200, clock=FakeClock())
+    sink = JsonlSink(path, flush_steps=200)
     seen = []
     for record in (START, basic_row(10), basic_row(110), basic_row(209), basic_row(210), basic_row(220), WARNING):
         sink.write(record)
@@ -63,18 +62,6 @@ def test_rows_wait_for_200_steps_and_everything_else_goes_at_once(path):
     for record in (basic_row(230), ORIGIN, basic_row(240), summary()):
         sink.write(record)
     assert len(lines_of(path)) == 11
-    sink.close()
-
-
-def test_rows_wait_for_5_seconds_at_most(path):
-    clock = FakeClock()
-    sink = JsonlSink(path, flush_seconds=5.0, clock=clock)
-    for record in (START, basic_row(1), basic_row(2)):
-        sink.write(record)
-    assert len(lines_of(path)) == 2
-    clock.advance(5.0)
-    sink.write(basic_row(3))
-    assert len(lines_of(path)) == 4
     sink.close()
 
 

@@ -1,13 +1,16 @@
 import os
+import random
 import socket
 import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from flopwatch.errors import FlopwatchError
+from flopwatch.library_internals import mlflow_client
 from flopwatch.records.run import Row
-from flopwatch.sinks.mlflow import MlflowSink, open_tracking
+from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.thread import SinkThread
 from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
 from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
@@ -78,20 +81,19 @@ def test_the_environment_names_server_experiment_and_run(mlflow_address, tmp_pat
 
 
 def test_rows_wait_and_go_out_together(mlflow_address, tmp_path):
-    clock = FakeClock()
-    sink = MlflowSink(tmp_path, mlflow_address, "batches", send_seconds=5.0, clock=clock)
+    sink = MlflowSink(tmp_path, mlflow_address, "batches")
     for record in (START, ORIGIN, *rows()):
         sink.write(record)
     (run,) = runs_of(mlflow_address, "batches")
     assert steps_of(mlflow_address, run["info"]["run_id"]) == []
-    clock.advance(5.0)
-    sink.write(basic_row(70))
-    assert steps_of(mlflow_address, run["info"]["run_id"]) == [10, 20, 30, 40, 50, 60, 70]
+    sink.flush()
+    assert steps_of(mlflow_address, run["info"]["run_id"]) == [10, 20, 30, 40, 50, 60]
     sink.close()
 
 
 def test_more_numbers_than_one_request_may_hold_are_split(mlflow_address, tmp_path):
-    sink = MlflowSink(tmp_path, mlflow_address, "many", send_seconds=3600.0)
+    sink = MlflowSink(tmp_path, mlflow_address, "many")
+    sink.write(START)  # its tag counts too
     for step in range(2500):
         sink.write(Row(step, 1e9 + step, {"perf/step_time": float(step)}))
     sink.close()
@@ -144,7 +146,7 @@ def test_a_server_that_comes_back_in_time_gets_the_rows_of_its_absence(tmp_path)
     clock = FakeClock()
     port = free_port()
     with mlflow_server(tmp_path, port) as (address, process):
-        sink = MlflowSink(tmp_path, address, "away", send_seconds=5.0, patience_seconds=60.0, clock=clock)
+        sink = MlflowSink(tmp_path, address, "away", patience_seconds=60.0, clock=clock)
         sink.write(START)
         sink.write(basic_row(10))
         sink.flush()
@@ -152,6 +154,7 @@ def test_a_server_that_comes_back_in_time_gets_the_rows_of_its_absence(tmp_path)
         for step in (20, 30):
             clock.advance(10.0)
             sink.write(basic_row(step))
+            sink.flush()
     with mlflow_server(tmp_path, port) as (address, _):
         clock.advance(10.0)
         sink.write(basic_row(40))
@@ -163,15 +166,81 @@ def test_a_server_that_comes_back_in_time_gets_the_rows_of_its_absence(tmp_path)
 
 def test_a_server_that_stays_away_longer_than_our_patience_is_given_up(mlflow_address, tmp_path):
     clock = FakeClock()
-    sink = MlflowSink(tmp_path, mlflow_address, "patience", send_seconds=5.0, patience_seconds=60.0, clock=clock)
+    sink = MlflowSink(tmp_path, mlflow_address, "patience", patience_seconds=60.0, clock=clock)
     sink.write(basic_row(10))
     sink.flush()
-    sink._tracking = open_tracking(f"http://127.0.0.1:{free_port()}", timeout_seconds=5.0)
+    sink._run = sink._run._replace(client=mlflow_client(f"http://127.0.0.1:{free_port()}", timeout_seconds=5.0))
     clock.advance(59.0)
     sink.write(basic_row(20))
+    sink.flush()
     clock.advance(5.0)
+    sink.write(basic_row(30))
     with pytest.raises(Exception, match="Connection refused"):
-        sink.write(basic_row(30))
+        sink.flush()
+
+
+def test_a_server_that_fails_moves_no_random_number_and_changes_no_store_of_the_training(mlflow_address, tmp_path):
+    from mlflow import MlflowClient
+
+    sink = MlflowSink(tmp_path, mlflow_address, "random")
+    sink.write(basic_row(10))
+    before, theirs = random.getstate(), MlflowClient(mlflow_address)._tracking_client.store
+    sink._run = sink._run._replace(client=mlflow_client(f"http://127.0.0.1:{free_port()}", timeout_seconds=5.0))
+    sink.flush()
+    assert sink._points
+    assert random.getstate() == before
+    assert theirs is not sink._run.client
+    assert "OneTry" not in type(theirs).__name__
+    sink._run = None
+
+
+def test_nothing_is_printed_on_the_stdout_of_the_training(mlflow_address, tmp_path, capfd):
+    sink = MlflowSink(tmp_path, mlflow_address, "silent")
+    for record in records():
+        sink.write(record)
+    sink.close()
+    assert capfd.readouterr().out == ""
+
+
+@contextmanager
+def answering(status):
+    """A server that answers every request with this status, and counts them."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_POST()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_answers_with_an_error_is_asked_once(tmp_path, status):
+    before = random.getstate()
+    with answering(status) as (address, asked):
+        with pytest.raises(FlopwatchError, match=f"no run could be started at {address}.*{status}"):
+            MlflowSink(tmp_path, address).write(rows()[0])
+        assert len(asked) == 1
+    assert random.getstate() == before
+
+
+def test_a_server_whose_name_is_not_known_is_told_at_once(tmp_path):
+    with pytest.raises(
+        FlopwatchError, match=r"no run could be started at http://no\.such\.host\.invalid.*MLFLOW_TRACK"
+    ):
+        MlflowSink(tmp_path, "http://no.such.host.invalid:5000").write(rows()[0])
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own database code

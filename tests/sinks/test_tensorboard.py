@@ -11,7 +11,6 @@ from flopwatch.sinks.tensorboard import TensorBoardSink
 from support.sinks.fresh_python import fresh_environment
 from support.sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
 from support.sinks.servers import get_json, tensorboard_server, wait_until
-from testbeds.fakes import FakeClock
 
 
 def points_of(folder, key):
@@ -61,19 +60,17 @@ def test_sessions_of_the_same_second_are_read_in_their_order(tmp_path):
     assert points_of(tmp_path, "a") == [(1, 2.0)]
 
 
-def test_rows_wait_for_5_seconds_at_most_and_a_notice_goes_at_once(tmp_path):
-    clock = FakeClock()
-    sink = TensorBoardSink(tmp_path, flush_seconds=5.0, clock=clock)
+def test_rows_wait_until_they_are_flushed_and_a_notice_goes_at_once(tmp_path):
+    sink = TensorBoardSink(tmp_path)
     sink.write(START)
     sink.write(basic_row(10))
     with pytest.raises(KeyError):
         points_of(tmp_path, "perf/mfu")
-    clock.advance(5.0)
+    sink.flush()
+    assert [step for step, _ in points_of(tmp_path, "perf/mfu")] == [10]
     sink.write(basic_row(20))
-    assert [step for step, _ in points_of(tmp_path, "perf/mfu")] == [10, 20]
-    sink.write(basic_row(30))
     sink.write(WARNING)
-    assert [step for step, _ in points_of(tmp_path, "perf/mfu")] == [10, 20, 30]
+    assert [step for step, _ in points_of(tmp_path, "perf/mfu")] == [10, 20]
     sink.close()
 
 

@@ -27,8 +27,7 @@ def write(records, **init):
     return thread
 
 def wait_for_first_row(thread):
-    while not thread.opening_cpu_seconds and not failures:
-        time.sleep(0.01)
+    assert thread.flush(300), failures
 """
 
 CLOSE = "\nassert thread.close(60) and not failures, failures\n"

@@ -14,7 +14,7 @@ Call = Literal["attention_mask", "batch"]
 
 ALL_SINKS = ("tensorboard", "wandb")
 """Beside the local log, which is always there."""
-POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 600.0
 
 
 class Watched:
@@ -87,12 +87,10 @@ class Watched:
     def _wait_for_sinks(self) -> None:
         """Until each has written its rows. Not by the public interface: only a benchmark has to know."""
         threads = self.monitor._started_run.outlets._threads if self.monitor._started_run else []
-        while not all(thread.opening_cpu_seconds and thread._queue.empty() for thread in threads):
-            failed = [f"{thread.name}: {thread.failed}" for thread in threads if thread.failed]
-            if failed:
-                raise RuntimeError(f"a sink that failed costs nothing, so this is no measurement ({'; '.join(failed)})")
-            time.sleep(POLL_SECONDS)
-        time.sleep(POLL_SECONDS)  # the last row may be in a sink's hands
+        for thread in threads:
+            if not thread.flush(_PATIENCE_SECONDS):
+                why = thread.failed or f"it took more than {_PATIENCE_SECONDS:.0f} s"
+                raise RuntimeError(f"{thread.name} did not write all rows, so this is no measurement ({why})")
 
     def _close(self) -> None:
         self._wait_for_sinks()

@@ -200,9 +200,9 @@ class WatchedProcess:
         if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
             options["quiet"] = True
         else:
-            from flopwatch.sinks.console import StderrConsoleSink
+            from flopwatch.sinks.console import ConsoleSink
 
-            options["sinks"].append(StderrConsoleSink())
+            options["sinks"].append(ConsoleSink("stderr"))
         return options
 
     def _add_to_hugging_face(self) -> None:

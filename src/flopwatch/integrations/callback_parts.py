@@ -46,40 +46,35 @@ def harmless(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
-_ABSENT = object()
-
-
-def replace_method(
-    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+def replace_method(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method on one object, not on its class. Returns a function that restores the original method.
 
-    `make` takes the original method and returns the replacement. If other code has replaced the method since then,
+    `around` gets the original method and the arguments of each call. If other code has replaced the method since then,
     the method is not restored. That code still calls our replacement, which must therefore work after the training too.
 
     >>> class Trainer:
     ...     def training_step(self):
     ...         return 1
     >>> trainer = Trainer()
-    >>> put_back = replace_method(trainer, "training_step", lambda original: lambda: original() + 1)
+    >>> put_back = replace_method(trainer, "training_step", lambda original: original() + 1)
     >>> trainer.training_step(), Trainer().training_step()
     (2, 1)
     >>> put_back()
     >>> vars(trainer)
     {}
     """
-    original = getattr(owner, name)
-    before = vars(owner).get(name, _ABSENT)
-    replacement = functools.wraps(original)(make(original))
+    original, own = getattr(owner, name), {name: vars(owner)[name]} if name in vars(owner) else {}
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
     setattr(owner, name, replacement)
 
     def put_back() -> None:
-        if vars(owner).get(name) is not replacement:
-            return
-        if before is _ABSENT:
+        if vars(owner).get(name) is replacement:
             delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+            vars(owner).update(own)
 
     return put_back
 
@@ -124,15 +119,18 @@ class MonitorOwner:
         self.monitor.says_what_was_not_given(False)  # the callbacks have clearer words for what is missing
         return self.monitor
 
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a method until the training ends."""
+        self._put_back.append(replace_method(owner, name, around))
+
     def _end_window(self, *, wait: bool, **last_values: Any) -> dict[int, dict[str, float]]:
         """End the window where the framework logs a row. Returns the windows that are known now, by their last step.
 
         With several ranks, the values of a window arrive after its row was logged.
         """
-        if self.monitor is None:
-            return {}
-        act_on_run(self.monitor, "log_now", lambda run: run.ask_for_window())
-        self.monitor.log_now(wait=wait, **last_values)
+        if self.monitor is not None:
+            act_on_run(self.monitor, "log_now", lambda run: run.ask_for_window())
+            self.monitor.log_now(wait=wait, **last_values)
         return self._known_windows()
 
     def _known_windows(self) -> dict[int, dict[str, float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless
 from flopwatch.library_internals import find_trainer, guarded_part
 from flopwatch.monitor.timed_batches import TimedIterator
 from flopwatch.optional import require
@@ -26,8 +26,8 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`. The
     numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside `train/loss`. Of these,
     the lines that the `Trainer` prints show MFU and tokens per second. The numbers are computed when the `Trainer`
-    logs, every `logging_steps`. Evaluation and saving are not part of the step time. A run
-    resumed from a checkpoint continues its totals.
+    logs, every `logging_steps`. Evaluation and saving are not part of the step time. A run resumed from a checkpoint
+    continues its totals.
 
     A `Trainer` passes neither the batch nor itself to its callbacks. So the callback finds the `Trainer` on the call
     stack and moves itself to the front of the `Trainer`'s callbacks. To read each batch, it replaces `training_step`
@@ -68,11 +68,9 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         # several ranks, whose first windows end before a multiple of it, the first one ends where the Trainer logs.
         logs_steps = args.logging_strategy == "steps" and state.logging_steps
         every = int(state.logging_steps) + 1 if logs_steps else None
-        dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+        own = {"model": kwargs["model"], "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None}
         is_new = state.global_step == 0
-        monitor = self._begin(
-            args.output_dir, state.max_steps, every, is_new=is_new, model=kwargs["model"], dtype=dtype
-        )
+        monitor = self._begin(args.output_dir, state.max_steps, every, is_new=is_new, **own)
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         saved = saved[0] if isinstance(saved, list) else saved
         totals = dict(saved.get("attributes", {}).get("totals", {}))
@@ -98,11 +96,13 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is self)))
         self._trackers = [each for each in callbacks if _is_tracker(each)]
-        self._change_rows(callbacks)
-        self._put_back.append(replace_method(trainer, "training_step", self._seeing))
+        for each in callbacks:
+            if self._changes_rows_of(each):
+                self._replace(each, "on_log", self._on_changed_log)
+        self._replace(trainer, "training_step", self._step)
         if hasattr(trainer, "get_batch_samples"):
-            self._put_back.append(replace_method(trainer, "get_batch_samples", self._timing))
-        self._put_back.append(replace_method(trainer, guarded_part(trainer), self._ending_on_error))
+            self._replace(trainer, "get_batch_samples", self._fetch)
+        self._replace(trainer, guarded_part(trainer), self._ending_on_error)
 
     @harmless
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -123,9 +123,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
             return  # this row is from an evaluation or from code of the user
         self._steps_to_log = 0
         # Waiting for the device takes no time here, because the Trainer has just read the loss from it.
-        known = self._end_window(
-            wait=True, loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate")
-        )
+        known = self._end_window(wait=True, **{name: logs.get(name) for name in ("loss", "grad_norm", "learning_rate")})
         self._added = known.pop(state.global_step, {})
         self._add_to(logs)
         self._send_late(known, args, state, control)
@@ -141,25 +139,17 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def _add_to(self, logs: dict[str, Any]) -> None:
         logs.update(self._added)
 
-    def _change_rows(self, callbacks: list[Any]) -> None:
-        """Let the callbacks that print a row show a few of our values only."""
-        kinds = (_callbacks.PrinterCallback, _callbacks.ProgressCallback)
+    def _changes_rows_of(self, callback: Any) -> bool:
+        """The callbacks that print a row show only a few of our values."""
+        return isinstance(callback, _callbacks.PrinterCallback | _callbacks.ProgressCallback)
 
-        def printed(logs: dict[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in logs.items() if key not in self._added or key in _PRINTED}
+    def _changed(self, logs: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in logs.items() if key not in self._added or key in _PRINTED}
 
-        self._give_rows([each for each in callbacks if isinstance(each, kinds)], printed)
-
-    def _give_rows(self, callbacks: list[Any], row: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Let these callbacks see the `Trainer`'s row as `row` returns it, where it is one with values of ours."""
-
-        def make(on_log: Callable[..., Any]) -> Callable[..., Any]:
-            def on_changed_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-                return on_log(*args, logs=row(logs) if logs and self._added else logs, **kwargs)
-
-            return on_changed_log
-
-        self._put_back += [replace_method(each, "on_log", make) for each in callbacks]
+    def _on_changed_log(
+        self, on_log: Callable[..., Any], *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        return on_log(*args, logs=self._changed(logs) if logs and self._added else logs, **kwargs)
 
     @harmless
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -188,33 +178,24 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def _note_totals(self) -> None:
         self.totals = {} if self.monitor is None else self.monitor.state_dict()
 
-    def _seeing(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step_seen(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._see(inputs)
-            return training_step(model, inputs, *args, **kwargs)
+    def _step(self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._see(inputs)
+        return training_step(model, inputs, *args, **kwargs)
 
-        return training_step_seen
-
-    def _timing(self, get_batch_samples: Callable[..., Any]) -> Callable[..., Any]:
-        def get_timed_batch_samples(epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            return get_batch_samples(TimedIterator(epoch_iterator, self), *args, **kwargs)
-
-        return get_timed_batch_samples
+    def _fetch(self, get_batch_samples: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        return get_batch_samples(TimedIterator(epoch_iterator, self), *args, **kwargs)
 
     @harmless
     def _see(self, inputs: Any) -> None:
         if self.monitor is not None:
             self.monitor.micro_batch(inputs)
 
-    def _ending_on_error(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return part(*args, **kwargs)
-            except BaseException:
-                self.end()
-                raise
-
-        return guarded
+    def _ending_on_error(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return part(*args, **kwargs)
+        except BaseException:
+            self.end()
+            raise
 
 
 class AutomaticCallback(FlopwatchCallback):
@@ -232,8 +213,11 @@ class AutomaticCallback(FlopwatchCallback):
     def _add_to(self, logs: dict[str, Any]) -> None:
         pass
 
-    def _change_rows(self, callbacks: list[Any]) -> None:
-        self._give_rows(self._trackers, lambda logs: {**logs, **self._added})
+    def _changes_rows_of(self, callback: Any) -> bool:
+        return _is_tracker(callback)
+
+    def _changed(self, logs: dict[str, Any]) -> dict[str, Any]:
+        return {**logs, **self._added}
 
 
 def _is_tracker(callback: Any) -> bool:

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless, replace_method
+from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless
 from flopwatch.integrations.fabric import autocast_dtype
 from flopwatch.library_internals import lightning_logs_this_step, lightning_row_writer
 from flopwatch.monitor.training_monitor import act_on_run
@@ -86,23 +87,23 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._loss = self._learning_rate = None
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
-        dtype = autocast_dtype(trainer.precision)
         folder, is_new = _log_folder(trainer), trainer.global_step == 0
         # The monitor never logs before Lightning does. With several ranks their windows end where Lightning logs.
         every = trainer.log_every_n_steps or None
         if every is not None and trainer.world_size == 1:
             every += 1
+        dtype = autocast_dtype(trainer.precision)
         monitor = self._begin(folder, trainer.max_steps, every, is_new=is_new, dtype=dtype)
         if self._totals.get("step") == trainer.global_step - 1:
             monitor.load_state_dict(self._totals)
-        self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
+        self._replace(trainer, "save_checkpoint", self._save)
         writer = lightning_row_writer(trainer)
         self._has_own_rows = writer is None
         if writer is not None:
-            self._put_back.append(replace_method(writer, "log_metrics", self._with_values(trainer)))
+            self._replace(writer, "log_metrics", partial(self._log_metrics, trainer))
         # Lightning calls `start` and `stop` of its profiler around each fetch of a batch, even without profiling.
-        self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
-        self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
+        self._replace(trainer.profiler, "start", self._before_fetch)
+        self._replace(trainer.profiler, "stop", self._after_fetch)
 
     @harmless
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -133,9 +134,8 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
             return
         self._steps_done = trainer.global_step
         # Lightning's loggers count steps from 0, `global_step` counts from 1.
-        self.monitor.log_step(
-            trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
-        )
+        values = {"loss": self._loss, "learning_rate": self._learning_rate}
+        self.monitor.log_step(trainer.global_step - 1, trainer.current_epoch, **values)
         self._loss = self._learning_rate = None
         self._is_row_due = lightning_logs_this_step(trainer)
         ends_here = self._is_row_due and self._has_own_rows
@@ -153,11 +153,9 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self.end()
         self._send_late(trainer, self._known_windows())
 
-    @harmless
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.end()
 
-    @harmless
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.end()
 
@@ -175,45 +173,33 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
 
     @harmless
     def end(self) -> None:
-        """Restore the trainer's methods and close the monitor."""
         self._note_totals()  # because Lightning saves some checkpoints after this
         self._phases.close()
         super().end()
         self._counted = None
 
-    def _before_fetch(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def start_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
-            started = start(action_name, *args, **kwargs)
-            if action_name.endswith(_FETCH):
-                self._is_fetching = self.begin_wait()
-            return started
+    def _before_fetch(self, start: Callable[..., Any], action_name: str, *args: Any, **kwargs: Any) -> Any:
+        started = start(action_name, *args, **kwargs)
+        if action_name.endswith(_FETCH):
+            self._is_fetching = self.begin_wait()
+        return started
 
-        return start_seen
+    def _after_fetch(self, stop: Callable[..., Any], action_name: str, *args: Any, **kwargs: Any) -> Any:
+        if action_name.endswith(_FETCH) and self._is_fetching:
+            self._is_fetching = False
+            self.end_wait()
+        return stop(action_name, *args, **kwargs)
 
-    def _after_fetch(self, stop: Callable[..., Any]) -> Callable[..., Any]:
-        def stop_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
-            if action_name.endswith(_FETCH) and self._is_fetching:
-                self._is_fetching = False
-                self.end_wait()
-            return stop(action_name, *args, **kwargs)
-
-        return stop_seen
-
-    def _with_values(self, trainer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _log_metrics(
+        self, trainer: Any, log_metrics: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Add our values to the row of Lightning's loggers; what is logged with `log_dict` reaches callbacks too."""
-
-        def make(log_metrics: Callable[..., Any]) -> Callable[..., Any]:
-            def log_with_values(metrics: Any, *args: Any, **kwargs: Any) -> Any:
-                is_due, self._is_row_due = self._is_row_due, False
-                added = (self._row(trainer, metrics) or {}) if is_due else {}
-                logged = log_metrics({**metrics, **added}, *args, **kwargs)
-                for key in added:
-                    trainer.logged_metrics.pop(key, None)  # it is for the script, and has only tensors
-                return logged
-
-            return log_with_values
-
-        return make
+        is_due, self._is_row_due = self._is_row_due, False
+        added = (self._row(trainer, metrics) or {}) if is_due else {}
+        logged = log_metrics({**metrics, **added}, *args, **kwargs)
+        for key in added:
+            trainer.logged_metrics.pop(key, None)  # it is for the script, and has only tensors
+        return logged
 
     @harmless
     def _row(self, trainer: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -229,13 +215,10 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
             for logger in trainer.loggers if values else ():
                 logger.log_metrics(values, step)
 
-    def _as_checkpoint(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_save(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as phase:
-                self._enter(phase, "checkpoint")
-                return save_checkpoint(*args, **kwargs)
-
-        return timed_save
+    def _save(self, save_checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as phase:
+            self._enter(phase, "checkpoint")
+            return save_checkpoint(*args, **kwargs)
 
     @harmless
     def _enter(self, stack: ExitStack, phase: str) -> None:
@@ -244,11 +227,10 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
 
     @harmless
     def _look_for_model(self, pl_module: Any, batch: Any) -> None:
-        if isinstance(self._wanted_model, str):
-            self._counted = pl_module.get_submodule(self._wanted_model)
-        else:
-            self._counted = self._wanted_model or find_model(pl_module, batch)
-        if self.monitor is not None and self._counted is not None:
+        wanted = self._wanted_model
+        named = pl_module.get_submodule(wanted) if isinstance(wanted, str) else wanted
+        self._counted = named or find_model(pl_module, batch)
+        if self.monitor is not None:
             self.monitor.set_model(self._counted)
 
 

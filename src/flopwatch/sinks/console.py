@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TextIO
 
 from rich.color import ColorSystem
@@ -15,6 +16,7 @@ from rich.text import Text
 from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
+from flopwatch.sinks.protocol import Sink
 
 LONG_WAIT_PERCENT = 10.0
 """If waiting for input takes more than this share of the step time, the printed line shows the share."""
@@ -132,7 +134,7 @@ _WIDEST = 100
 _NOTICE_STYLES = {"info": "cyan", "warning": "yellow", "error": "red"}
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     r"""Shows the progress of a run as text.
 
     A terminal gets colours, and a progress bar with the time left if the number of steps is known. A file or a pipe
@@ -140,7 +142,8 @@ class ConsoleSink:
     intact.
 
     Args:
-        stream: Where it writes; None means `sys.stdout`, looked up at the first record.
+        stream: Where it writes; a name is that of a stream of `sys`, looked up at the first record, so that the sink
+            can be sent to a process that trains.
         is_plain: True shows no progress bar, and no notices, which `logging` prints too.
 
     >>> import io
@@ -154,11 +157,10 @@ class ConsoleSink:
     name = "console"
     gather_seconds = 0.0
 
-    def __init__(self, stream: TextIO | None = None, *, is_plain: bool = False) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | str | None = None, *, is_plain: bool = False) -> None:
+        self._stream = "stdout" if stream is None else stream
         self._is_plain = is_plain
         self.shows_rows = True
-        self._console: Console | None = None
         self._start: RunStart | None = None
         self._first_row: Row | None = None
         self._last_row: Row | None = None
@@ -178,11 +180,9 @@ class ConsoleSink:
                 where = "" if record.step is None else f" at step {record.step:,}"
                 self._show(Text.assemble((f"{record.level}{where}: ", f"bold {style}"), (record.message, style)))
         elif isinstance(record, Row):
-            if not self.shows_rows:
-                return
-            self._first_row = self._first_row or record
-            self._last_row = record
-            self._show(self._line(record))
+            if self.shows_rows:
+                self._first_row, self._last_row = self._first_row or record, record
+                self._show(self._line(record))
         else:
             self._last_row = None
             self._show(_end(record))
@@ -191,23 +191,20 @@ class ConsoleSink:
                 where = shlex.quote(str(self._start.output_dir))
                 self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
 
-    def flush(self) -> None:
-        """Does nothing, because `write` prints every record immediately."""
-
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""
         if self._bar_is_drawn:
             self._bar_is_drawn = False
-            print(file=self._stream, flush=True)
+            self._console.file.write("\n")
+            self._console.file.flush()
 
     def _show(self, content: str | Text | Group) -> None:
         """Print in a single write, because other threads may print at the same time."""
-        console = self._open()
-        if isinstance(content, str):
-            shown = f"{content}\n"
-        elif isinstance(content, Text) and not console.is_terminal:
-            shown = f"{content.plain}\n"  # lines in a file are not wrapped
-        else:
+        console = self._console
+        if isinstance(content, Text) and not console.is_terminal:
+            content = content.plain  # lines in a file are not wrapped
+        shown = f"{content}\n"
+        if not isinstance(content, str):
             with console.capture() as captured:
                 console.print(content)
             shown = captured.get() if console.is_terminal else re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)
@@ -216,22 +213,21 @@ class ConsoleSink:
         console.file.flush()
         self._bar_is_drawn = bool(bar)
 
-    def _open(self) -> Console:
-        if self._console is None:
-            self._stream = self._stream or sys.stdout
-            self._console = Console(file=self._stream, highlight=False, force_jupyter=False)
-        return self._console
+    @cached_property
+    def _console(self) -> Console:
+        stream = getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+        return Console(file=stream, highlight=False, force_jupyter=False)
 
     def _paint(self, text: str, style: str) -> str:
         """Add colour to a text without rich's layout, which takes a millisecond per line."""
-        console = self._open()
+        console = self._console
         if not text or not console.is_terminal or console.color_system is None or console.no_color:
             return text
         return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
 
     def _line(self, row: Row) -> str:
         total = self._start.total_steps if self._start else None
-        room = self._open().width if self._open().is_terminal else sys.maxsize
+        room = self._console.width + 2 if self._console.is_terminal else sys.maxsize
         parts: list[str] = []
         shown = row_parts(row, step_width=len(f"{total:,}") if total else 0)
         if not self._has_said_why and "perf/step_time" not in row.values and all(row.steps.get("warm_up", [False])):
@@ -239,7 +235,7 @@ class ConsoleSink:
             shown.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
         for label, figure, unit in shown:
             label = f"{label} " if label else ""
-            room -= len(label) + len(figure) + len(unit) + (2 if parts else 0)
+            room -= len(label + figure + unit) + 2
             if room < 0:
                 break
             parts.append(self._paint(label, "dim") + self._paint(figure, "bold") + self._paint(unit, "dim"))
@@ -247,35 +243,20 @@ class ConsoleSink:
 
     def _bar(self) -> str:
         """The progress bar; empty if the number of steps is unknown or the output is not a terminal."""
-        start, first, last = self._start, self._first_row, self._last_row
-        if self._is_plain:
+        console, start, first, last = self._console, self._start, self._first_row, self._last_row
+        if self._is_plain or not (start and start.total_steps and first and last):
             return ""
-        console = self._open()
-        if not (start and start.total_steps and first and last and console.file.isatty()) or console.is_dumb_terminal:
+        if not console.file.isatty() or console.is_dumb_terminal:
             return ""
-        total = start.total_steps
-        seconds_left = _seconds_left(first, last, total)
+        total, seconds_left = start.total_steps, _seconds_left(first, last, start.total_steps)
         share, steps = f"  {percent(last.steps_done / total, decimals=0)}", f"  {last.steps_done:,} of {total:,}"
         left = "" if seconds_left is None else f"  {duration(seconds_left, rough=True)} left"
         # The last column stays free, because a full line would wrap, and `_ERASE_LINE` erases only one line.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
         sign = "-" if console.options.ascii_only else "━"
-        return (
-            self._paint(sign * done, "cyan")
-            + self._paint(sign * (width - done), "dim bright_black")
-            + self._paint(share, "bold")
-            + self._paint(steps, "dim")
-            + self._paint(left, "cyan")
-        )
-
-
-class StderrConsoleSink(ConsoleSink):
-    """Writes to `sys.stderr`, looked up at the first record, so that the sink can be sent to a process that trains."""
-
-    def _open(self) -> Console:
-        self._stream = self._stream or sys.stderr
-        return super()._open()
+        drawn = self._paint(sign * done, "cyan") + self._paint(sign * (width - done), "dim bright_black")
+        return drawn + self._paint(share, "bold") + self._paint(steps, "dim") + self._paint(left, "cyan")
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:

@@ -1,17 +1,16 @@
 """Writes the local log of a run as JSON Lines that stay readable after `kill -9`."""
 
+import io
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.files import is_full_disk
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, is_doubted
 
@@ -47,7 +46,6 @@ class JsonlSink:
         path: Path | str,
         flush_steps: int = 200,
         flush_seconds: float = 5.0,
-        clock: Clock = monotonic_seconds,
         describe: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """Create a sink; the file is opened with the first record.
@@ -55,27 +53,17 @@ class JsonlSink:
         `describe` returns what runs, for `RunStart.what_ran`. It is called in the sink's thread, so it may take a
         moment, and by this sink alone, so no other sink gets it.
         """
-        # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
-        self.gather_seconds = 0.8 * flush_seconds
-        self._path = Path(path)
+        self.gather_seconds = flush_seconds
         self._flush_steps = flush_steps
-        self._flush_seconds = flush_seconds
-        self._clock = clock
         self._describe = describe
         self.tell: Callable[[str], None] = lambda message: None
         self.lost_rows = 0
         """Rows that were dropped because the disk was full for too long."""
-        self._note_of_lost_rows = b""
         self._has_told_full = False
-        self._is_line_cut = False
-        """Whether a full disk has cut the last line in the file; then its rest is the first line of the buffer."""
-        self._descriptor: int | None = None
-        self._session_start = 0
-        """Where the lines of this session begin in the file."""
+        self._file = _AppendedFile(Path(path))
         self._buffer = bytearray()
         self._last_step: int | None = None
         self._flushed_step: int | None = None
-        self._flushed_at = clock()
         self._headers: dict[type, bytes] = {}
         """The lines with the run's start and provenance. They are written again if the log must be created anew."""
 
@@ -83,17 +71,18 @@ class JsonlSink:
         if isinstance(record, RunStart) and self._describe is not None:
             record = replace(record, what_ran=self._describe())
         line = _encode(record.to_json())
-        if isinstance(record, Row) and record.exact:
-            line = _EXACT_WHEN_WRITTEN.join(line.rsplit(b',"exact":true,', 1))
-        if isinstance(record, Notice) and record.doubted:
-            self.flush()
-            self._doubt(record.doubted)
-        self._buffer += line
-        if isinstance(record, RunStart | Provenance):
-            self._headers[type(record)] = line
         if isinstance(record, Row):
             self._last_step = record.step
-        if not isinstance(record, Row) or self._is_due(record.step):
+            if record.exact:
+                line = _EXACT_WHEN_WRITTEN.join(line.rsplit(b',"exact":true,', 1))
+        elif isinstance(record, RunStart | Provenance):
+            self._headers[type(record)] = line
+        elif isinstance(record, Notice) and record.doubted:
+            self.flush()
+            self._file.patch(lambda line: _patches(line, record.doubted))
+        self._buffer += line
+        flushed = self._flushed_step
+        if not isinstance(record, Row) or flushed is None or abs(record.step - flushed) >= self._flush_steps:
             self.flush()
 
     def flush(self) -> None:
@@ -106,8 +95,8 @@ class JsonlSink:
             if not self._has_told_full:
                 self._has_told_full = True
                 self.tell(
-                    f"{self._path} cannot be written now ({error.strerror}), so its newest rows are kept in memory "
-                    "until there is space; free some space before the run ends"
+                    f"{self._file.path} cannot be written now ({error.strerror}), so its newest rows are kept in "
+                    "memory until there is space; free some space before the run ends"
                 )
             self._drop_oldest_rows()
 
@@ -115,30 +104,30 @@ class JsonlSink:
         try:
             self._write_buffer()
         except OSError as error:
-            if is_full_disk(error):
-                rows = self._is_line_cut + sum(line.startswith(_ROW_STARTS) for line in self._buffer.splitlines())
-                why = f"{error.strerror}, so the log lacks {rows + self.lost_rows:,} rows and the end of the run"
-                raise OSError(error.errno, why, str(self._path)) from error
-            raise
+            if not is_full_disk(error):
+                raise
+            rows = self._file.is_line_cut + sum(line.startswith(_ROW_STARTS) for line in self._buffer.splitlines())
+            why = f"{error.strerror}, so the log lacks {rows + self.lost_rows:,} rows and the end of the run"
+            raise OSError(error.errno, why, str(self._file.path)) from error
         finally:
             self._buffer.clear()
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                os.close(descriptor)
+            self._file.close()
 
     def _write_buffer(self) -> None:
         if not self._buffer:
             return
-        if self._descriptor is None:
-            self._open()
-        elif not self._is_in_place(self._descriptor):
-            self._recreate(self._descriptor)
-        while self._buffer:
-            written = os.write(cast("int", self._descriptor), self._buffer)
-            self._is_line_cut = not self._buffer.endswith(b"\n", 0, written)
-            del self._buffer[:written]
+        if self._file.was_removed():
+            if self._file.is_line_cut:
+                del self._buffer[: self._buffer.find(b"\n") + 1]
+            self._file.close()
+            message = (
+                f"{self._file.path} was deleted or replaced while the run was writing it; the new file holds only the "
+                "records since the last flush. Do not delete the folder of a run before the run has ended."
+            )
+            notice = Notice(self._last_step, "warning", "log_recreated", message)
+            self._buffer[:0] = b"".join(self._headers.values()) + _encode(notice.to_json())
+        self._file.append(self._buffer)
         self._flushed_step = self._last_step
-        self._flushed_at = self._clock()
 
     def _drop_oldest_rows(self) -> None:
         excess = len(self._buffer) - _MOST_WAITING_BYTES
@@ -150,74 +139,76 @@ class JsonlSink:
             if excess > 0 and line.startswith(_ROW_STARTS):
                 excess -= len(line)
                 self.lost_rows += 1
-            elif line != self._note_of_lost_rows:
+            elif _ROWS_LOST not in line:
                 kept += line
         message = (
             f"the disk was full for so long that {self.lost_rows:,} rows before step {self._last_step} are not in "
-            f"{self._path}; the totals include their steps"
+            f"{self._file.path}; the totals include their steps"
         )
-        self._note_of_lost_rows = _encode(Notice(self._last_step, "warning", "log_rows_lost", message).to_json())
-        start = kept.find(b"\n") + 1 if self._is_line_cut else 0
-        kept[start:start] = self._note_of_lost_rows
+        start = kept.find(b"\n") + 1 if self._file.is_line_cut else 0
+        kept[start:start] = _encode(Notice(self._last_step, "warning", "log_rows_lost", message).to_json())
         self._buffer = kept
 
-    def _is_due(self, step: int) -> bool:
-        if self._flushed_step is None or abs(step - self._flushed_step) >= self._flush_steps:
-            return True
-        return self._clock() - self._flushed_at >= self._flush_seconds
 
-    def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        binary = getattr(os, "O_BINARY", 0)  # without it Windows writes two bytes at the end of a line
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
-        self._session_start = size = os.fstat(self._descriptor).st_size
-        if size:
-            os.lseek(self._descriptor, size - 1, os.SEEK_SET)  # writes still go to the end
-        if size and os.read(self._descriptor, 1) != b"\n":
-            self._buffer[:0] = b"\n"  # ends a line that a killed session left incomplete
+class _AppendedFile:
+    """A file to which one session appends lines, and in which it changes some of them.
 
-    def _doubt(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Change the rows of this session that have a step in the ranges to not exact."""
-        if self._descriptor is None or not self._is_in_place(self._descriptor):
+    Attributes:
+        is_line_cut: Whether a full disk has cut the last line; then its rest is the first line that waits.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_line_cut = False
+        self._open: io.FileIO | None = None
+        self._session_start = 0
+        """Where the lines of this session begin."""
+
+    def append(self, lines: bytearray) -> None:
+        """Write lines, and remove from `lines` what is written, also if the disk is full before the end."""
+        if self._open is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._open = io.FileIO(self.path, "a+")
+            self._session_start = self._open.tell()
+            if self._session_start:
+                self._open.seek(-1, os.SEEK_END)  # writes still go to the end
+                if self._open.read(1) != b"\n":
+                    lines[:0] = b"\n"  # ends a line that a killed session left incomplete
+        while lines:
+            written = os.write(self._open.fileno(), lines)
+            self.is_line_cut = not lines.endswith(b"\n", 0, written)
+            del lines[:written]
+
+    def patch(self, patches: Callable[[bytes], Iterable[tuple[int, bytes]]]) -> None:
+        """Write into the lines of this session: `patches` says what, and where in the line."""
+        if self._open is None or self.was_removed():
             return
         # A descriptor of its own: Linux appends whatever is written to one with O_APPEND, even with a position.
-        with (
-            suppress(FileNotFoundError),
-            self._path.open("rb") as lines,
-            self._path.open("r+b", buffering=0) as patched,
-        ):
+        with suppress(FileNotFoundError), self.path.open("rb") as lines, io.FileIO(self.path, "r+") as patched:
             start = lines.seek(self._session_start)
             for line in lines:
-                for place, text in _patches(line, ranges):
+                for place, text in patches(line):
                     patched.seek(start + place)
                     patched.write(text)
                 start += len(line)
 
-    def _is_in_place(self, descriptor: int) -> bool:
-        try:
-            there = os.stat(self._path)
-        except FileNotFoundError:
+    def was_removed(self) -> bool:
+        """Whether the path no longer leads to the file that is open."""
+        if self._open is None:
             return False
-        return os.path.samestat(there, os.fstat(descriptor))
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._open.fileno()))
+        except FileNotFoundError:
+            return True
 
-    def _recreate(self, gone: int) -> None:
-        """Close `gone`, the deleted or replaced log. Begin a new log with the run's start and provenance records."""
-        self._descriptor = None
-        os.close(gone)
-        if self._is_line_cut:
-            del self._buffer[: self._buffer.find(b"\n") + 1]
-        notice = Notice(
-            self._last_step,
-            "warning",
-            "log_recreated",
-            f"{self._path} was deleted or replaced while the run was writing it; the new file holds only the records "
-            "since the last flush. Do not delete the folder of a run before the run has ended.",
-        )
-        self._buffer[:0] = b"".join(self._headers.values()) + _encode(notice.to_json())
-        self._open()
+    def close(self) -> None:
+        was_open, self._open = self._open, None
+        if was_open is not None:
+            was_open.close()
 
 
 _ROW_STARTS = (b'{"type":"row"', b'{"type":"partial_row"')
+_ROWS_LOST = b'"code":"log_rows_lost"'
 _EXACT_WHEN_WRITTEN = b',"exact":true ,'
 """Has a space, so that `false` fits into its place. No other `true` in a line of the log is followed by a space."""
 _EXACT_VALUE = re.compile(rb'(?<=[{,])"perf/exact":1(?=[,}])')
@@ -238,19 +229,16 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     try:
         text = _STRICT_JSON.encode(content)
     except (TypeError, ValueError):  # NaN, infinity, or an object that JSON cannot hold
-        text = _STRICT_JSON.encode(_strict(content))
+        loose = json.dumps(content, default=_plain)
+        text = _STRICT_JSON.encode(json.loads(loose, parse_constant=lambda name: str(float(name))))
     return text.encode("ascii") + b"\n"
 
 
-def _strict(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _strict(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(inner) for inner in value]
-    if value is None or isinstance(value, bool | str):
-        return value
+        return {str(key): inner for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return list(value)
     if isinstance(value, Integral):  # numpy integers are Integral but not int
         return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else str(float(value))
-    return str(value)
+    return float(value) if isinstance(value, Real) else str(value)

@@ -4,29 +4,23 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
 from flopwatch.optional import require
 from flopwatch.records.metrics import METRICS, STEP_KEY, find_metric
 from flopwatch.records.run import Number, Provenance, Record, Row, RunStart
+from flopwatch.sinks.protocol import Sink
 
 DEFAULT_PORT = 9477
 """Other exporters on GPU machines use 9400 and the next ports."""
 _PORTS_TRIED = 20
-_OWN_NAMES = (
-    "flopwatch",
-    "flopwatch_run",
-    "flopwatch_run_info",
-    f"flopwatch_{STEP_KEY}",
-    "flopwatch_last_row_timestamp_seconds",
-)
+_STEP_NAME, _TIME_NAME = f"flopwatch_{STEP_KEY}", "flopwatch_last_row_timestamp_seconds"
+_OWN_NAMES = {"flopwatch", "flopwatch_run", "flopwatch_run_info", _STEP_NAME, _TIME_NAME}
 
 
-@dataclass(frozen=True, slots=True)
-class _Series:
+class _Series(NamedTuple):
     """The Prometheus name and help text of a metric, and the dataset that it belongs to."""
 
     name: str
@@ -34,7 +28,7 @@ class _Series:
     dataset: str | None = None
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Serves `http://address:port/metrics` while the run lasts.
 
     `perf/mfu` becomes `flopwatch_perf_mfu`. The name of a time ends in its unit (`flopwatch_perf_step_time_seconds`).
@@ -58,52 +52,45 @@ class PrometheusSink:
         self.tell: Callable[[str], None] = lambda message: None
         """Set by the monitor; takes a message to the user."""
         self._server: Any = None
-        self._thread: Any = None
         self._series: dict[str, _Series] = {}
+        # A scrape may read each of these at any moment, so they are replaced and never changed.
+        self._infos: dict[str, tuple[str, dict[str, str]]] = {}
+        """Help text and labels of each info metric, by name."""
         self._newest: tuple[Row | None, dict[str, Number]] = None, {}
-        """The newest row and the values to serve, in one attribute, because a scrape may read it at any moment."""
-        self._origin: Provenance | None = None
-        self._start: RunStart | None = None
+        """The newest row, and the values to serve."""
 
     def write(self, record: Record) -> None:
         if self._server is None:
             self._open()
         if isinstance(record, Provenance):
-            self._origin = record
+            told = "How FLOPs are counted, and the peak of the device."
+            self._infos = {**self._infos, "flopwatch": (told, _known(_facts(record)))}
         elif isinstance(record, RunStart):
-            self._start = record
+            self._infos = {**self._infos, "flopwatch_run": ("Which run this is.", _known(_run_facts(record)))}
         elif isinstance(record, Row):
             self._take(record)
 
-    def flush(self) -> None:
-        """Does nothing, because a scrape reads the values directly."""
-
     def close(self) -> None:
-        if self._server is not None:
-            server, self._server = self._server, None
+        server, self._server = self._server, None
+        if server is not None:
             server.shutdown()
             server.server_close()
-            self._thread.join()
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics. prometheus_client calls this at each scrape, in a thread of its server."""
         core = require("prometheus_client.core", "prometheus")
-        (row, values), origin, start = self._newest, self._origin, self._start
-        if start is not None:
-            yield core.InfoMetricFamily("flopwatch_run", "Which run this is.", value=_known(_run_facts(start)))
-        if origin is not None:
-            told = "How FLOPs are counted, and the peak of the device."
-            yield core.InfoMetricFamily("flopwatch", told, value=_known(_facts(origin)))
+        row, values = self._newest
+        for name, (told, labels) in self._infos.items():
+            yield core.InfoMetricFamily(name, told, value=labels)
         if row is not None:
-            yield core.GaugeMetricFamily(_OWN_NAMES[-2], "The last step that was logged.", value=row.step)
-            yield core.GaugeMetricFamily(_OWN_NAMES[-1], "When the newest values were logged.", value=row.unix_time)
+            yield core.GaugeMetricFamily(_STEP_NAME, "The last step that was logged.", value=row.step)
+            yield core.GaugeMetricFamily(_TIME_NAME, "When the newest values were logged.", value=row.unix_time)
         families: dict[str, Any] = {}
         for key, value in values.items():
-            series = self._series[key]
-            labels = {} if series.dataset is None else {"dataset": series.dataset}
-            if series.name not in families:
-                families[series.name] = core.GaugeMetricFamily(series.name, series.description, labels=tuple(labels))
-            families[series.name].add_metric(tuple(labels.values()), value)
+            name, told, dataset = self._series[key]
+            labels = {} if dataset is None else {"dataset": dataset}
+            family = families.setdefault(name, core.GaugeMetricFamily(name, told, labels=tuple(labels)))
+            family.add_metric(tuple(labels.values()), value)
         yield from families.values()
 
     def _open(self) -> None:
@@ -113,13 +100,12 @@ class PrometheusSink:
         first, last = self._ports[0], self._ports[-1]
         for port in self._ports:
             try:
-                self._server, self._thread = client.start_http_server(port, self._address, registry)
+                self._server, _ = client.start_http_server(port, self._address, registry)
+                self._port = port
+                break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-            else:
-                self._port = port
-                break
         else:
             which = f"port {first} of {self._address} is" if first == last else f"the ports {first} to {last} are"
             raise InputError(
@@ -147,19 +133,19 @@ def _name(key: str, taken: set[str]) -> _Series:
     'flopwatch_my_loss_2'
     """
     metric = find_metric(key)
-    dataset, _, figure = key.partition("/")[2].rpartition("/")
     if metric.key.startswith("dataset/*"):
+        dataset, _, figure = key.partition("/")[2].rpartition("/")
         return _Series(f"flopwatch_dataset_{figure}", metric.description, dataset)
     name = "flopwatch_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
     if metric.unit == "s" and not name.endswith("_seconds"):
         name += "_seconds"
-    if key not in METRICS:
-        # The help text contains the key, because the name may be unreadable: a Chinese key becomes `flopwatch______`.
-        alone, number = name, 2
-        while name in taken or name in _OWN_NAMES:
-            name, number = f"{alone}_{number}", number + 1
-        return _Series(name, f"{key}: {metric.description}")
-    return _Series(name, metric.description)
+    if key in METRICS:
+        return _Series(name, metric.description)
+    alone, number = name, 2
+    while name in taken or name in _OWN_NAMES:
+        name, number = f"{alone}_{number}", number + 1
+    # The help text contains the key, because the name may be unreadable: a Chinese key becomes `flopwatch______`.
+    return _Series(name, f"{key}: {metric.description}")
 
 
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
@@ -171,10 +157,10 @@ def _known(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_facts(start: RunStart) -> dict[str, Any]:
-    jobs = {name.lower(): os.environ.get(name) for name in _JOBS}
+    folder, jobs = Path(start.output_dir).absolute(), {name.lower(): os.environ.get(name) for name in _JOBS}
     return {
-        "run": Path(start.output_dir).absolute().name,
-        "folder": str(Path(start.output_dir).absolute()),
+        "run": folder.name,
+        "folder": str(folder),
         "session": start.session,
         "host": start.environment.get("host"),
         "rank": start.rank,

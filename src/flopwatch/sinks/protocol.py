@@ -24,6 +24,7 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Write buffered records; called after each group of rows, when the monitor is flushed, and at the end."""
+        return  # a class that inherits this has nothing in a buffer
 
     def close(self) -> None:
         """Called once, after the last record."""
@@ -39,7 +40,6 @@ class TrialRun:
 
     Attributes:
         id: The same whenever the trial is logged, so that logging it again updates its run.
-        name: The trial's name.
         sweep: The sweep's name, which groups its runs.
         sweep_id: The same for all trials of the sweep, even if its folder is moved.
         config: The trial's settings, as JSON.

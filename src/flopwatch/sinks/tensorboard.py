@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.library_internals import EventFormat
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 
@@ -34,17 +33,13 @@ class TensorBoardSink:
 
     name = "tensorboard"
 
-    def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
-        self.gather_seconds = 0.8 * flush_seconds
+    def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0) -> None:
+        self.gather_seconds = flush_seconds
         self._log_dir = Path(log_dir) / "flopwatch"
-        self._flush_seconds = flush_seconds
-        self._clock = clock
-        self._flushed_at = clock()
         self._path: Path | None = None
-        self._started_at = self._wall_time = 0.0
         self._buffer = bytearray()
         self._last_step = 0
+        self._wall_time = 0.0
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
@@ -53,8 +48,8 @@ class TensorBoardSink:
             self._last_step, self._wall_time = record.step, record.unix_time
             value = self._tensorboard.Summary.Value
             scalars = [value(tag=key, simple_value=figure) for key, figure in record.values.items()]
-            summary = self._tensorboard.Summary(value=scalars)
-            self._add(wall_time=record.unix_time, step=record.step, summary=summary)
+            self._add(step=record.step, summary=self._tensorboard.Summary(value=scalars))
+            return
         elif isinstance(record, Provenance):
             self._add_text("flopwatch/provenance", record.step, _as_code(record.to_json()))
         elif isinstance(record, Notice):
@@ -62,24 +57,21 @@ class TensorBoardSink:
             self._add_text("flopwatch/notices", step, f"**{record.level}** {record.code}: {record.message}")
         elif isinstance(record, Summary):
             self._add_text("flopwatch/summary", record.step or self._last_step, _as_code(record.to_json()))
-        if not isinstance(record, Row) or self._clock() - self._flushed_at >= self._flush_seconds:
-            self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Append the buffered events to the file. A file or folder that was deleted is created again."""
-        self._flushed_at = self._clock()
         if self._path is None or not self._buffer:
             return
         # The buffer is emptied before writing, because after an error a part of it may already be in the file.
         events, self._buffer = self._buffer, bytearray()
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            events[:0] = self._framed(wall_time=self._started_at, file_version="brain.Event:2")
+            events[:0] = self._framed(file_version="brain.Event:2")
         with self._path.open("ab") as file:
             file.write(events)
 
-    def close(self) -> None:
-        self.flush()
+    close = flush
 
     @cached_property
     def _tensorboard(self) -> EventFormat:
@@ -88,13 +80,12 @@ class TensorBoardSink:
     def _start(self, start: RunStart) -> None:
         # TensorBoard reads files in the order of their names, so the name begins with a time of constant width.
         name = f"events.out.tfevents.{start.unix_time:017.6f}.{socket.gethostname()}.{os.getpid()}.{start.session}"
-        self._path = self._log_dir / name
-        self._started_at = self._wall_time = start.unix_time
+        self._path, self._wall_time = self._log_dir / name, start.unix_time
         first_step = 0 if start.resumed_after_step is None else start.resumed_after_step + 1
         # At a START event TensorBoard discards the points that it has read for this step and later ones. It ignores the
         # first START in a folder, so the first session writes one too: then the START of the second one has an effect.
         session_log = self._tensorboard.SessionLog
-        self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
+        self._add(step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))
 
     def _add_text(self, tag: str, step: int, markdown: str) -> None:
@@ -103,15 +94,15 @@ class TensorBoardSink:
         value.metadata.plugin_data.plugin_name = "text"
         value.tensor.dtype = 7  # DT_STRING
         value.tensor.string_val.append(markdown.encode())
-        self._add(wall_time=self._wall_time, step=step, summary=summary)
+        self._add(step=step, summary=summary)
 
     def _add(self, **event: Any) -> None:
         self._buffer += self._framed(**event)
 
     def _framed(self, **event: Any) -> bytes:
         """The bytes of an event in the file, with its length and checksums."""
-        frame = io.BytesIO()
-        self._tensorboard.RecordWriter(frame).write(self._tensorboard.Event(**event).SerializeToString())
+        frame, made = io.BytesIO(), self._tensorboard.Event(wall_time=self._wall_time, **event)
+        self._tensorboard.RecordWriter(frame).write(made.SerializeToString())
         return frame.getvalue()
 
 

@@ -32,11 +32,9 @@ class SinkThread:
     written immediately.
 
     Attributes:
-        name: The sink's name.
         is_closing: Whether it takes no more records, because `close` was called.
         failed: Why the sink was switched off; None while it works.
         cpu_seconds: CPU time of this thread until it wrote its last record.
-        opening_cpu_seconds: CPU time until the first row was written, including imports and connecting; 0 before that.
     """
 
     def __init__(
@@ -55,15 +53,15 @@ class SinkThread:
             gather_seconds: Seconds for which rows are gathered; 0 writes every row immediately.
         """
         self.name = sink.name
-        self._turned_away = 0
         self.failed: str | None = None
-        self.cpu_seconds = self.opening_cpu_seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.is_closing = False
         self._sink = sink
         self._on_failure = on_failure
         self._queue_size = queue_size
         self._gather_seconds: float = getattr(sink, "gather_seconds", gather_seconds)
+        self._turned_away = 0
         self._wake = Event()
-        self.is_closing = False
         # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
@@ -81,12 +79,12 @@ class SinkThread:
         """Queue a record without blocking; never raises. Returns False if the record is dropped."""
         if self.is_closing or self.failed is not None:
             return False
-        limit = self._queue_size if isinstance(record, Row) else 2 * self._queue_size
-        if self._queue.qsize() >= limit:
+        is_row = isinstance(record, Row)
+        if self._queue.qsize() >= (self._queue_size if is_row else 2 * self._queue_size):
             self._turned_away += 1
             return False
         self._queue.put(record)
-        if not isinstance(record, Row) or self._queue.qsize() >= _MOST_GATHERED:
+        if not is_row or self._queue.qsize() >= _MOST_GATHERED:
             self._wake.set()
         return True
 
@@ -129,8 +127,6 @@ class SinkThread:
                 self._sink.write(record)
                 unflushed = True
             self.cpu_seconds = time.thread_time()
-            if not self.opening_cpu_seconds and isinstance(record, Row):
-                self.opening_cpu_seconds = self.cpu_seconds
         self._sink.flush()
         self._sink.close()
 
@@ -201,8 +197,7 @@ def build_sinks(
             continue
         check_name(want)
         try:
-            name, port = split_port(want)
-            sinks.append(_make(name, output_dir, {**options.get(name, {}), **port}))
+            sinks.append(_make(want, output_dir, options))
         except Exception as error:
             failures[want] = first_line(error)
     return sinks, failures
@@ -233,25 +228,21 @@ def split_port(want: str) -> tuple[str, dict[str, int]]:
     return name, {"port": int(port)}
 
 
-def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
-    defaults: dict[str, dict[str, Any]] = {
-        "tensorboard": {"log_dir": output_dir / "tensorboard"},
-        "wandb": {"output_dir": output_dir},
-        "mlflow": {"output_dir": output_dir},
-    }
+def _make(want: str, output_dir: Path, options: Mapping[str, Mapping[str, Any]]) -> Sink:
+    name, port = split_port(want)
+    places = {"tensorboard": {"log_dir": output_dir / "tensorboard"}}
+    places |= {other: {"output_dir": output_dir} for other in ("wandb", "mlflow")}
     module, _, class_name = _CLASSES.get(name, name).partition(":")
     try:
         made = getattr(import_module(module), class_name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{name!r} cannot be imported ({error}); correct the name, or set PYTHONPATH") from error
-    return _checked(made(**{**defaults.get(name, {}), **options}))
+    return _checked(made(**{**places.get(name, {}), **options.get(name, {}), **port}))
 
 
 def _checked(sink: Any) -> Sink:
     missing = [method for method in ("write", "flush", "close") if not callable(getattr(sink, method, None))]
     if missing or not isinstance(getattr(sink, "name", None), str):
-        raise InputError(
-            f"{sink!r} is not a sink, because it lacks {', '.join(missing) or 'a name'}; see "
-            "flopwatch.sinks.protocol.Sink"
-        )
+        lacks = ", ".join(missing) or "a name"
+        raise InputError(f"{sink!r} is not a sink, because it lacks {lacks}; see flopwatch.sinks.protocol.Sink")
     return cast("Sink", sink)

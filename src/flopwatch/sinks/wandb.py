@@ -11,12 +11,12 @@ from flopwatch.library_internals import is_lost_wandb_service, wandb_run_hider
 from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.sinks.protocol import TrialRun
+from flopwatch.sinks.protocol import Sink, TrialRun
 
 _SUFFIX = "-flopwatch"
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Logs one history row per logging window, with `global_step` as the x-axis of every key.
 
     The sink logs into a run of its own, because W&B has one step counter per run. A row of flopwatch in the training's
@@ -64,9 +64,6 @@ class WandbSink:
                 self._open()
             self._take(record)
 
-    def flush(self) -> None:
-        """Does nothing, because W&B sends rows in the background."""
-
     def close(self) -> None:
         run, self._run = self._run, None
         if run is None or not self._is_ours:
@@ -112,7 +109,12 @@ class WandbSink:
             users = self._users_run
             beside = {} if users is None else {"x_disable_stats": True, "base_url": users.settings.base_url}
             options["settings"] = {"console": "off", **beside, **(settings or {})}
-        _refuse_shared_id(wandb)
+        if shared := _shared_id(wandb):
+            raise InputError(
+                f"in a {shared} W&B gives every run of a process the same id, so flopwatch cannot log into a separate "
+                "run; log its values into your run with wandb.log({..., **monitor.latest}), or, if you log nothing to "
+                "W&B yourself, set sink_options: {wandb: {into_active_run: true}}"
+            )
         refuse_to_prompt(wandb, options.get("mode"))
         hide = wandb_run_hider(wandb)
         run = wandb.init(**options)
@@ -121,9 +123,14 @@ class WandbSink:
 
     def _place(self) -> dict[str, Any]:
         """Arguments of `wandb.init` that place the run beside the run of the training, if there is one."""
-        if self._users_run is not None:
-            return _beside(self._users_run)
-        place: dict[str, Any] = {}
+        if (users := self._users_run) is not None:
+            mode = "disabled" if users.disabled else "offline" if users.offline else "online"
+            names = {"name": f"{users.name} (flopwatch)" if users.name else None, "job_type": "flopwatch"}
+            place = {"project": users.project, "entity": users.entity or None, "group": users.group or None}
+            # If the run of the training is resumed, ours is resumed too.
+            again = {"id": users.id + _SUFFIX, "resume": "allow"}
+            return {**place, **names, **again, "mode": mode, "dir": users.settings.root_dir}
+        place = {}
         if os.environ.get("WANDB_RUN_ID"):  # the training will use this id in its own wandb.init
             place |= {"id": os.environ["WANDB_RUN_ID"] + _SUFFIX, "resume": "allow"}
         if "dir" not in self._init and not os.environ.get("WANDB_DIR"):
@@ -151,24 +158,10 @@ class WandbSink:
                     self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
 
 
-def _beside(run: Any) -> dict[str, Any]:
-    """Arguments of `wandb.init` for a second run beside `run`. If `run` is resumed, the second run is resumed too."""
-    mode = "disabled" if run.disabled else "offline" if run.offline else "online"
-    names = {"name": f"{run.name} (flopwatch)" if run.name else None, "job_type": "flopwatch"}
-    place = {"project": run.project, "entity": run.entity or None, "group": run.group or None}
-    return {**place, **names, "id": run.id + _SUFFIX, "resume": "allow", "mode": mode, "dir": run.settings.root_dir}
-
-
-def _refuse_shared_id(wandb: Any) -> None:
-    """Raise an error inside a W&B sweep or launch, where W&B ignores `id` and gives all runs of a process one id."""
+def _shared_id(wandb: Any) -> str:
+    """What W&B calls the place of this process, if it ignores `id` there and gives all runs of a process one id."""
     settings = wandb.setup().settings
-    if settings.sweep_id or settings.launch:
-        raise InputError(
-            f"in a {'sweep' if settings.sweep_id else 'launch'} W&B gives every run of a process the same id, so "
-            "flopwatch cannot log into a separate run; log its values into your run with wandb.log({..., "
-            "**monitor.latest}), or, if you log nothing to W&B yourself, set sink_options: {wandb: {into_active_run: "
-            "true}}"
-        )
+    return "sweep" if settings.sweep_id else "launch" if settings.launch else ""
 
 
 def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
@@ -201,8 +194,7 @@ class WandbTrials:
         self._wandb = require("wandb", "wandb")
         self._project = project
         self._folder = folder
-        settings = self._wandb.setup().settings
-        if settings.sweep_id or settings.launch:
+        if _shared_id(self._wandb):
             raise InputError("inside a W&B sweep or launch every run gets the same id; log the trials outside of it")
         refuse_to_prompt(self._wandb, None)
 

@@ -61,14 +61,14 @@ def folder_deleted(folder):
     sinks = [JsonlSink(logs / "log.jsonl"), TensorBoardSink(logs / "tensorboard")]
 
     def delete(threads):
-        wait_for(lambda: all(thread.opening_cpu_seconds for thread in threads))
+        assert all(thread.flush(_PATIENCE_SECONDS) for thread in threads)
         shutil.rmtree(logs)
 
     return Scenario(sinks, halfway=delete)
 
 
 def signal_wandb(threads, number):
-    wait_for(lambda: threads[0].opening_cpu_seconds and threads[0]._queue.empty())
+    assert threads[0].flush(_PATIENCE_SECONDS), threads[0].failed
     children = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
     assert children, "W&B runs no process of its own any more, so there is nobody to kill"
     for child in children:
@@ -111,8 +111,7 @@ def mlflow_dies_halfway(folder):
     address, group = (folder / "server").read_text().split()
 
     def kill(threads):
-        wait_for(lambda: threads[0].opening_cpu_seconds or threads[0].failed)
-        assert not threads[0].failed, threads[0].failed
+        assert threads[0].flush(_PATIENCE_SECONDS), threads[0].failed
         os.killpg(int(group), signal.SIGKILL)
 
     def notice_it(threads):
