@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,6 @@ class WatchedProcess:
     """The trainings of this process that flopwatch watches; made by `flopwatch.watch`.
 
     Attributes:
-        monitor: The monitor of the newest training; None before its first step has ended.
         has_failed: Whether the script has raised, so that a message about a training that was not seen would disturb.
     """
 
@@ -103,12 +103,20 @@ class WatchedProcess:
         note_cells()
         self._silence_log()
         # The actions add to `_cancel` too, so that it must not be assigned here.
-        self._cancel.append(when_imported("torch", self._watch_optimizers))
+        self._cancel.append(when_imported("torch", partial(self._guarded, self._watch_optimizers)))
         # torch imports its compiler for the first optimizer. Our modules need it too, but not earlier: it reads
         # environment variables, which the script may set after it has imported torch.
-        self._cancel.append(when_imported("torch._dynamo", self._start_watcher))
-        self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
+        self._cancel.append(when_imported("torch._dynamo", partial(self._guarded, self._start_watcher)))
+        self._cancel.append(when_imported("transformers.trainer", partial(self._guarded, self._add_to_hugging_face)))
         atexit.register(self._say_if_nothing_was_seen)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """The script runs as without flopwatch even if flopwatch fails."""
+        try:
+            action()
+        except Exception as error:
+            self.is_on = False
+            self._report(error)
 
     def note_failure(self, error: BaseException) -> None:
         """The script has raised this, which ends the process."""
@@ -130,19 +138,14 @@ class WatchedProcess:
     def _silence_log(self) -> None:
         """Notices are printed by the console sink, if at all. Logging would print them into the script's own log."""
         log, handler = logging.getLogger("flopwatch"), logging.NullHandler()
-        propagate, log.propagate = log.propagate, False
         log.addHandler(handler)
-
-        def restore() -> None:
-            log.removeHandler(handler)
-            log.propagate = propagate
-
-        self._cancel.append(restore)
+        self._cancel += [partial(log.removeHandler, handler), partial(setattr, log, "propagate", log.propagate)]
+        log.propagate = False
 
     def _watch_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_pre_hook(lambda *_: self._start_watcher())
+        handle = register_optimizer_step_pre_hook(lambda *_: self._guarded(self._start_watcher))
         self._cancel.append(handle.remove)
 
     @same_random_states()
@@ -150,21 +153,17 @@ class WatchedProcess:
         """Watch for a training. At the first optimizer step this is only a second try, if the first failed."""
         if self._watcher is not None or not self.is_on or os.getpid() != self._process:
             return
-        try:
-            self._watcher = import_module("flopwatch.automatic.watcher").Watcher(
-                self._make_monitor, self._report, self._options.get("attention") or self._settings().attention
-            )
-            if not self._is_quiet:
-                import_module("flopwatch.sinks.console")
-        except Exception as error:
-            self.is_on = False
-            self._report(error)
+        attention = self._options.get("attention") or self._settings().attention
+        watcher = import_module("flopwatch.automatic.watcher")
+        self._watcher = watcher.Watcher(self._make_monitor, self._report, attention)
+        if not self._is_quiet:
+            import_module("flopwatch.sinks.console")
 
     @same_random_states()
     def _make_monitor(self) -> "TrainingMonitor | None":
         from flopwatch.monitor.training_monitor import TrainingMonitor, open_monitors
 
-        if self._callbacks and any(callback.monitor is not None for callback in self._callbacks):
+        if any(callback.monitor is not None for callback in self._callbacks):
             return None
         if open_monitors() and gc.collect() is not None and open_monitors():
             self._print("the script uses flopwatch.TrainingMonitor itself, so `flopwatch run` adds nothing")
@@ -198,11 +197,8 @@ class WatchedProcess:
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         options["sinks"] = [sink for sink in wanted if sink != "console"]
         if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
-            options["quiet"] = True
-        else:
-            from flopwatch.sinks.console import StderrConsoleSink
-
-            options["sinks"].append(StderrConsoleSink())
+            return {**options, "quiet": True}
+        options["sinks"].append(import_module("flopwatch.sinks.console").StderrConsoleSink())
         return options
 
     def _add_to_hugging_face(self) -> None:
@@ -226,13 +222,8 @@ class WatchedProcess:
         return callback
 
     def _say_if_nothing_was_seen(self) -> None:
-        if (
-            self.is_on
-            and not self.has_failed
-            and self.monitor is None
-            and not self._callbacks
-            and os.environ.get("RANK", "0") == "0"
-        ):
+        has_seen = self.monitor is not None or self._callbacks
+        if self.is_on and not self.has_failed and not has_seen and os.environ.get("RANK", "0") == "0":
             has_torch = "torch" in sys.modules
             why = "no optimizer step was seen in this process" if has_torch else "the script has not imported torch"
             self._print(f"{why}, so there is nothing to measure; a compiled step() and other processes are not seen")
@@ -281,8 +272,8 @@ _STARTED_BY = "FLOPWATCH_STARTED_BY"
 
 def tell_children(output_dir: Path, options: Mapping[str, Any]) -> None:
     """Tell the ranks that Lightning starts with `python` what `flopwatch run` was given."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    os.environ[_STARTED_BY] = json.dumps({"pid": os.getpid(), "output_dir": str(output_dir), "options": plain})
+    told = {"pid": os.getpid(), "output_dir": output_dir, "options": options}
+    os.environ[_STARTED_BY] = json.dumps(told, default=str)
 
 
 def _watched_as_rank() -> WatchedProcess | None:

@@ -135,7 +135,8 @@ class Watcher:
 
     def hear(self, hook: Callable[..., None], *args: Any) -> None:
         """Call a hook, except while code is compiled and in forked processes. If it fails, stop watching."""
-        if self.state is State.OFF or torch.compiler.is_compiling() or os.getpid() != self._home[0]:
+        # First, so that the compiler looks at nothing that changes: it would compile again.
+        if torch.compiler.is_compiling() or self.state is State.OFF or os.getpid() != self._home[0]:
             return
         try:
             hook(*args)
