@@ -47,11 +47,11 @@ OWN_MONITOR = "the script has created a flopwatch.TrainingMonitor of its own, wh
 class State(Enum):
     """How much of a training was seen."""
 
-    NOTHING = "nothing seen"
-    EVALUATED = "an evaluation seen, but no step"
+    NOTHING = "nothing was seen"
+    EVALUATED = "an evaluation was seen"
     MAYBE = "perhaps in the first step"
     FIRST = "in the first step"
-    TOO_MANY = "too many calls for a first step"
+    TOO_MANY = "too many calls"
     BETWEEN = "between two steps"
     OPEN = "in a step"
     ENDS = "the step ends at the next call"
@@ -66,20 +66,19 @@ class Event(Enum):
     EARLY_CALL = "a call before an optimizer was made"
     GRAD_CALL = "a call with gradients"
     EVALUATED_CALL = "a call with gradients of a model that was evaluated before"
-    PLAIN_CALL = "a call without gradients: in training mode, or nothing in it can be trained"
+    PLAIN_CALL = "a call without gradients of a module in training mode or without trainable parameters"
     LOSS_CALL = "a call without gradients of a module without parameters"
-    MAYBE_EVALUATION = "a call without gradients of a model in evaluation mode, for the first time"
-    EVALUATION = "such a call again; after the first step, one that is evaluation by its place among the steps"
+    MAYBE_EVALUATION = "the first call without gradients of a model in evaluation mode"
+    EVALUATION = "a call of an evaluation, as earlier calls or steps show"
     RETURNED = "a call has returned"
     STEPPED = "the optimizer that ends steps has stepped"
     STEPPED_IN_BACKWARD = "the optimizer that ends steps has stepped inside of a backward pass"
     UNCLEAR = "one of several optimizers has stepped for the first time"
-    UNCLEAR_IN_BACKWARD = "one of several optimizers has stepped for the first time, inside of a backward pass"
+    UNCLEAR_IN_BACKWARD = "one of several has stepped for the first time inside of a backward pass"
     OTHER_STEPPED = "another optimizer has stepped"
     TOO_MANY_CALLS = "there were more than 1,000 calls"
-    OWN_MONITOR = "the script has made a `TrainingMonitor`"
-    NO_MONITOR = "a framework's callback measures this training"
-    STOPPED = "`stop()` is called, or the process ends"
+    OTHER_MONITOR = "the script or a framework's callback has a `TrainingMonitor`"
+    STOPPED = "`stop()` is called"
     FAILED = "flopwatch has raised an exception"
 
 
@@ -200,7 +199,7 @@ class Watcher:
         if not self._optimizers.ends(optimizer):
             return
         if self._has_other_monitor():
-            self.take(Event.OWN_MONITOR)
+            self.take(Event.OTHER_MONITOR)
             return
         ends_step, is_in_backward = self._optimizers.stepped(optimizer), current_graph_task_id() != -1
         if ends_step is None:
@@ -308,12 +307,13 @@ class Watcher:
         elif kind is not None and kind.has_grad:
             self._calls.keep(kind, module, batch)
 
-    def leave_to_script(self) -> None:
-        """Says that the script's monitor measures the training, and closes the own one."""
-        self._act("notify", lambda run: run.outlets.notify("info", "own_monitor", OWN_MONITOR))
+    def leave_to_other(self) -> None:
+        """That monitor measures the training from here on, as a message says."""
         if self.monitor is None:
             self._make_monitor()  # says that nothing is added
-        self.take(Event.STOPPED)
+        else:
+            self._act("notify", lambda run: run.outlets.notify("info", "own_monitor", OWN_MONITOR))
+            self.take(Event.STOPPED)
         self._close()
 
     def report_failure(self, error: Exception) -> None:
@@ -328,7 +328,7 @@ class Watcher:
         if self.monitor is None:
             self.monitor = self._make_monitor()
             if self.monitor is None:
-                self.take(Event.NO_MONITOR)
+                self.take(Event.OTHER_MONITOR)
                 return False
             self.monitor.says_what_was_not_given(False)
             self._act("counter", self._listen)
@@ -391,16 +391,18 @@ _many_calls = partial(Watcher.drop_step, why=MANY_CALLS, finds_model=True)
 ROWS = (
     # Before the first step is known to have begun
     Row((NOTHING,), (Event.EARLY_CALL,), Watcher.leave_out, None, "calls_before_an_optimizer"),
-    Row((NOTHING,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, MAYBE, "teacher_student"),
+    Row((NOTHING,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, MAYBE, "frozen_teacher"),
     Row((EVALUATED,), (Event.PLAIN_CALL,), Watcher.note_call, MAYBE, "evaluation_then_teacher"),
     Row((MAYBE,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, None, "evaluation_then_teacher"),
-    Row((NOTHING, EVALUATED, MAYBE), (Event.MAYBE_EVALUATION,), Watcher.note_maybe_evaluation, MAYBE, "evaluation"),
-    Row((MAYBE,), (Event.EVALUATION,), Watcher.leave_out, EVALUATED, "evaluation"),
+    Row(
+        (NOTHING, EVALUATED, MAYBE), (Event.MAYBE_EVALUATION,), Watcher.note_maybe_evaluation, MAYBE, "teacher_student"
+    ),
+    Row((MAYBE,), (Event.EVALUATION,), Watcher.leave_out, EVALUATED, "several_evaluations"),
     Row((EVALUATED,), (Event.EVALUATION, Event.LOSS_CALL), Watcher.leave_out, None, "evaluation_then_teacher"),
-    Row((EVALUATED, MAYBE), (Event.RETURNED,), Watcher.note_return, None, "evaluation"),
+    Row((EVALUATED, MAYBE), (Event.RETURNED,), Watcher.note_return, None, "one_evaluation"),
     # The first step
     Row((NOTHING, EVALUATED, MAYBE), (Event.GRAD_CALL,), Watcher.note_call, FIRST, "plain"),
-    Row((EVALUATED,), (Event.EVALUATED_CALL,), Watcher.note_call, FIRST, "evaluation"),
+    Row((EVALUATED,), (Event.EVALUATED_CALL,), Watcher.note_call, FIRST, "several_evaluations"),
     Row((MAYBE,), (Event.EVALUATED_CALL,), Watcher.begin_first_anew, FIRST, "one_evaluation"),
     Row((FIRST,), (*_CALLS, *_GRAD_CALLS), Watcher.note_call, None, "accumulation"),
     Row((MAYBE, FIRST), (Event.TOO_MANY_CALLS,), Watcher.give_up_first, TOO_MANY, "more_calls_than_a_step_has"),
@@ -420,13 +422,12 @@ ROWS = (
     Row((BETWEEN,), (Event.GRAD_CALL, Event.PLAIN_CALL), Watcher.open_step, OPEN, "teacher_student"),
     Row((OPEN,), (Event.GRAD_CALL,), Watcher.add_batch, None, "accumulation"),
     # The end
-    Row(ANY, (Event.OWN_MONITOR,), Watcher.leave_to_script, OFF, "own_monitor"),
-    Row(ANY, (Event.NO_MONITOR,), Watcher.give_up_first, OFF, "own_monitor"),
+    Row(ANY, (Event.OTHER_MONITOR,), Watcher.leave_to_other, OFF, "own_monitor"),
     Row((ENDS,), (Event.STOPPED,), Watcher.end_step, OFF, "one_in_backward"),
     Row(tuple(state for state in ANY if state is not ENDS), (Event.STOPPED,), Watcher.ignore, OFF, "plain"),
     Row(ANY, (Event.FAILED,), Watcher.report_failure, OFF, "model_that_cannot_be_searched"),
     # Without an effect
-    Row((OPEN,), (Event.PLAIN_CALL,), Watcher.ignore, None, "teacher_student"),
+    Row((OPEN,), (Event.PLAIN_CALL,), Watcher.ignore, None, "evaluation_then_teacher"),
     Row((BETWEEN, OPEN), (Event.EVALUATION,), Watcher.ignore, None, "evaluation"),
     Row(ANY, (Event.OTHER_STEPPED,), Watcher.ignore, None, "gan"),
 )
