@@ -102,12 +102,15 @@ class WatchedProcess:
         self.is_on = True
         note_cells()
         self._silence_log()
-        # The actions add to `_cancel` too, so that it must not be assigned here.
-        self._cancel.append(when_imported("torch", partial(self._guarded, self._watch_optimizers)))
         # torch imports its compiler for the first optimizer. Our modules need it too, but not earlier: it reads
         # environment variables, which the script may set after it has imported torch.
-        self._cancel.append(when_imported("torch._dynamo", partial(self._guarded, self._start_watcher)))
-        self._cancel.append(when_imported("transformers.trainer", partial(self._guarded, self._add_to_hugging_face)))
+        actions = {
+            "torch": self._watch_optimizers,
+            "torch._dynamo": self._start_watcher,
+            "transformers.trainer": self._add_to_hugging_face,
+        }
+        for name, action in actions.items():
+            self._cancel.append(when_imported(name, partial(self._guarded, action)))
         atexit.register(self._say_if_nothing_was_seen)
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -145,8 +148,11 @@ class WatchedProcess:
     def _watch_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_pre_hook(lambda *_: self._guarded(self._start_watcher))
-        self._cancel.append(handle.remove)
+        def try_again(*_: Any) -> None:
+            if self._watcher is None:
+                self._guarded(self._start_watcher)
+
+        self._cancel.append(register_optimizer_step_pre_hook(try_again).remove)
 
     @same_random_states()
     def _start_watcher(self) -> None:
@@ -175,12 +181,17 @@ class WatchedProcess:
 
     def _next_output_dir(self) -> Path:
         """A folder for each training, because a second training in the same folder would continue the first."""
-        while True:
-            self._trainings += 1
-            suffix = "" if self._trainings == 1 else f"-{self._trainings}"
-            folder = self._output_dir.with_name(self._output_dir.name + suffix)
-            if not self._is_new or _claim(folder):
-                return folder
+        self._trainings += 1
+        suffix = "" if self._trainings == 1 else f"-{self._trainings}"
+        folder = self._output_dir.with_name(self._output_dir.name + suffix)
+        if self._is_new:
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # another process, which started in the same second, has created it
+                return self._next_output_dir()
+            except OSError:
+                pass  # the monitor reports that it cannot write
+        return folder
 
     def _settings(self) -> "MonitorConfig":
         """What the configuration file says; the monitor reports its mistakes."""
@@ -240,17 +251,6 @@ def default_output_dir(script: str) -> Path:
     """A new folder in `flopwatch-runs`, named after the script and the time."""
     name = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
     return Path(RUNS_FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _claim(folder: Path) -> bool:
-    """Create the folder; False if another process, which started in the same second, has created it."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass  # the monitor reports that it cannot write
-    return True
 
 
 def _script_name() -> str:

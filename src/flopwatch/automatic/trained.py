@@ -90,7 +90,7 @@ class TrainedCalls:
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers, self._reader = optimizers, BatchReader()
-        self._owners: dict[int, bool] = {}
+        self.owners: dict[int, bool] = {}
         """By the number of a module, whether it has trained parameters."""
         self._unclear: list[tuple[CallKind, weakref.ref[nn.Module], Reading]] = []
         """Batches whose module may be trained by an optimizer that has not stepped so far."""
@@ -102,13 +102,13 @@ class TrainedCalls:
 
     def is_batch(self, kind: CallKind, module: nn.Module) -> bool:
         """Note a call; whether it is of the first module with trained parameters in the step."""
-        if kind.module not in self._owners:
+        if kind.module not in self.owners:
             trained = set(map(id, self._optimizers.parameters()))
-            self._owners[kind.module] = any(id(p) in trained for p in module.parameters())
-        if self._owners[kind.module]:
+            self.owners[kind.module] = any(id(p) in trained for p in module.parameters())
+        if self.owners[kind.module]:
             self._count += 1
             self.names[kind.module] = kind.name
-        return self._owners[kind.module] and len(self.names) == 1
+        return self.owners[kind.module] and len(self.names) == 1
 
     def keep(self, kind: CallKind, module: nn.Module, batch: Callable[[], Any]) -> Reading | None:
         """Keep the sizes of a batch until the optimizer of its module has stepped."""
@@ -138,11 +138,7 @@ class TrainedCalls:
         self._usual[count] += bool(count)
         return bool(usual and count > usual and count % usual == 0 and exists(torch.amp.GradScaler))
 
-    def forget(self, *, owners: bool = False) -> None:
-        """Forget the calls of the step, or which modules have trained parameters."""
-        if owners:
-            self._owners.clear()
-            return
+    def forget(self) -> None:
         self._unclear, self._count = [], 0
         self.names.clear()
 

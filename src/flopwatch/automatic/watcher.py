@@ -288,7 +288,14 @@ class Watcher:
             self._find_model(optimizer)
         self.give_up_first()
         self.steps = max(self.steps, 1)
-        self._act("step", partial(_drop_step, why=why, awaits_call=current_graph_task_id() != -1))
+
+        def drop(run: MonitoredRun) -> None:
+            run.outlets.notify("info", "first_step", FIRST_STEP.format(why=why))
+            run.abandon_step()
+            # A dispatch mode that is entered in a backward pass is lost when that ends.
+            (run.counter.await_step if current_graph_task_id() == -1 else run.counter.await_call)()
+
+        self._act("step", drop)
 
     def begin_step(self) -> None:
         """What runs from now on belongs to the next step."""
@@ -342,7 +349,7 @@ class Watcher:
         if not (self._optimizers.has_changed or self._model.is_out_of_date()):
             return
         self._optimizers.has_changed = False
-        self._calls.forget(owners=True)
+        self._calls.owners.clear()
         found = find_trained_modules(self._optimizers.parameters())
         if not found:
             text = NO_MODULE.format(optimizer=type(optimizer).__name__)
@@ -355,15 +362,6 @@ class Watcher:
     def _act(self, part: str, action: Callable[[MonitoredRun], None]) -> None:
         if self.monitor is not None:
             act_on_run(self.monitor, part, action)
-
-
-def _drop_step(run: MonitoredRun, why: str, *, awaits_call: bool) -> None:
-    run.outlets.notify("info", "first_step", FIRST_STEP.format(why=why))
-    run.abandon_step()
-    if awaits_call:  # a dispatch mode that is entered in a backward pass is lost when that ends
-        run.counter.await_call()
-    else:
-        run.counter.await_step()
 
 
 class Row(NamedTuple):
