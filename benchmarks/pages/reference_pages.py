@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import flopwatch.flops.formulas  # noqa: F401  # registers the formulas
+from flopwatch.automatic.watcher import ROWS, Row, State
 from flopwatch.flops.formulas.registry import _formulas
 from flopwatch.hardware.peaks import Accelerator, load_accelerators
 from flopwatch.monitor.config import MonitorConfig
@@ -16,6 +17,7 @@ from flopwatch.records.metrics import METRICS
 from flopwatch.spellings import MONITOR
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
 from pages.schemas import KINDS
+from testbeds.unchanged.scripts import SCRIPTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
@@ -82,6 +84,26 @@ def schemas_table() -> list[str]:
     return _table(("schema", "describes"), [(f"`{name}.json`", written.where) for name, written in KINDS.items()])
 
 
+def states_table() -> list[str]:
+    head = "in the state", "when this happens", "what is done", "next state", "shown by"
+    return _table(head, map(_row_of_states, ROWS))
+
+
+def _row_of_states(row: Row) -> tuple[str, ...]:
+    """A row of the table of `flopwatch run`, in words."""
+    states = "any" if len(row.states) == len(State) - 1 else ", *or* ".join(state.value for state in row.states)
+    action = str(getattr(row.action, "func", row.action).__doc__)
+    script = next((each.path for each in SCRIPTS if each.name == row.shown_by), "short.py")
+    link = f"[{row.shown_by}](https://github.com/flopwatch/flopwatch/blob/main/testbeds/unchanged/{script})"
+    return (
+        states,
+        ", *or* ".join(event.value for event in row.events),
+        action,
+        row.becomes.value if row.becomes else "",
+        link,
+    )
+
+
 def _op_names(names: list[str]) -> str:
     """Names that differ only in `_forward` and `_fwd`, or in `_backward` and `_bwd`, are listed once."""
     plain = [_ENDINGS.sub("", name) if _ENDINGS.sub("", name) in names else name for name in names]
@@ -98,6 +120,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "numbers.md": {"metrics": metrics_table},
+    "design.md": {"states": states_table},
     "reference/settings.md": {"settings": settings_table, "spellings": spellings_table},
     "reference/devices.md": {"devices": devices_table},
     "reference/ops.md": {"ops": ops_table},

@@ -52,7 +52,7 @@ class WatchedRank(Watched):
         calls, own, threads, call_cpu = super()._spent()
         ranks = self.monitor._started_run.ranks if self.monitor._started_run is not None else None
         # The thread that looks for hold-ups spends by the wall clock: half of it falls on the bare turns.
-        looking = 0.0 if ranks is None or ranks._stalls is None else ranks._stalls.cpu_seconds / 2
+        looking = 0.0 if ranks is None or ranks.busy is None else ranks.busy.cpu_seconds / 2
         return calls, own, threads - looking, call_cpu
 
     def _get_ready(self) -> None:

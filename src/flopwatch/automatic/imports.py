@@ -4,53 +4,42 @@ A script may set environment variables before it imports torch, so flopwatch mus
 """
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_log = logging.getLogger("flopwatch")
-
 
 def when_imported(name: str, action: Callable[[], None]) -> Callable[[], None]:
-    """Call `action` now if the module is loaded, otherwise right after its import. Returns a function that cancels it.
+    """Call `action`, which must not raise, now if the module is loaded, otherwise right after its import.
+
+    Returns a function that cancels it.
 
     >>> done = []
     >>> cancel = when_imported("sys", lambda: done.append("sys"))
     >>> done
     ['sys']
     """
-    if name in sys.modules:
-        _run(name, action)
-        return lambda: None
     finder = _Finder(name, action)
-    sys.meta_path.insert(0, finder)
-
-    def cancel() -> None:
-        finder.action = lambda: None
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-    return cancel
-
-
-def _run(name: str, action: Callable[[], None]) -> None:
-    """Call the action. The program must be able to import the module even if flopwatch fails."""
-    try:
+    if name in sys.modules:
         action()
-    except Exception as error:
-        _log.error("flopwatch: could not watch %s, which works as without flopwatch: %s", name, error)
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder.cancel
 
 
 class _Finder:
     """Finds one module as usual, and lets its loader call `action` when the module's code has run."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
+        self._name, self._action = name, action
         self._is_searching = False
-        self.action = action
+
+    def cancel(self) -> None:
+        self._action = lambda: None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name or self._is_searching:
@@ -67,10 +56,10 @@ class _Finder:
 
         def execute_and_act(module: ModuleType) -> None:
             del loader.exec_module  # the instance's attribute, so that the loader is as before
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            action = self._action
+            self.cancel()
             execute(module)
-            _run(self._name, self.action)
+            action()
 
         loader.exec_module = execute_and_act
         return spec

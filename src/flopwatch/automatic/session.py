@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,6 @@ class WatchedProcess:
     """The trainings of this process that flopwatch watches; made by `flopwatch.watch`.
 
     Attributes:
-        monitor: The monitor of the newest training; None before its first step has ended.
         has_failed: Whether the script has raised, so that a message about a training that was not seen would disturb.
     """
 
@@ -102,13 +102,24 @@ class WatchedProcess:
         self.is_on = True
         note_cells()
         self._silence_log()
-        # The actions add to `_cancel` too, so that it must not be assigned here.
-        self._cancel.append(when_imported("torch", self._watch_optimizers))
         # torch imports its compiler for the first optimizer. Our modules need it too, but not earlier: it reads
         # environment variables, which the script may set after it has imported torch.
-        self._cancel.append(when_imported("torch._dynamo", self._start_watcher))
-        self._cancel.append(when_imported("transformers.trainer", self._add_to_hugging_face))
+        actions = {
+            "torch": self._watch_optimizers,
+            "torch._dynamo": self._start_watcher,
+            "transformers.trainer": self._add_to_hugging_face,
+        }
+        for name, action in actions.items():
+            self._cancel.append(when_imported(name, partial(self._guarded, action)))
         atexit.register(self._say_if_nothing_was_seen)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """The script runs as without flopwatch even if flopwatch fails."""
+        try:
+            action()
+        except Exception as error:
+            self.is_on = False
+            self._report(error)
 
     def note_failure(self, error: BaseException) -> None:
         """The script has raised this, which ends the process."""
@@ -130,41 +141,35 @@ class WatchedProcess:
     def _silence_log(self) -> None:
         """Notices are printed by the console sink, if at all. Logging would print them into the script's own log."""
         log, handler = logging.getLogger("flopwatch"), logging.NullHandler()
-        propagate, log.propagate = log.propagate, False
         log.addHandler(handler)
-
-        def restore() -> None:
-            log.removeHandler(handler)
-            log.propagate = propagate
-
-        self._cancel.append(restore)
+        self._cancel += [partial(log.removeHandler, handler), partial(setattr, log, "propagate", log.propagate)]
+        log.propagate = False
 
     def _watch_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_pre_hook(lambda *_: self._start_watcher())
-        self._cancel.append(handle.remove)
+        def try_again(*_: Any) -> None:
+            if self._watcher is None:
+                self._guarded(self._start_watcher)
+
+        self._cancel.append(register_optimizer_step_pre_hook(try_again).remove)
 
     @same_random_states()
     def _start_watcher(self) -> None:
         """Watch for a training. At the first optimizer step this is only a second try, if the first failed."""
         if self._watcher is not None or not self.is_on or os.getpid() != self._process:
             return
-        try:
-            self._watcher = import_module("flopwatch.automatic.watcher").Watcher(
-                self._make_monitor, self._report, self._options.get("attention") or self._settings().attention
-            )
-            if not self._is_quiet:
-                import_module("flopwatch.sinks.console")
-        except Exception as error:
-            self.is_on = False
-            self._report(error)
+        attention = self._options.get("attention") or self._settings().attention
+        watcher = import_module("flopwatch.automatic.watcher")
+        self._watcher = watcher.Watcher(self._make_monitor, self._report, attention)
+        if not self._is_quiet:
+            import_module("flopwatch.sinks.console")
 
     @same_random_states()
     def _make_monitor(self) -> "TrainingMonitor | None":
         from flopwatch.monitor.training_monitor import TrainingMonitor, open_monitors
 
-        if self._callbacks and any(callback.monitor is not None for callback in self._callbacks):
+        if any(callback.monitor is not None for callback in self._callbacks):
             return None
         if open_monitors() and gc.collect() is not None and open_monitors():
             self._print("the script uses flopwatch.TrainingMonitor itself, so `flopwatch run` adds nothing")
@@ -176,12 +181,17 @@ class WatchedProcess:
 
     def _next_output_dir(self) -> Path:
         """A folder for each training, because a second training in the same folder would continue the first."""
-        while True:
-            self._trainings += 1
-            suffix = "" if self._trainings == 1 else f"-{self._trainings}"
-            folder = self._output_dir.with_name(self._output_dir.name + suffix)
-            if not self._is_new or _claim(folder):
-                return folder
+        self._trainings += 1
+        suffix = "" if self._trainings == 1 else f"-{self._trainings}"
+        folder = self._output_dir.with_name(self._output_dir.name + suffix)
+        if self._is_new:
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # another process, which started in the same second, has created it
+                return self._next_output_dir()
+            except OSError:
+                pass  # the monitor reports that it cannot write
+        return folder
 
     def _settings(self) -> "MonitorConfig":
         """What the configuration file says; the monitor reports its mistakes."""
@@ -198,11 +208,8 @@ class WatchedProcess:
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         options["sinks"] = [sink for sink in wanted if sink != "console"]
         if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
-            options["quiet"] = True
-        else:
-            from flopwatch.sinks.console import ConsoleSink
-
-            options["sinks"].append(ConsoleSink("stderr"))
+            return {**options, "quiet": True}
+        options["sinks"].append(import_module("flopwatch.sinks.console").StderrConsoleSink())
         return options
 
     def _add_to_hugging_face(self) -> None:
@@ -226,13 +233,8 @@ class WatchedProcess:
         return callback
 
     def _say_if_nothing_was_seen(self) -> None:
-        if (
-            self.is_on
-            and not self.has_failed
-            and self.monitor is None
-            and not self._callbacks
-            and os.environ.get("RANK", "0") == "0"
-        ):
+        has_seen = self.monitor is not None or self._callbacks
+        if self.is_on and not self.has_failed and not has_seen and os.environ.get("RANK", "0") == "0":
             has_torch = "torch" in sys.modules
             why = "no optimizer step was seen in this process" if has_torch else "the script has not imported torch"
             self._print(f"{why}, so there is nothing to measure; a compiled step() and other processes are not seen")
@@ -249,17 +251,6 @@ def default_output_dir(script: str) -> Path:
     """A new folder in `flopwatch-runs`, named after the script and the time."""
     name = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
     return Path(RUNS_FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _claim(folder: Path) -> bool:
-    """Create the folder; False if another process, which started in the same second, has created it."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass  # the monitor reports that it cannot write
-    return True
 
 
 def _script_name() -> str:
@@ -281,8 +272,8 @@ _STARTED_BY = "FLOPWATCH_STARTED_BY"
 
 def tell_children(output_dir: Path, options: Mapping[str, Any]) -> None:
     """Tell the ranks that Lightning starts with `python` what `flopwatch run` was given."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    os.environ[_STARTED_BY] = json.dumps({"pid": os.getpid(), "output_dir": str(output_dir), "options": plain})
+    told = {"pid": os.getpid(), "output_dir": output_dir, "options": options}
+    os.environ[_STARTED_BY] = json.dumps(told, default=str)
 
 
 def _watched_as_rank() -> WatchedProcess | None:

@@ -1,17 +1,24 @@
-"""What a process trains: its optimizers, the modules that own their parameters, and the calls of a compiled module."""
+"""What a process trains: its optimizers, the modules that own their parameters, and the calls of these modules."""
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from flopwatch.flops.tracing.live import may_compile
+from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
+from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import compiled_call
 
+_MOST_BATCHES = 1000
 _MOST_STEPS_WITHOUT_END = 100
 """If the optimizer that ends steps pauses for so many steps of another one, the other one ends steps from then on."""
 
@@ -29,6 +36,8 @@ class Optimizers:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps_of_others = 0
         self._are_several: bool | None = None
+        self._depths: Counter[int] = Counter()
+        """How often an optimizer's `step` is under way, by the optimizer's id."""
         self.has_changed = False
 
     @property
@@ -36,11 +45,23 @@ class Optimizers:
         """The optimizer whose step ends a step of the training."""
         return None if self._last is None else self._last()
 
-    def is_new(self, optimizer: Optimizer) -> bool:
-        if optimizer in self._known:
-            return False
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Note that its `step` begins; whether it is the first time."""
+        self._depths[id(optimizer)] += 1
+        is_new = optimizer not in self._known
         self._known.add(optimizer)
-        return True
+        return is_new
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """Note that its `step` ends. False if `step` of its class has called that of the class above, which ends."""
+        depth = self._depths.pop(id(optimizer), 1) - 1
+        if depth > 0:
+            self._depths[id(optimizer)] = depth
+        return depth <= 0
+
+    def none_runs(self) -> None:
+        """An optimizer that has raised an exception did not end."""
+        self._depths.clear()
 
     def parameters(self) -> list[torch.Tensor]:
         return [p for optimizer in self._stepped for group in optimizer.param_groups for p in group["params"]]
@@ -62,6 +83,121 @@ class Optimizers:
             self._last = weakref.ref(optimizer)
         self._steps_of_others = 0
         return True
+
+
+class TrainedCalls:
+    """The calls with gradients of the step that is open, whose arguments are its batches."""
+
+    def __init__(self, optimizers: Optimizers) -> None:
+        self._optimizers, self._reader = optimizers, BatchReader()
+        self.owners: dict[int, bool] = {}
+        """By the number of a module, whether it has trained parameters."""
+        self._unclear: list[tuple[CallKind, weakref.ref[nn.Module], Reading]] = []
+        """Batches whose module may be trained by an optimizer that has not stepped so far."""
+        self.names: dict[int, str] = {}
+        """Modules with trained parameters that the step has called, by number."""
+        self._count = 0
+        self._usual: Counter[int] = Counter()
+        """How many steps have called trained modules how often."""
+
+    def is_batch(self, kind: CallKind, module: nn.Module) -> bool:
+        """Note a call; whether it is of the first module with trained parameters in the step."""
+        if kind.module not in self.owners:
+            trained = set(map(id, self._optimizers.parameters()))
+            self.owners[kind.module] = any(id(p) in trained for p in module.parameters())
+        if self.owners[kind.module]:
+            self._count += 1
+            self.names[kind.module] = kind.name
+        return self.owners[kind.module] and len(self.names) == 1
+
+    def keep(self, kind: CallKind, module: nn.Module, batch: Callable[[], Any]) -> Reading | None:
+        """Keep the sizes of a batch until the optimizer of its module has stepped."""
+        if not kind.has_parameters or self.names or len(self._unclear) >= _MOST_BATCHES:
+            return None
+        with suppress(Exception):  # the monitor reports it when it reads the batch of the next step
+            reading, _ = self._reader.read_checked(batch())
+            self._unclear.append((kind, weakref.ref(module), reading))
+            return reading
+        return None
+
+    def take_kept(self) -> list[Reading]:
+        """The batches of modules whose optimizer has stepped since."""
+        kept, self._unclear = self._unclear, []
+        return [reading for kind, ref, reading in kept if (module := ref()) is not None and self.is_batch(kind, module)]
+
+    def are_apart_from(self, module: nn.Module) -> bool:
+        """Whether a module shares no parameters with those whose batches are kept."""
+        kept = (ref() for _, ref, _ in self._unclear)
+        return not any(each is not None and share_parameters(module, each) for each in kept)
+
+    def end_step(self) -> bool:
+        """Whether the step was several: a GradScaler does not call the optimizer after an overflow."""
+        count = self._count
+        self.forget()
+        usual = self._usual.most_common(1)[0][0] if self._usual else 0
+        self._usual[count] += bool(count)
+        return bool(usual and count > usual and count % usual == 0 and exists(torch.amp.GradScaler))
+
+    def forget(self) -> None:
+        self._unclear, self._count = [], 0
+        self.names.clear()
+
+
+def share_parameters(one: nn.Module, other: nn.Module) -> bool:
+    return not set(map(id, nn.Module.parameters(one))).isdisjoint(map(id, nn.Module.parameters(other)))
+
+
+class TrainedModel:
+    """The model that is trained, and the hook that reads its batches if its process compiles."""
+
+    def __init__(self, called: Callable[..., None]) -> None:
+        self._called = called
+        self._ref: weakref.ref[nn.Module] | None = None
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def now(self) -> nn.Module | None:
+        return None if self._ref is None else self._ref()
+
+    def is_out_of_date(self) -> bool:
+        """Whether the model is gone, or has no hook yet although its process compiles by now."""
+        return self._ref is not None and (self._ref() is None or (self._hook is None and may_compile()))
+
+    def set(self, model: nn.Module) -> None:
+        self._ref = weakref.ref(model)
+        if may_compile():
+            self.remove_hook()
+            hook = _CallHook(self._called) if compiled_call(model) is None else note_call
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def take_compiled_batches(self) -> list[Any]:
+        """The batches of a model that was compiled in place; when it was called is not known."""
+        model = self.now
+        if model is None or compiled_call(model) is None:
+            return []
+        return [batch_of_call(*call) for call in take_calls(model)]
+
+    def remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+
+class _CallHook:
+    """The hook on a model with compiled code. In a copy of the model the copied hook does nothing."""
+
+    def __init__(self, called: Callable[..., None] | None) -> None:
+        self._called = called
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._called is not None:
+            self._called(module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_CallHook":
+        return _CallHook(None)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A method that does nothing, so that a saved model can be loaded where flopwatch is not installed.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _are_several() -> bool:

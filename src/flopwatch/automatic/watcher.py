@@ -1,43 +1,30 @@
 """Monitors a training that contains no line of flopwatch, from hooks of torch that are documented for everybody.
 
-A step of the training ends when its optimizer has stepped; the next one begins there. What runs in between belongs to
-the step, except evaluations: calls without gradients, of modules in evaluation mode, that come only now and then.
-
-| what happens                                       | what is done                                      |
-| -------------------------------------------------- | ------------------------------------------------- |
-| a module is called, and an optimizer exists        | the first step begins, and is counted             |
-| the only optimizer of the process steps            | the step ends                                     |
-| one of several optimizers steps for the first time | it ends steps from now on, until a newer one does |
-| an optimizer steps inside of a backward pass       | the step ends before the next call of a module    |
-| a new optimizer steps, the earlier one is gone     | the step ends; its model may be another one       |
-| the optimizer that ends steps pauses for 100 steps | the optimizer that steps ends steps from now on   |
+The hooks of `Watcher` turn what happens in the process into events. `TABLE`, at the end of this file, says what each
+event does in each state, and which state follows; docs/design.md shows it.
 """
 
 import gc
 import os
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from flopwatch.automatic.first_step import FirstStep, UnclearBatches
-from flopwatch.automatic.trained import Optimizers, exists, find_trained_modules, note_call, take_calls
-from flopwatch.flops.tracing.live import may_compile
-from flopwatch.monitor.pricing.batch_reader import Reading
+from flopwatch.automatic.first_step import FirstStep
+from flopwatch.automatic.trained import Optimizers, TrainedCalls, TrainedModel, find_trained_modules, has_optimizer
+from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
+from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.autograd import current_graph_task_id
-from flopwatch.torch_internals.modules import compiled_call
 
 FIRST_STEP = "the first step is not in the totals, because {why}; steps count from 0, so the log begins with step 1"
 SEVERAL_OPTIMIZERS = (
@@ -54,7 +41,46 @@ SEVERAL_MODELS = (
     "are new samples is not known, so there are no tokens and samples"
 )
 SKIPPED = "the GradScaler skipped steps of the optimizer after an overflow, so several steps are logged as one"
+Batch = Callable[[], Any]
 OWN_MONITOR = "the script has created a flopwatch.TrainingMonitor of its own, which measures the training from here on"
+
+
+class State(Enum):
+    """How much of a training was seen."""
+
+    NOTHING = "nothing was seen"
+    EVALUATED = "an evaluation was seen"
+    MAYBE = "perhaps in the first step"
+    FIRST = "in the first step"
+    TOO_MANY = "too many calls"
+    BETWEEN = "between two steps"
+    OPEN = "in a step"
+    ENDS = "the step ends at the next call"
+    BEGINS = "a step begins at the next call"
+    OFF = "off"
+
+
+class Event(Enum):
+    """What the hooks see. A call is that of a module, outside of other modules, or of compiled code."""
+
+    CALL_COMES = "a call is about to begin"
+    EARLY_CALL = "a call before an optimizer was made"
+    GRAD_CALL = "a call with gradients"
+    EVALUATED_CALL = "a call with gradients of a model that was evaluated before"
+    PLAIN_CALL = "a call without gradients of a module in training mode or without trainable parameters"
+    LOSS_CALL = "a call without gradients of a module without parameters"
+    MAYBE_EVALUATION = "the first call without gradients of a model in evaluation mode"
+    EVALUATION = "a call of an evaluation, as earlier calls or steps show"
+    RETURNED = "a call has returned"
+    STEPPED = "the optimizer that ends steps has stepped"
+    STEPPED_IN_BACKWARD = "the optimizer that ends steps has stepped inside of a backward pass"
+    UNCLEAR = "one of several optimizers has stepped for the first time"
+    UNCLEAR_IN_BACKWARD = "one of several has stepped for the first time inside of a backward pass"
+    OTHER_STEPPED = "another optimizer has stepped"
+    TOO_MANY_CALLS = "there were more than 1,000 calls"
+    OTHER_MONITOR = "the script or a framework's callback has a `TrainingMonitor`"
+    STOPPED = "`stop()` is called"
+    FAILED = "flopwatch has raised an exception"
 
 
 class Watcher:
@@ -73,166 +99,244 @@ class Watcher:
         attention: AttentionConvention = "full",
     ) -> None:
         self._make_monitor, self._on_failure = make_monitor, on_failure
-        self._process, self._thread = os.getpid(), threading.get_ident()
-        self._unclear = UnclearBatches()
-        self._first = FirstStep(self._unclear, attention)
-        self._optimizers = Optimizers()
-        self._depths: dict[int, int] = {}
-        """How often an optimizer's `step` is under way, by the optimizer's id."""
-        self._ends_at_next_call = self._begins_at_next_call = False
-        self._is_timed = False
-        """Whether the clock of the step that is open runs."""
-        self._owners: dict[int, bool] = {}
-        """By the number of a module, whether it has trained parameters."""
-        self._called: dict[int, str] = {}
-        """Modules with trained parameters that this step has called with gradients, by number."""
-        self.calls_with_grad = 0
-        self._usual_calls: Counter[int] = Counter()
-        """How many steps have called trained modules how often."""
-        self._model: weakref.ref[nn.Module] | None = None
-        self._handles = [register_optimizer_step_pre_hook(lambda *call: self.guarded(self._optimizer_begins, *call))]
-        self._model_hook: RemovableHandle | None = None
-        self._is_off = False
+        self._home = os.getpid(), threading.get_ident()
+        self.state = State.NOTHING
         self.monitor: TrainingMonitor | None = None
         self.steps = 0
         """Steps of the training that have ended, whether measured or not."""
+        self._optimizers = Optimizers()
+        self._calls = TrainedCalls(self._optimizers)
+        self._model = TrainedModel(partial(self.hear, self._model_called))
+        self._first = FirstStep(self, attention)
+        self._handles = [register_optimizer_step_pre_hook(lambda *call: self.hear(self._optimizer_begins, *call))]
 
     def stop(self) -> None:
         """Remove all hooks and close the monitor."""
+        self.hear(self.take, Event.STOPPED)
         self._close()
         for handle in self._handles:
             handle.remove()
 
     def _close(self) -> None:
-        if self.monitor is not None and self._ends_at_next_call:
-            self.guarded(self._end_pending)
-        self._is_off = True
         self._first.stop()
         if self.monitor is not None:
             self.monitor.close()
-        if self._model_hook is not None:
-            self._model_hook.remove()
+        self._model.remove_hook()
 
-    def guarded(self, hook: Callable[..., None], *args: Any) -> None:
+    def take(self, event: Event, *what: Any) -> None:
+        """Do what the table says. An action may cause a further event, which then decides about the next state."""
+        before = self.state
+        row = TABLE.get((before, event))
+        if row is not None:
+            row.action(self, *what)
+            self.state = row.becomes or before if self.state is before else self.state
+
+    # --- Hooks: what happens becomes an event -------------------------------------------------------------------------
+
+    def hear(self, hook: Callable[..., None], *args: Any) -> None:
         """Call a hook, except while code is compiled and in forked processes. If it fails, stop watching."""
-        if self._is_off or torch.compiler.is_compiling() or os.getpid() != self._process:
+        # First, so that the compiler looks at nothing that changes: it would compile again.
+        if torch.compiler.is_compiling() or self.state is State.OFF or os.getpid() != self._home[0]:
             return
         try:
             hook(*args)
         except Exception as error:
-            self._is_off = True
-            self._first.stop()
-            self._on_failure(error)
+            self.take(Event.FAILED, error)
 
-    # --- Optimizers ---------------------------------------------------------------------------------------------------
+    def about_to_call(self) -> None:
+        self._optimizers.none_runs()
+        self.hear(self.take, Event.CALL_COMES)
+
+    def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.hear(self._called, kind, module, partial(batch_of_call, module, args, kwargs))
+
+    def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
+        self.hear(self._called, kind, None, None)
+        return None if kind.has_grad else lambda output: self.returned(kind, output)
+
+    def returned(self, kind: CallKind, output: Any) -> None:
+        self.hear(self.take, Event.RETURNED)
+
+    def _called(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
+        self.take(self._event_of(kind, module), kind, module, batch)
+
+    def _event_of(self, kind: CallKind, module: nn.Module | None) -> Event:
+        if self.monitor is not None:
+            found: list[bool] = []
+            self._act("evaluation", lambda run: found.append(run.counter.is_evaluation(kind)))
+            return Event.EVALUATION if found == [True] else Event.GRAD_CALL if kind.has_grad else Event.PLAIN_CALL
+        if self.state is State.NOTHING and not has_optimizer():
+            return Event.EARLY_CALL
+        if kind.has_grad:
+            return Event.EVALUATED_CALL if self._first.was_evaluated(kind, module) else Event.GRAD_CALL
+        if not kind.has_parameters:
+            return Event.PLAIN_CALL if module is None else Event.LOSS_CALL
+        if module is None:  # its mode is not seen
+            return Event.MAYBE_EVALUATION
+        if kind.is_training or not any(each.requires_grad for each in nn.Module.parameters(module)):
+            return Event.PLAIN_CALL
+        return Event.EVALUATION if module in self._first.evaluated.modules else Event.MAYBE_EVALUATION
+
+    def _model_called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A model that is or contains compiled code is called; calls of other modules are not seen then."""
+        if threading.get_ident() == self._home[1] and torch.is_grad_enabled():
+            self.take(Event.CALL_COMES)
+            self.take(Event.GRAD_CALL, None, model, partial(batch_of_call, model, args, kwargs))
 
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._home[1]:
             return
         self._first.optimizer_begins(optimizer, args, kwargs)
-        self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1
-        if self._optimizers.is_new(optimizer):
+        if self._optimizers.begins(optimizer):
             # This hook, and not one for all optimizers, ends steps: making a monitor adds hooks for all optimizers,
             # while torch would iterate over them.
-            ended = optimizer.register_step_post_hook(lambda stepped, *_: self.guarded(self._optimizer_ended, stepped))
+            ended = optimizer.register_step_post_hook(lambda stepped, *_: self.hear(self._optimizer_ended, stepped))
             self._handles.append(ended)
 
     def _optimizer_ended(self, optimizer: Optimizer) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._home[1]:
             return
         self._first.optimizer_ended()
-        depth = self._depths.pop(id(optimizer), 1) - 1
-        if depth > 0:  # `step` of its class has called that of the class above
-            self._depths[id(optimizer)] = depth
+        if not self._optimizers.ends(optimizer):
             return
-        if self._is_left_to_another():
+        if self._has_other_monitor():
+            self.take(Event.OTHER_MONITOR)
             return
-        ends_step = self._optimizers.stepped(optimizer)
-        if ends_step is None:  # a step that is not measured, because other optimizers may belong to it
-            self._begin_again(SEVERAL_OPTIMIZERS)
-        elif ends_step and current_graph_task_id() != -1:
-            self._ends_at_next_call = True
+        ends_step, is_in_backward = self._optimizers.stepped(optimizer), current_graph_task_id() != -1
+        if ends_step is None:
+            self.take(Event.UNCLEAR_IN_BACKWARD if is_in_backward else Event.UNCLEAR)
         elif ends_step:
-            self._end_step(optimizer)
+            self.take(Event.STEPPED_IN_BACKWARD if is_in_backward else Event.STEPPED)
+        else:
+            self.take(Event.OTHER_STEPPED)
 
-    def _is_left_to_another(self) -> bool:
-        others = [monitor for monitor in open_monitors() if monitor is not self.monitor]
-        if others:  # one that was forgotten may only wait for the garbage collector
-            gc.collect()
-            others = [monitor for monitor in open_monitors() if monitor is not self.monitor]
-        if not others:
-            return False
-        self._notify("info", "own_monitor", OWN_MONITOR)
-        if self.monitor is None:
-            self._make_monitor()  # says that nothing is added
-        self._close()
-        return True
+    def _has_other_monitor(self) -> bool:
+        """Whether the script has a monitor of its own; one that was forgotten may only wait for the collector."""
+        ours = {self.monitor}
+        return bool(set(open_monitors()) - ours) and gc.collect() >= 0 and bool(set(open_monitors()) - ours)
 
-    def _begin_again(self, why: str) -> None:
+    # --- Actions ------------------------------------------------------------------------------------------------------
+
+    def ignore(self, *_: Any) -> None:
+        """Nothing."""
+
+    def leave_out(self, *_: Any) -> None:
+        """The calls so far belong to no step."""
+        self._first.leave_out()
+
+    def note_call(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
+        """The call, and what runs from it on, belong to the first step."""
+        if not self._first.note_call(module):
+            self.take(Event.TOO_MANY_CALLS)
+        elif kind.has_grad and module is not None and batch is not None:
+            self._first.note_batch(kind, self._calls.keep(kind, module, batch))
+
+    def note_maybe_evaluation(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
+        """The call may be a teacher's, with which the first step begins. Its model is remembered."""
+        self.note_call(kind, module, batch)
+        self._first.evaluated.add(kind, module)
+
+    def begin_first_anew(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
+        """What ran before was an evaluation: the first step begins with this call."""
+        self._first.leave_out(kept=None if module is None else 1)
+        self.note_call(kind, module, batch)
+
+    def note_return(self) -> None:
+        """Notes when the evaluation, if it is one, ends."""
+        self._first.evaluated.ended = monotonic_seconds()
+
+    def give_up_first(self) -> None:
+        """Stops counting the first step."""
         self._first.stop()
-        if not self._has_monitor():
-            return
-        self.steps = max(self.steps, 1)
-        self._notify("info", "first_step", FIRST_STEP.format(why=why))
-        self._act("step", lambda run: run.recorder.abandon_step())
-        self._is_timed = False
-        self._called.clear()
-        if current_graph_task_id() == -1:
-            self._act("step", lambda run: run.counter.await_step())
-        else:  # a dispatch mode that is entered in a backward pass is lost when that ends
-            self._begins_at_next_call = True
-            self._act("step", lambda run: run.counter.await_call())
+        self._calls.forget()
 
-    def _end_pending(self) -> None:
-        optimizer = self._optimizers.last
-        self._ends_at_next_call = False
-        if optimizer is not None:
-            self._end_step(optimizer)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        is_first = self.monitor is None
-        if not self._has_monitor():
+    def end_step(self) -> None:
+        """Finds model and batches, and logs the step."""
+        optimizer, is_first = self._optimizers.last, self.monitor is None
+        if optimizer is None or not self._has_monitor():
             return
         assert self.monitor is not None
-        if is_first and not self._first.has_begun:
-            self._find_model(optimizer)
-            self._begin_again(NO_CALL)
-            return
-        if is_first and self._first.has_given_up:
-            self._find_model(optimizer)
-            self._begin_again(MANY_CALLS)
-            return
+        doubt = self._first.why_in_doubt(self._calls) if is_first else None
         if is_first:
-            self._first.hand_over(self.monitor)
+            self._act("first_step", self._first.hand_over)
         self._find_model(optimizer)
-        self._take_unclear()
-        self._take_compiled_calls()
-        if is_first:
-            self._act("start_step", self._first.note_times)
-        if len(self._called) > 1:
-            names = ", ".join(dict.fromkeys(self._called.values()))
-            self._notify("warning", "several_models", SEVERAL_MODELS.format(models=names))
-            self._act("batches", lambda run: run.recorder.drop_batches())
-        if self._has_skipped():
-            self._act("step", lambda run: run.counter.doubt_step(SKIPPED))
+        self._act("batches", partial(self._complete, is_first=is_first, doubt=doubt))
         number, self.steps = self.steps, self.steps + 1
-        self._is_timed = False
-        self._called.clear()
         self.monitor.log_step(number, learning_rate=optimizer.param_groups[0].get("lr"))
 
-    def _has_skipped(self) -> bool:
-        """Whether the step is several: a GradScaler does not call the optimizer after an overflow."""
-        calls, self.calls_with_grad = self.calls_with_grad, 0
-        usual = self._usual_calls.most_common(1)[0][0] if self._usual_calls else 0
-        self._usual_calls[calls] += bool(calls)
-        return bool(usual and calls > usual and calls % usual == 0 and exists(torch.amp.GradScaler))
+    def _complete(self, run: MonitoredRun, *, is_first: bool, doubt: str | None) -> None:
+        """Add to the step what is known only now."""
+        for reading in self._calls.take_kept():
+            run.recorder.add_reading(reading)
+        for batch in self._model.take_compiled_batches():
+            run.take_micro_batch(batch, None)
+        if is_first:
+            self._first.note_times(run)
+        if len(self._calls.names) > 1:
+            names = ", ".join(dict.fromkeys(self._calls.names.values()))
+            run.outlets.notify("warning", "several_models", SEVERAL_MODELS.format(models=names))
+            run.recorder.drop_batches()
+        doubt = SKIPPED if self._calls.end_step() else doubt
+        if doubt is not None:
+            run.counter.doubt_step(doubt)
+
+    def drop_step(self, why: str = SEVERAL_OPTIMIZERS, *, finds_model: bool = False) -> None:
+        """The step is not measured, as a notice says."""
+        optimizer = self._optimizers.last
+        if not self._has_monitor():
+            return
+        if finds_model and optimizer is not None:
+            self._find_model(optimizer)
+        self.give_up_first()
+        self.steps = max(self.steps, 1)
+
+        def drop(run: MonitoredRun) -> None:
+            run.outlets.notify("info", "first_step", FIRST_STEP.format(why=why))
+            run.recorder.abandon_step()
+            # A dispatch mode that is entered in a backward pass is lost when that ends.
+            (run.counter.await_step if current_graph_task_id() == -1 else run.counter.await_call)()
+
+        self._act("step", drop)
+
+    def begin_step(self) -> None:
+        """What runs from now on belongs to the next step."""
+        self._first.stop()
+        self._act("step", lambda run: run.counter.await_step())
+
+    def open_step(self, kind: CallKind | None, module: nn.Module, batch: Batch) -> None:
+        """The clock of the step starts. With gradients, the call has a batch."""
+        self._act("start_step", lambda run: run.tape.start_step())
+        self.add_batch(kind, module, batch)
+
+    def add_batch(self, kind: CallKind | None, module: nn.Module, batch: Batch) -> None:
+        """The call has a batch, if it is of the first module with trained parameters that the step calls."""
+        if self.monitor is not None and (kind is None or (kind.has_grad and self._calls.is_batch(kind, module))):
+            self.monitor.micro_batch(batch())
+        elif kind is not None and kind.has_grad:
+            self._calls.keep(kind, module, batch)
+
+    def leave_to_other(self) -> None:
+        """That monitor measures the training from here on, as a message says."""
+        if self.monitor is None:
+            self._make_monitor()  # says that nothing is added
+        else:
+            self._act("notify", lambda run: run.outlets.notify("info", "own_monitor", OWN_MONITOR))
+            self.take(Event.STOPPED)
+        self._close()
+
+    def report_failure(self, error: Exception) -> None:
+        """Says so; the training goes on."""
+        self.state = State.OFF
+        self._first.stop()
+        self._on_failure(error)
+
+    # --- The monitor --------------------------------------------------------------------------------------------------
 
     def _has_monitor(self) -> bool:
         if self.monitor is None:
             self.monitor = self._make_monitor()
             if self.monitor is None:
-                self._is_off = True
-                self._first.stop()
+                self.take(Event.OTHER_MONITOR)
                 return False
             self.monitor.says_what_was_not_given(False)
             self._act("counter", self._listen)
@@ -241,119 +345,89 @@ class Watcher:
     def _listen(self, run: MonitoredRun) -> None:
         run.counter.listener, run.counter.counts_without_model = self, True
 
-    # --- Models and batches -------------------------------------------------------------------------------------------
-
     def _find_model(self, optimizer: Optimizer) -> None:
         """Tell the monitor which model is trained, if it has changed."""
-        is_gone = self._model is not None and self._model() is None
-        compiles_now = self._model is not None and self._model_hook is None and may_compile()
-        if not (self._optimizers.has_changed or is_gone or compiles_now):
+        if not (self._optimizers.has_changed or self._model.is_out_of_date()):
             return
         self._optimizers.has_changed = False
-        self._owners.clear()
+        self._calls.owners.clear()
         found = find_trained_modules(self._optimizers.parameters())
         if not found:
-            self._notify("warning", "no_module", NO_MODULE.format(optimizer=type(optimizer).__name__))
+            text = NO_MODULE.format(optimizer=type(optimizer).__name__)
+            self._act("notify", lambda run: run.outlets.notify("warning", "no_module", text))
             return
         assert self.monitor is not None
-        self._model = weakref.ref(found[0])
         self.monitor.set_model(found[0])
-        if may_compile():
-            if self._model_hook is not None:
-                self._model_hook.remove()
-            hook = _CallHook(self) if compiled_call(found[0]) is None else note_call
-            self._model_hook = found[0].register_forward_pre_hook(hook, with_kwargs=True)
-
-    def about_to_call(self) -> None:
-        """A module is called, outside of other modules. A step that ended in a backward pass ends here."""
-        self._depths.clear()  # an optimizer that has raised did not end
-        if self._begins_at_next_call:
-            self._begins_at_next_call = False
-            self._first.stop()
-            self._act("step", lambda run: run.counter.await_step())
-        if self._ends_at_next_call:
-            self.guarded(self._end_pending)
-
-    def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.guarded(self._called_now, kind, module, args, kwargs)
-
-    def _called_now(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found: list[bool] = []
-        self._act("evaluation", lambda run: found.append(run.counter.is_evaluation(kind)))
-        if self.monitor is None or found == [True]:
-            return
-        if not self._is_timed:
-            self._is_timed = True
-            self._act("start_step", lambda run: run.tape.start_step())
-        if kind.has_grad and self._is_of_first_trained(kind, module):
-            self.monitor.micro_batch(batch_of_call(module, args, kwargs))
-        elif kind.has_grad and not self._called:
-            self._unclear.add(kind, module, args, kwargs)
-
-    def _is_of_first_trained(self, kind: CallKind, module: nn.Module) -> bool:
-        """Note a call with gradients; whether it is of the first module with trained parameters in the step."""
-        if kind.module not in self._owners:
-            trained = set(map(id, self._optimizers.parameters()))
-            self._owners[kind.module] = any(id(p) in trained for p in module.parameters())
-        if not self._owners[kind.module]:
-            return False
-        self.calls_with_grad += 1
-        self._called[kind.module] = kind.name
-        return len(self._called) == 1
-
-    def _take_unclear(self) -> None:
-        """Add the batches of modules whose optimizer has stepped for the first time."""
-        for kind, module, reading in self._unclear.take():
-            if module is not None and self._is_of_first_trained(kind, module):
-                self._act("batches", partial(_add_reading, reading))
-
-    def returned(self, kind: CallKind, output: Any) -> None:
-        pass
-
-    def region_called(self, kind: CallKind) -> None:
-        pass
-
-    def compiled_model_called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A model that is or contains compiled code is called; calls of other modules are not seen then."""
-        if self.monitor is None or threading.get_ident() != self._thread or not torch.is_grad_enabled():
-            return
-        if not self._is_timed:
-            self._is_timed = True
-            self._act("start_step", lambda run: run.tape.start_step())
-        self.monitor.micro_batch(batch_of_call(model, args, kwargs))
-
-    def _take_compiled_calls(self) -> None:
-        """Add the batches of a model that was compiled in place; when it was called is not known."""
-        model = self._model() if self._model is not None else None
-        if model is not None and self.monitor is not None and compiled_call(model) is not None:
-            for _, args, kwargs in take_calls(model):
-                self.monitor.micro_batch(batch_of_call(model, args, kwargs))
+        self._model.set(found[0])
 
     def _act(self, part: str, action: Callable[[MonitoredRun], None]) -> None:
         if self.monitor is not None:
             act_on_run(self.monitor, part, action)
 
-    def _notify(self, level: str, code: str, message: str) -> None:
-        self._act("notify", lambda run: run.outlets.notify(level, code, message))  # type: ignore[arg-type]
+
+class Row(NamedTuple):
+    """What events do in these states. The action's docstring says it in words.
+
+    Attributes:
+        becomes: The next state; None if it stays.
+        shown_by: A script of `testbeds/unchanged`, or a function in its `short.py`, in which this happens.
+    """
+
+    states: tuple[State, ...]
+    events: tuple[Event, ...]
+    action: Callable[..., None]
+    becomes: State | None
+    shown_by: str
 
 
-class _CallHook:
-    """The hook on a model with compiled code. In a copy of the model the copied hook does nothing."""
+NOTHING, EVALUATED, MAYBE, FIRST, TOO_MANY, BETWEEN, OPEN, ENDS, BEGINS, OFF = State
+ANY = tuple(state for state in State if state is not OFF)
+_CALLS = (Event.PLAIN_CALL, Event.LOSS_CALL, Event.MAYBE_EVALUATION, Event.EVALUATION)
+_GRAD_CALLS = (Event.GRAD_CALL, Event.EVALUATED_CALL)
+_no_call = partial(Watcher.drop_step, why=NO_CALL, finds_model=True)
+_many_calls = partial(Watcher.drop_step, why=MANY_CALLS, finds_model=True)
 
-    def __init__(self, watcher: Watcher | None) -> None:
-        self._watcher = watcher
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._watcher is not None:
-            self._watcher.guarded(self._watcher.compiled_model_called, module, args, kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "_CallHook":
-        return _CallHook(None)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # A method that does nothing, so that a saved model can be loaded where flopwatch is not installed.
-        return getattr, (nullcontext(), "__exit__")
-
-
-def _add_reading(reading: Reading, run: MonitoredRun) -> None:
-    run.recorder.add_reading(reading)
+ROWS = (
+    # Before the first step is known to have begun
+    Row((NOTHING,), (Event.EARLY_CALL,), Watcher.leave_out, None, "calls_before_an_optimizer"),
+    Row((NOTHING,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, MAYBE, "frozen_teacher"),
+    Row((EVALUATED,), (Event.PLAIN_CALL,), Watcher.note_call, MAYBE, "evaluation_then_teacher"),
+    Row((MAYBE,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, None, "evaluation_then_teacher"),
+    Row(
+        (NOTHING, EVALUATED, MAYBE), (Event.MAYBE_EVALUATION,), Watcher.note_maybe_evaluation, MAYBE, "teacher_student"
+    ),
+    Row((MAYBE,), (Event.EVALUATION,), Watcher.leave_out, EVALUATED, "several_evaluations"),
+    Row((EVALUATED,), (Event.EVALUATION, Event.LOSS_CALL), Watcher.leave_out, None, "evaluation_then_teacher"),
+    Row((EVALUATED, MAYBE), (Event.RETURNED,), Watcher.note_return, None, "one_evaluation"),
+    # The first step
+    Row((NOTHING, EVALUATED, MAYBE), (Event.GRAD_CALL,), Watcher.note_call, FIRST, "plain"),
+    Row((EVALUATED,), (Event.EVALUATED_CALL,), Watcher.note_call, FIRST, "several_evaluations"),
+    Row((MAYBE,), (Event.EVALUATED_CALL,), Watcher.begin_first_anew, FIRST, "one_evaluation"),
+    Row((FIRST,), (*_CALLS, *_GRAD_CALLS), Watcher.note_call, None, "accumulation"),
+    Row((MAYBE, FIRST), (Event.TOO_MANY_CALLS,), Watcher.give_up_first, TOO_MANY, "more_calls_than_a_step_has"),
+    # The optimizer steps
+    Row((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED,), Watcher.end_step, BETWEEN, "plain"),
+    Row((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, ENDS, "one_in_backward"),
+    Row((ENDS,), (Event.CALL_COMES,), Watcher.end_step, BETWEEN, "one_in_backward"),
+    Row((BEGINS,), (Event.CALL_COMES, Event.STEPPED), Watcher.begin_step, BETWEEN, "one_for_each_weight"),
+    Row((BEGINS,), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, None, "two_backward_passes"),
+    Row((NOTHING, EVALUATED), (Event.STEPPED,), _no_call, BETWEEN, "other_method"),
+    Row((NOTHING, EVALUATED), (Event.STEPPED_IN_BACKWARD,), _no_call, BEGINS, "in_backward_without_a_call"),
+    Row((TOO_MANY,), (Event.STEPPED,), _many_calls, BETWEEN, "more_calls_than_a_step_has"),
+    Row((TOO_MANY,), (Event.STEPPED_IN_BACKWARD,), _many_calls, BEGINS, "many_calls_and_in_backward"),
+    Row(ANY, (Event.UNCLEAR,), Watcher.drop_step, BETWEEN, "two_optimizers"),
+    Row(ANY, (Event.UNCLEAR_IN_BACKWARD,), Watcher.drop_step, BEGINS, "one_for_each_weight"),
+    # Steps after the first
+    Row((BETWEEN,), (Event.GRAD_CALL, Event.PLAIN_CALL), Watcher.open_step, OPEN, "teacher_student"),
+    Row((OPEN,), (Event.GRAD_CALL,), Watcher.add_batch, None, "accumulation"),
+    # The end
+    Row(ANY, (Event.OTHER_MONITOR,), Watcher.leave_to_other, OFF, "own_monitor"),
+    Row((ENDS,), (Event.STOPPED,), Watcher.end_step, OFF, "one_in_backward"),
+    Row(tuple(state for state in ANY if state is not ENDS), (Event.STOPPED,), Watcher.ignore, OFF, "plain"),
+    Row(ANY, (Event.FAILED,), Watcher.report_failure, OFF, "model_that_cannot_be_searched"),
+    # Without an effect
+    Row((OPEN,), (Event.PLAIN_CALL,), Watcher.ignore, None, "evaluation_then_teacher"),
+    Row((BETWEEN, OPEN), (Event.EVALUATION,), Watcher.ignore, None, "evaluation"),
+    Row(ANY, (Event.OTHER_STEPPED,), Watcher.ignore, None, "gan"),
+)
+TABLE = {(state, event): row for row in ROWS for state in row.states for event in row.events}
