@@ -237,6 +237,7 @@ def cached_backends(monkeypatch):
     import torch._dynamo.eval_frame as compiler
 
     monkeypatch.setattr(live, "_has_compiled", [])
+    monkeypatch.setattr(live, "_requested", [])
     monkeypatch.delattr(compiler, "cached_backends")
     assert live.may_compile()
 
