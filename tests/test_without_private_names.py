@@ -320,6 +320,6 @@ def functorch(monkeypatch):
         return x
 
     torch.func.vmap(look)(torch.ones(3, 2))
-    monkeypatch.setattr(modules, "_transform_level", lambda: None)
+    monkeypatch.setattr(modules, "transform_level", lambda: None)
     torch.func.vmap(look)(torch.ones(3, 2))
     assert shapes == [(3, 2), (2,)]

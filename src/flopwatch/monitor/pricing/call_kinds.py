@@ -15,7 +15,7 @@ from torch import Tensor, is_grad_enabled, nn
 from flopwatch.flops.formulas.free_ops import is_inside_autocast
 from flopwatch.flops.tracing.passes import current_autocast
 from flopwatch.flops.tracing.regions import Region
-from flopwatch.torch_internals.modules import is_in_transform, whole_shape
+from flopwatch.torch_internals.modules import transform_level, whole_shape
 from flopwatch.torch_internals.ops import stored_count
 
 _MOST_KINDS, _MOST_ITEMS = 4096, 512
@@ -65,13 +65,17 @@ class CallKinds:
     ) -> CallKind:
         """The kind of a call. Most calls of a module are of the kind of its last one, which is compared first."""
         numbers: list[float] = []
-        shape_of = whole_shape if is_in_transform() else _shape
+        shape_of = _shape if transform_level() is None else whole_shape
         facts: list[Any] = [is_grad_enabled(), module.training, current_autocast() if is_inside_autocast() else None]
         for value in args:
-            _add_facts(value, facts, numbers, shape_of, _DEEPEST)
-        for name, value in kwargs.items():
-            facts.append(name)
-            _add_facts(value, facts, numbers, shape_of, _DEEPEST)
+            if isinstance(value, Tensor) and not value.is_nested and value.layout is _STRIDED:
+                facts += shape_of(value), value.dtype, value.requires_grad  # without a call of a function
+            else:
+                _add_facts(value, facts, numbers, shape_of, _DEEPEST)
+        if kwargs:
+            for name, value in kwargs.items():
+                facts.append(name)
+                _add_facts(value, facts, numbers, shape_of, _DEEPEST)
         key = [*facts, *numbers] if numbers and self.reads_numbers else facts
         if place.kind is not None and key == place.key:
             return place.kind
@@ -127,7 +131,7 @@ class KindOfLast:
 
 
 _numbers = itertools.count()
-_shape = attrgetter("shape")
+_shape, _STRIDED = attrgetter("shape"), torch.strided
 
 
 def _divided(facts: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -142,7 +146,7 @@ def _add_facts(
     """Add what shapes the cost of a call with this argument. Texts and the values of numbers do not."""
     kind = type(value)
     if isinstance(value, Tensor):
-        if value.is_nested or value.layout is not torch.strided:
+        if value.is_nested or value.layout is not _STRIDED:
             facts += kind, value.dtype, str(value.layout), _stored(value)
         else:
             facts += shape_of(value), value.dtype, value.requires_grad

@@ -59,6 +59,7 @@ class RootCalls:
         nodes: For each of them, the number of operations that autograd has recorded in it.
         listener: Is told of each call.
         is_listening: False in phases such as evaluation, whose calls belong to no step.
+        inside: The hook of the module whose call runs and whose end will be seen; None outside of calls.
     """
 
     def __init__(self, listener: CallListener | None = None) -> None:
@@ -70,8 +71,7 @@ class RootCalls:
         self._thread = threading.get_ident()
         self._place: _Place | None = None
         self._modules: dict[int, _ReturnHook] = {}
-        self._inside: _ReturnHook | None = None
-        """The hook of the module whose call runs; None outside of calls."""
+        self.inside: _ReturnHook | None = None
         self._is_on = False
         self._began = 0
 
@@ -81,9 +81,9 @@ class RootCalls:
         regions.install()
         regions.listen(self._note_region)
         self._is_on = True
-        if self._inside is not None:  # a call that ended by Ctrl-C, after which torch calls no hooks
-            self._inside.remove()
-            self._inside = None
+        if self.inside is not None:  # a call that ended by Ctrl-C, after which torch calls no hooks
+            self.inside.remove()
+            self.inside = None
         if may_compile():
             self.leave_modules()
             return
@@ -103,10 +103,10 @@ class RootCalls:
         if self._place is not None and not compiled_graphs():
             self._place.table.pop(self._place.key, None)
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a call runs whose end will be seen."""
-        return self._inside is not None
+    def is_ready(self) -> bool:
+        """Whether `start` would change nothing, in a process that does not compile."""
+        is_here = self._is_on and self.inside is None and threading.get_ident() == self._thread
+        return is_here and regions.state.is_installed and regions.state.listener == self._note_region
 
     def is_in_thread(self) -> bool:
         """Whether this is the thread of the training."""
@@ -129,18 +129,21 @@ class RootCalls:
         if own is None or own.module() is not module:
             own = self._new_hook(module)
         kind = self.kinds.of_call(own.last, module, args, kwargs)
-        self._add(kind)
+        if len(self.calls) < _MOST_CALLS:
+            self.calls.append(kind)
+            self.nodes.append(0)
         # Torch runs such a layer by another kernel if it has a hook, so that its parts are recorded instead.
         if place is not None and not isinstance(module, nn.TransformerEncoderLayer):
             place.table.pop(place.key, None)
             self._began = recorded_operations() or 0
-            self._inside = own
-            own.insert()
+            self.inside = own
+            for table, value in own.tables:
+                table()[own.key] = value
         if listener is not None:
             listener.called(kind, module, args, kwargs)
 
     def came_back(self, kind: CallKind | None, output: Any) -> None:
-        self._inside = None
+        self.inside = None
         if self.calls and self.calls[-1] is kind:
             self.nodes[-1] = (recorded_operations() or 0) - self._began
         if self._is_on and self._place is not None and not may_compile():
@@ -155,13 +158,10 @@ class RootCalls:
         if self.listener is not None:
             self.listener.about_to_call()
         kind = self.kinds.of_region(region, args)
-        self._add(kind)
-        return None if self.listener is None else self.listener.region_called(kind)
-
-    def _add(self, kind: CallKind) -> None:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
+        return None if self.listener is None else self.listener.region_called(kind)
 
     def _new_hook(self, module: nn.Module) -> "_ReturnHook":
         if len(self._modules) >= _MOST_MODULES:
@@ -208,8 +208,11 @@ class _GlobalHook:
             return
         if may_compile():
             calls.leave_modules()
-        else:  # after a failure the number of autograd's operations still shows the call
-            failure_of(calls.note, module, args, 2)
+            return
+        try:
+            calls.note(module, args, 1)
+        except Exception:  # the call is not recorded; the number of autograd's operations still shows it
+            return
 
 
 class _ReturnHook:
@@ -222,21 +225,18 @@ class _ReturnHook:
         self.module, self.last = weakref.ref(module), KindOfLast()
         self._calls = calls
         handle = module.register_forward_hook(self, always_call=True)
-        self._key = handle.id
+        self.key = handle.id
         tables = [handle.hooks_dict_ref(), *(each() for each in handle.extra_dict_ref)]
-        self._tables: list[Any] = [(weakref.ref(table), table[self._key]) for table in tables if self._key in table]
+        self.tables: list[Any] = [(weakref.ref(table), table[self.key]) for table in tables if self.key in table]
         handle.remove()
 
-    def insert(self) -> None:
-        for table, value in self._tables:
-            table()[self._key] = value
-
     def remove(self) -> None:
-        for table, _ in self._tables:
-            (table() or {}).pop(self._key, None)
+        for table, _ in self.tables:
+            (table() or {}).pop(self.key, None)
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.remove()
+        for table, _ in self.tables:
+            (table() or {}).pop(self.key, None)
         failure_of(self._calls.came_back, self.last.kind, output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., Any]:  # a module that is copied inside of its own call

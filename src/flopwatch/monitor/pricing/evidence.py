@@ -204,7 +204,7 @@ class Evidence:
         self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
         self._changed: dict[Hashable, int] = {}
         """How often equal calls of these families have changed their cost. What changes in one kind may in another."""
-        self._settled_calls: set[CallKind] = set()
+        self.settled_calls: set[CallKind] = set()
         """Calls with which a step began whose FLOPs need no further count."""
 
     def facts(self, wanted: AttentionConvention) -> FlopFacts | None:
@@ -262,7 +262,7 @@ class Evidence:
         for key in _keys(kind):
             self._fit_of(key)[0].add(kind.sized_calls(), _outputs(kind, count))
         if kind.calls:
-            (self._settled_calls.add if known.is_settled else self._settled_calls.discard)(kind.calls[0])
+            (self.settled_calls.add if known.is_settled else self.settled_calls.discard)(kind.calls[0])
         return doubt
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
@@ -297,7 +297,7 @@ class Evidence:
 
     def knows_call(self, call: CallKind) -> bool:
         """Whether a step that begins with this call needs no count because of its sizes."""
-        if call in self._settled_calls:
+        if call in self.settled_calls:
             return True
         return any(formula.covers(call.family, call.sizes) for formula in self.formulas)
 

@@ -44,6 +44,8 @@ NO_MODEL = "no model was given, so there are no FLOPs"
 ESTIMATED = "the FLOPs are estimated from the model's shapes"
 _FUTILE = 2
 """After so many counted steps in which nothing ran, no further step is counted."""
+_TIMED_BEFORE_COUNT = 32
+"""So many steps before a count show how long a usual step takes."""
 
 
 class PassListener(Protocol):
@@ -234,7 +236,7 @@ class StepCounter:
         clear_left_behind()
         step, calls, schedule = OpenStep(batch), self._calls, self._schedule
         self._step = step
-        if not self._can_count():
+        if self.evidence.usual is None and not self._can_count():
             calls.take()
             if self.listener is None:
                 calls.stop()
@@ -250,7 +252,8 @@ class StepCounter:
             self._compiled.begin_step()
         step.nodes_before = recorded_operations()
         step.began = self._around.clock()
-        calls.start()
+        if compiles or not calls.is_ready():
+            calls.start()
         is_due = schedule.is_due(schedule.steps)
         if is_due or schedule.wants_next or schedule.steps in schedule.expected or compiles:
             self._look_at_schedule(step, is_due, compiles)
@@ -321,21 +324,21 @@ class StepCounter:
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is called, outside of other modules."""
+        step, around, trained, evidence = self._step, self._around, self._trained, self.evidence
         clear_left_behind()
-        step, around, trained = self._step, self._around, self._trained
         if trained is not None and trained.model() is module:
             around.on_call(kind.has_grad)
         if step is None:
             if self._opens_steps:  # between two steps
                 return
-        elif step.live is None and step.may_count and len(self._calls.calls) == 1 and self.evidence.starts_free:
-            is_new = not step.is_wanted and not self.evidence.knows_call(kind)
+        elif step.live is None and step.may_count and len(self._calls.calls) == 1 and evidence.starts_free:
+            is_new = kind not in evidence.settled_calls and not evidence.knows_call(kind)
             if step.is_wanted or (is_new and self._schedule.may_add(self._schedule.steps)):
                 self._begin_count(step, is_late=True)
         is_counted = step is not None and step.live is not None and self._count_call(step, kind, module, args, kwargs)
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
-        if self._calls.is_inside and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
+        if self._calls.inside is not None and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
             around.passes.forward_begins()
 
     def _count_call(
@@ -416,8 +419,10 @@ class StepCounter:
         return self._as_before(opened, usual)
 
     def _as_before(self, opened: OpenStep, usual: StepTrace) -> StepTrace:
-        self._schedule.wants_next = False
-        self._schedule.note_step(self._around.clock() - opened.began)
+        schedule = self._schedule
+        schedule.wants_next = False
+        if schedule.next_index - schedule.steps < _TIMED_BEFORE_COUNT:
+            schedule.note_step(self._around.clock() - opened.began)
         return usual
 
     def _is_usual(self, opened: OpenStep, usual: StepTrace) -> bool:
@@ -432,7 +437,7 @@ class StepCounter:
         has_none_before = not self._evaluations.before if self._opens_steps else first.has_grad and first.is_training
         if not has_none_before or trained is None or trained.backwards != kind.backwards:
             return False
-        return self._can_count() and not trained.has_changed()
+        return not trained.has_changed()
 
     def _ended(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
         now = recorded_operations()  # before graphs are counted, which records operations
