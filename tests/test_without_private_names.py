@@ -243,6 +243,7 @@ def cached_backends(monkeypatch):
     import torch._dynamo.eval_frame as compiler
 
     monkeypatch.setattr(live, "_has_compiled", [])
+    monkeypatch.setattr(live, "_requested", [])
     monkeypatch.delattr(compiler, "cached_backends")
     assert live.may_compile()
 
@@ -325,6 +326,6 @@ def functorch(monkeypatch):
         return x
 
     torch.func.vmap(look)(torch.ones(3, 2))
-    monkeypatch.setattr(modules, "_transform_level", lambda: None)
+    monkeypatch.setattr(modules, "transform_level", lambda: None)
     torch.func.vmap(look)(torch.ones(3, 2))
     assert shapes == [(3, 2), (2,)]

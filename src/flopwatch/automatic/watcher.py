@@ -21,7 +21,6 @@ from flopwatch.automatic.trained import Optimizers, TrainedCalls, TrainedModel, 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
-from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.autograd import current_graph_task_id

@@ -177,13 +177,12 @@ def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) ->
     return True
 
 
-def _compiler() -> Any:
-    return sys.modules.get(f"torch._dynamo.{_EVAL_FRAME}")
+_COMPILER = f"torch._dynamo.{_EVAL_FRAME}"
 
 
 def compiled_original(value: Any) -> nn.Module | None:
     """The module inside `torch.compile(module)`, which is the only child of the wrapper; None for another value."""
-    if not isinstance(value, nn.Module) or type(value).__module__ != f"torch._dynamo.{_EVAL_FRAME}":
+    if not isinstance(value, nn.Module) or type(value).__module__ != _COMPILER:
         return None
     children = list(nn.Module.children(value))
     return children[0] if len(children) == 1 else None
@@ -192,12 +191,12 @@ def compiled_original(value: Any) -> nn.Module | None:
 def is_compiled_function(value: Any) -> bool:
     """Whether `torch.compile` has made this function: its code is in the compiler's file."""
     code = getattr(value, "__code__", None)
-    return code is not None and code.co_filename == getattr(_compiler(), "__file__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(_COMPILER), "__file__", None)
 
 
 def requested_compilations() -> Mapping[Any, Any] | None:
     """Torch's table of requested compilations; None if the compiler is not loaded."""
-    compiler = _compiler()
+    compiler = sys.modules.get(_COMPILER)
     if compiler is None:
         return None
     table = getattr(compiler, _BACKENDS, None)

@@ -109,20 +109,25 @@ _CALL = declare("torch.nn.Module._call_impl")
 
 def arguments_by_name(depth: int) -> dict[str, Any]:
     """The arguments that the running call of a module got by name. The hook of the call is `depth` functions above."""
-    caller = sys._getframe(depth + 1)
+    caller = sys._getframe(depth + 3)
+    if caller.f_code is not _CALL_CODE:  # its locals are three, those of the function that calls hooks many
+        caller = sys._getframe(depth + 1)
     found = caller.f_locals.get("kwargs")
-    is_call = isinstance(found, dict) and caller.f_code.co_filename == nn.modules.module.__file__
+    is_call = isinstance(found, dict) and caller.f_code.co_filename == _MODULE_FILE
     return cast("dict[str, Any]", found) if is_call else {}
 
 
+_CALL_CODE, _MODULE_FILE = cast("Any", nn.Module.__call__).__code__, nn.modules.module.__file__
+
 _TRANSFORMS = declare("torch._C._functorch")
 _transforms = getattr(torch._C, _TRANSFORMS, None)
-_transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level", lambda: None)
+transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level", lambda: None)
+"""How many transformations of `torch.func`, such as `vmap`, the code runs in; None outside of them."""
 
 
 def is_in_transform() -> bool:
     """Whether the code runs inside of a transformation of `torch.func`, such as `vmap`."""
-    return _transform_level() is not None
+    return transform_level() is not None
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from flopwatch.monitor.pricing.calls import RootCalls, TrainedParameters
+from flopwatch.monitor.pricing.calls import RootCalls
+from flopwatch.monitor.pricing.trained_model import TrainedModel
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_flags_types_structure_and_gradients_make_another_kind(calls, first, sec
 
 
 def test_numbers_make_another_kind_once_counts_have_shown_that_they_matter(calls):
-    calls.reads_numbers = True
+    calls.kinds.reads_numbers = True
 
     assert not same(calls, Named(), ((X, 3), {}), ((X, 4), {}))
 
@@ -211,16 +212,14 @@ def test_an_error_of_the_listener_does_not_reach_the_training():
 
 def test_backward_passes_are_counted_for_four_of_the_parameters():
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-    trained = TrainedParameters(model)
-    trained.state()
+    trained = TrainedModel(model)
     model(X).sum().backward()
-    once = trained.take()
+    once = trained.backwards
     for _ in range(2):
         model(X).sum().backward()
 
     assert once == sum((1 << 12) ** part for part in range(4))
-    assert trained.take() == 2 * once
-    assert trained.take() == 0
+    assert trained.backwards == 3 * once
     trained.stop()
     model(X).sum().backward()
-    assert trained.take() == 0
+    assert trained.backwards == 3 * once

@@ -59,9 +59,9 @@ def counted(monkeypatch):
     found = []
     begin = step_counter.StepCounter._begin_count
 
-    def noted(self, **options):
-        found.append(self._steps)
-        begin(self, **options)
+    def noted(self, step, **options):
+        found.append(self._schedule.steps)
+        begin(self, step, **options)
 
     monkeypatch.setattr(step_counter.StepCounter, "_begin_count", noted)
     return found

@@ -186,8 +186,11 @@ RISKY = frozenset(f"aten::{name}" for name in _RISKY.split()) | _under_autocast
 
 def is_inside_autocast() -> bool:
     """Whether a context of autocast is entered; inside of a dispatch mode, torch says that autocast is off."""
-    torch.autocast_increment_nesting()
-    return bool(torch.autocast_decrement_nesting())
+    _nest()
+    return bool(_leave_nest())
+
+
+_nest, _leave_nest = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 def may_differ_under_a_mode(func: OpOverload, args: Sequence[Any]) -> bool:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import repeat
-from operator import is_
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
@@ -127,16 +125,26 @@ class StepCount:
 
 
 def may_compile() -> bool:
-    """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called."""
-    if not _has_compiled:
-        requested = requested_compilations()
-        # `torch.compiler.disable` stores None in the table.
-        if not requested or all(map(is_, requested.values(), repeat(None))):
+    """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called.
+
+    This runs several times in every step of a training.
+    """
+    if _has_compiled:
+        return True
+    if not _requested:
+        found = requested_compilations()
+        if found is None:
             return False
-        _has_compiled.append(True)
-    return True
+        _requested.append(found)
+    for backend in _requested[0].values():
+        if backend is not None:  # `torch.compiler.disable` stores None in the table
+            _has_compiled.append(True)
+            return True
+    return False
 
 
+_requested: list[Mapping[Any, Any]] = []
+"""Torch's table of requested compilations, once the compiler is loaded."""
 _has_compiled: list[bool] = []
 """Not empty after a compilation was requested, because `torch.compiler.reset` clears torch's own table."""
 

@@ -4,7 +4,8 @@ They follow from the shapes of weights and batch, and no code of the user runs. 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,21 +51,43 @@ class _Estimate:
 
 
 class EstimatedCosts:
-    """Estimates of `model(batch)` by the layout of the batch."""
+    """Estimates of `model(batch)` by the layout of the batch.
 
-    def __init__(self, attention: AttentionConvention) -> None:
-        self._attention = attention
+    Attributes:
+        examples: Batches of new layouts.
+        is_used: Whether a step got an estimate, or should have got one.
+    """
+
+    def __init__(
+        self, attention: AttentionConvention, off_the_clock: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.examples: list[tuple[Any, BatchLayout]] = []
+        self.is_used = False
+        self._attention, self._off_the_clock = attention, off_the_clock
         self._laws: dict[Any, FlopLaw] = {}
         self._known: dict[int, tuple[BatchLayout, _Estimate | None]] = {}
         """By the id of a `BatchLayout`, because different shapes can have equal layouts."""
 
-    def knows(self, plan: BatchLayout) -> bool:
-        return id(plan) in self._known
+    def anew(self) -> "EstimatedCosts":
+        """Those of a model that has changed."""
+        fresh = EstimatedCosts(self._attention, self._off_the_clock)
+        fresh.examples = self.examples
+        return fresh
 
-    def learn(self, model: nn.Module, batch: Any, plan: BatchLayout) -> None:
-        """Estimate the FLOPs of a new layout of batches."""
+    def note(self, batch: Any, plan: BatchLayout) -> None:
+        if id(plan) not in self._known:
+            self.examples.append((batch, plan))
+
+    def learn(self, model: nn.Module) -> None:
+        """Estimate the FLOPs of the next example. The model may raise anything."""
+        batch, plan = self.examples.pop(0)
+        if id(plan) in self._known:
+            return
         self._known[id(plan)] = plan, None  # if it fails, it is not tried again with such batches
-        example, remark = example_batch(model, batch, plan)
+        with self._off_the_clock():
+            self._known[id(plan)] = plan, self._estimate(model, *example_batch(model, batch, plan))
+
+    def _estimate(self, model: nn.Module, example: Any, remark: str | None) -> _Estimate:
         description = describe(example)
         law = self._laws.get(description.structure)
         if law is None or _by_law(law, description, remark) is None:
@@ -75,7 +98,7 @@ class EstimatedCosts:
         if estimate is None:
             count = count_as_is(model, example, CountOptions(self._attention, method="estimate"))
             estimate = _Estimate(phases_of(count), remark=remark)
-        self._known[id(plan)] = plan, estimate
+        return estimate
 
     @property
     def notes(self) -> tuple[str, ...]:

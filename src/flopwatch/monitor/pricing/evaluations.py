@@ -6,7 +6,7 @@ with every step, such as a teacher's, are part of it.
 
 from collections.abc import Sequence
 
-from flopwatch.monitor.pricing.calls import CallKind
+from flopwatch.monitor.pricing.call_kinds import CallKind
 
 
 class Evaluations:
@@ -14,10 +14,12 @@ class Evaluations:
 
     Attributes:
         steps: Steps so far. A step with no call before it can be noted by adding 1.
+        before: The calls before the step that the loop has opened, as `left_out` takes them.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.before: list[tuple[CallKind, int]] = []
         self._first: dict[int, int] = {}
         self._met: dict[int, int] = {}
         self._trained: set[int] = set()
@@ -53,9 +55,9 @@ class Evaluations:
         nodes = sum(nodes for (_, nodes), keeps in zip(noted, is_kept, strict=True) if not keeps)
         return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(odd)
 
-    def note_opened(self, before: Sequence[tuple[CallKind, int]], calls: Sequence[CallKind]) -> None:
-        """Note a step that the loop has opened: the calls before it, and those in it."""
-        apart = {call.module for call, _ in before if not call.has_grad and not call.is_training}
+    def note_opened(self, calls: Sequence[CallKind]) -> None:
+        """Note a step that the loop has opened, with its calls."""
+        apart = {call.module for call, _ in self.before if not call.has_grad and not call.is_training}
         self._note_step(apart, {call.module for call in calls if call.has_grad})
 
     def _note_step(self, before: set[int], trained: set[int]) -> None:

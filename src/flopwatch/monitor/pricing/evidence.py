@@ -9,10 +9,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flopwatch.flops.live_formula import Calls, Formula, FormulaFit, divided_calls
+from flopwatch.flops.tracing.counter import counted_convention
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Axes, Scale
-from flopwatch.monitor.pricing.calls import BATCH, CallKind
-from flopwatch.records.flops import PhaseFlops
+from flopwatch.monitor.pricing.call_kinds import BATCH, CallKind
+from flopwatch.monitor.pricing.estimates import EstimatedCosts
+from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 _MOST_KINDS = 4096
 _MOST_RANGES = 64
@@ -124,6 +126,51 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What a step ran.
+
+    Attributes:
+        kind: What every step shows of itself; None if steps are not counted as they run.
+        evidence: What was known of the model when the step ran.
+        count: The step's FLOPs, if it was counted as it ran.
+        was_counted: Whether counting has slowed the step down.
+        is_partial: Whether it was not known if something ran before the count began.
+        doubt: Why the FLOPs are not exact or not known; None if no such reason is known.
+        estimates: Estimates of `model(batch)`, if steps are not counted as they run.
+    """
+
+    kind: StepKind | None = None
+    evidence: "Evidence | None" = None
+    count: StepCount | None = None
+    was_counted: bool = False
+    is_partial: bool = False
+    doubt: str | None = None
+    estimates: EstimatedCosts | None = None
+
+
+NOTHING = StepTrace()
+
+
+@dataclass(frozen=True, slots=True)
+class FlopFacts:
+    """How FLOPs are found, for the log's record about it.
+
+    Attributes:
+        method: `step` for live counts, `trace` or `estimate` for those of `model(batch)`.
+        exact: Whether the FLOPs of counted kinds of steps are exact.
+        attention: The convention that the counts have, which is not always the one that was wanted.
+        coverage: 1 if every op had a formula, otherwise the share of ops with one; None for estimates.
+        notes: Remarks.
+    """
+
+    method: str
+    exact: bool
+    attention: AttentionConvention
+    coverage: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
     """Rows that were called exact and may be wrong: ranges of steps, and what a later count has shown."""
 
@@ -140,10 +187,15 @@ class Evidence:
         coverage: The smallest share of products with a formula in a counted step.
         ops: Names of ops that counted steps ran.
         failure: Why the last step that could not be counted could not be; None if all could.
+        starts_free: Whether counted steps ran nothing before their first call of a module, so that a count may begin
+            there; None if that is not known.
+        usual: What the last step ran, if it was not counted and needs no count: an equal step is not looked at again.
     """
 
     def __init__(self) -> None:
         self.counts = 0
+        self.starts_free: bool | None = None
+        self.usual: StepTrace | None = None
         self.uncounted: tuple[str, ...] = ()
         self.coverage = 1.0
         self.ops: set[str] = set()
@@ -152,8 +204,16 @@ class Evidence:
         self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
         self._changed: dict[Hashable, int] = {}
         """How often equal calls of these families have changed their cost. What changes in one kind may in another."""
-        self._settled_calls: set[CallKind] = set()
+        self.settled_calls: set[CallKind] = set()
         """Calls with which a step began whose FLOPs need no further count."""
+
+    def facts(self, wanted: AttentionConvention) -> FlopFacts | None:
+        """How the FLOPs are found; None before the first count."""
+        if not self.counts:
+            return None
+        attention, note = counted_convention(wanted, self.ops)
+        notes = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
+        return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
 
     @property
     def formulas(self) -> list[Formula]:
@@ -165,6 +225,7 @@ class Evidence:
         A count that began with the first call of a module (`is_late`) proves nothing about what ran before.
         """
         self.counts += 1
+        self.usual = None
         if count.failure is not None:
             return None
         self.uncounted = tuple(sorted({*self.uncounted, *count.uncounted}))
@@ -201,7 +262,7 @@ class Evidence:
         for key in _keys(kind):
             self._fit_of(key)[0].add(kind.sized_calls(), _outputs(kind, count))
         if kind.calls:
-            (self._settled_calls.add if known.is_settled else self._settled_calls.discard)(kind.calls[0])
+            (self.settled_calls.add if known.is_settled else self.settled_calls.discard)(kind.calls[0])
         return doubt
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
@@ -236,7 +297,7 @@ class Evidence:
 
     def knows_call(self, call: CallKind) -> bool:
         """Whether a step that begins with this call needs no count because of its sizes."""
-        if call in self._settled_calls:
+        if call in self.settled_calls:
             return True
         return any(formula.covers(call.family, call.sizes) for formula in self.formulas)
 

@@ -15,9 +15,9 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.estimates import sum_of_costs
-from flopwatch.monitor.pricing.evidence import Evidence, StepKind, Verdict
+from flopwatch.monitor.pricing.evidence import Evidence, StepKind, StepTrace, Verdict
 from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
-from flopwatch.monitor.pricing.step_counter import StepCounter, StepTrace
+from flopwatch.monitor.pricing.step_counter import StepCounter
 from flopwatch.numbers import flop_rate
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
@@ -135,6 +135,7 @@ class StepPricer:
         self, trace: StepTrace, step: int, works: Sequence[Work] | None
     ) -> tuple[StepFlops | None, str | None]:
         assert trace.kind is not None
+        assert trace.evidence is not None
         if trace.count is not None and trace.is_partial and self._counter.starts_free is not True:
             verdict = Verdict(trace.count, PARTIAL)
         elif trace.count is not None:

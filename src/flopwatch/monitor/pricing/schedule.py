@@ -30,12 +30,21 @@ class Schedule:
         next_index: The next step that is counted whatever happens.
         every: Count at least every n-th step; 0 sets no such limit.
         stops: Whether only the first steps are counted.
+        observes: Whether steps are counted by torch's own observers.
+        steps: Steps so far.
+        futile: Counted steps in which nothing ran.
+        wants_next: Whether the next step is new.
+        expected: Steps that are new because they are of a kind that comes every few steps and needs another count.
     """
 
     is_alone: bool = True
     every: int = 0
     next_index: int = 0
     stops: bool = False
+    observes: bool = False
+    steps: int = 0
+    futile: int = 0
+    wants_next: bool = False
     extra: int = 0
     _ratio: float = _RATIO_OF_RANKS
     _typical_seconds: float | None = None
@@ -44,7 +53,7 @@ class Schedule:
     def __post_init__(self) -> None:
         self._met: dict[Hashable, int] = {}
         """For each kind of steps that needs another count, when it was met the last time."""
-        self._expected: set[int] = set()
+        self.expected: set[int] = set()
         self._first = self.next_index
         self._chance = Random() if self.is_alone else Random(1)
 
@@ -54,14 +63,11 @@ class Schedule:
     def expect(self, kind: Hashable, index: int) -> None:
         """Plan to count a kind of steps that needs it when it is due again, if it comes every few steps."""
         if len(self._met) >= _MOST_EXPECTED:
-            self._met, self._expected = {}, set()
+            self._met, self.expected = {}, set()
         gap = index - self._met.get(kind, index)
         self._met[kind] = index
         if gap > 1:
-            self._expected.add(index + gap)
-
-    def is_expected(self, index: int) -> bool:
-        return index in self._expected
+            self.expected.add(index + gap)
 
     def may_add(self, steps: int) -> bool:
         """Whether a step may be counted because it is new."""
