@@ -218,17 +218,16 @@ class RowMaker:
         """
         steps, last, layout, totals = window.steps, window.steps[-1], self.layout, self._totals
         is_detailed = self._is_detailed(last.step)
-        ranks = 1 if window.report is None else window.report.ranks
-        report = window.report if ranks == layout.world_size else None
+        report = window.report if window.ranks == layout.world_size else None
         straggler = None if report is None else self._stragglers.judge(report)
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
         exact, notes = self.exactness.judge(window, layout.world_size)
         flops_per_s = None if peak is None else peak.flops_per_s
         for span in (totals.of_session, self.asked.span):
-            span.add(steps, flops_per_s, report, ranks=ranks, exact=exact)
+            span.add(window, flops_per_s, layout.world_size, exact=exact)
         values = _rates(steps, flops_per_s, report, layout) | straggler_values(straggler)
         if layout.world_size > 1:
-            values["ranks/reporting"] = ranks
+            values["ranks/reporting"] = window.ranks
         own_peak = effective_peak(steps) or flops_per_s  # also of a window that has only warm-up steps
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak
         totals.book(steps, later_seconds, report, of_all_ranks, mean_peak)
@@ -236,7 +235,7 @@ class RowMaker:
         values |= totals.percentiles() if is_detailed or with_percentiles else {}
         known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}
         values |= {key: value for key, value in known.items() if value is not None}
-        missing = 0 if window.report is None else layout.world_size - ranks
+        missing = 0 if window.report is None else layout.world_size - window.ranks
         loss = values.get("training/loss", self.newest.last_loss)
         self.newest = NewestRow(last.step, values, straggler, missing, loss)
         self.asked.answer(self.newest, layout)
