@@ -45,7 +45,7 @@ class Exactness:
     """Judges whether the FLOPs of rows are exact.
 
     Attributes:
-        exact: Whether the FLOPs of all rows of this session are exact; None before the first row.
+        exact: Whether all rows of this session are exact; None before the first row.
         notes: Reasons why `exact` is False.
         doubts: First and last uncounted steps that this rank does not call exact any longer, and the reason.
     """
@@ -115,10 +115,9 @@ class AskedWindows:
     def __init__(self) -> None:
         self.last_steps: list[int] = []
         """Last steps of windows that are in no row yet."""
-        self.span = Span()
+        self.span, self._is_whole = Span(), True
+        """The rows since the last window that was asked for, and whether none of them has steps of that window too."""
         self._answers: list[tuple[int, dict[str, Number]]] = []
-        self._is_whole = True
-        """Whether no row of the span has steps of the window before too."""
 
     def answer(self, newest: NewestRow, layout: JobLayout) -> None:
         """Answer for the window that ends with the newest row; windows of which a row has only a part get no answer."""
