@@ -31,8 +31,8 @@ def window(measured, *others, missing=0):
 def test_rates_of_a_session_leave_out_the_time_of_steps_that_are_not_known():
     known = steps(tokens=100, model_flops=10**12)
     session = Span()
-    session.add(known, PEAK.flops_per_s)
-    session.add([step._replace(tokens=None, model_flops=None) for step in known], PEAK.flops_per_s)
+    session.add(Window(tuple(known)), PEAK.flops_per_s)
+    session.add(Window(tuple(step._replace(tokens=None, model_flops=None) for step in known)), PEAK.flops_per_s)
 
     values = session.values()
     assert values["perf/mfu"] == 0.5

@@ -1,22 +1,15 @@
 """What the monitor tells the user: a notice has a level, a code, and a text with what happened and what to do next."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopwatch.records.run import Level
 from flopwatch.text import first_line, listed
 
 Notify = Callable[[Level, str, str], None]
 """A function that takes a level, a code and a message, and sends only the first message of each code."""
-
-
-class NoticeText(NamedTuple):
-    """A notice without its step. Each `code` is sent once; a suffix as in `sink_failed:csv` allows one per sink."""
-
-    level: Level
-    code: str
-    message: str
-
+NoticeText = tuple[Level, str, str]
+"""What `Notify` takes. A suffix of the code, as in `sink_failed:csv`, allows one message per sink."""
 
 _INFOS = {
     "input_wait_unknown": "the input wait is not known, because micro-batches are fetched inside the step; a "
@@ -90,8 +83,8 @@ def notice(code: str, **facts: Any) -> NoticeText:
     said = {name: first_line(fact) if isinstance(fact, BaseException) else fact for name, fact in facts.items()}
     name = code.partition(":")[0]
     if name in _INFOS:
-        return NoticeText("info", code, _INFOS[name].format(**said))
-    return NoticeText("warning", code, _WARNINGS[name].format(**said))
+        return "info", code, _INFOS[name].format(**said)
+    return "warning", code, _WARNINGS[name].format(**said)
 
 
 def not_a_model(model: object) -> str:
@@ -107,12 +100,9 @@ def nothing_to_count(*, has_model: bool, has_batch: bool, is_counted: bool = Fal
     }
     missing = [name for name, is_given in (("model", has_model), ("batch", has_batch)) if not is_given]
     effects = [*([] if has_batch else ["no tokens per second"]), *([] if is_counted else ["no FLOPs and no MFU"])]
-    return NoticeText(
-        "warning",
-        f"no_{missing[0]}",
-        f"no {' and no '.join(missing)} was given, so there will be {', '.join(effects)}; "
-        f"pass {', and '.join(ways[name] for name in missing)}",
-    )
+    what, needed = " and no ".join(missing), ", and ".join(ways[name] for name in missing)
+    text = f"no {what} was given, so there will be {', '.join(effects)}; pass {needed}"
+    return "warning", f"no_{missing[0]}", text
 
 
 def not_readable(name: str) -> NoticeText:

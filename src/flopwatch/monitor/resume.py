@@ -28,8 +28,8 @@ _UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError, TypeError, Att
 class ResumePoint(NamedTuple):
     """The last logged step before the one at which a run continues, and the totals up to that step.
 
-    `is_estimated` is True if there are several ranks and the step is not the last of its logging window. The totals are
-    then partly an estimate, because the log contains the sums of all ranks only for whole windows.
+    With several ranks the totals are partly an estimate if the step is not the last of its window, because the log
+    contains the sums of all ranks only for whole windows.
     """
 
     step: int
@@ -46,12 +46,7 @@ def load_totals(totals: Totals, log: Path, state: Mapping[str, Any]) -> None:
 def resume_from_log(totals: Totals, log: Path, first_step: int, environment: Mapping[str, Any], notify: Notify) -> None:
     """Continue the totals of the log if it has later steps than the checkpoint that was loaded, if any.
 
-    Args:
-        totals: The totals of this session.
-        log: The run's log.
-        first_step: Number of this session's first step.
-        environment: Description of this process; shows whether torchelastic has restarted the job.
-        notify: Tells the user if the totals are not those of all steps.
+    `first_step` is that of this session; `environment` shows whether torchelastic has restarted the job.
     """
     if totals.resumed_after is not None and totals.resumed_after + 1 >= first_step:
         return

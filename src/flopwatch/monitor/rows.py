@@ -45,7 +45,7 @@ class Exactness:
     """Judges whether the FLOPs of rows are exact.
 
     Attributes:
-        exact: Whether the FLOPs of all rows of this session are exact; None before the first row.
+        exact: Whether all rows of this session are exact; None before the first row.
         notes: Reasons why `exact` is False.
         doubts: First and last uncounted steps that this rank does not call exact any longer, and the reason.
     """
@@ -115,10 +115,9 @@ class AskedWindows:
     def __init__(self) -> None:
         self.last_steps: list[int] = []
         """Last steps of windows that are in no row yet."""
-        self.span = Span()
+        self.span, self._is_whole = Span(), True
+        """The rows since the last window that was asked for, and whether none of them has steps of that window too."""
         self._answers: list[tuple[int, dict[str, Number]]] = []
-        self._is_whole = True
-        """Whether no row of the span has steps of the window before too."""
 
     def answer(self, newest: NewestRow, layout: JobLayout) -> None:
         """Answer for the window that ends with the newest row; windows of which a row has only a part get no answer."""
@@ -217,27 +216,21 @@ class RowMaker:
             with_percentiles: Whether the values of `newest` get percentiles even if the row is not detailed.
             later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
         """
-        steps, last, layout, totals = window.steps, window.steps[-1], self.layout, self.totals
+        steps, last, layout = window.steps, window.steps[-1], self.layout
         is_detailed = self._is_detailed(last.step)
-        ranks = 1 if window.report is None else window.report.ranks
-        report = window.report if ranks == layout.world_size else None
-        straggler = None if report is None else self._stragglers.judge(report)
-        of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
+        report = window.report if window.ranks == layout.world_size else None
         exact, notes = self.exactness.judge(window, layout.world_size)
-        flops_per_s = None if peak is None else peak.flops_per_s
-        for span in (totals.of_session, self.asked.span):
-            span.add(steps, flops_per_s, report, ranks=ranks, exact=exact)
-        values = _rates(steps, flops_per_s, report, layout) | straggler_values(straggler)
-        if layout.world_size > 1:
-            values["ranks/reporting"] = ranks
-        own_peak = effective_peak(steps) or flops_per_s  # also of a window that has only warm-up steps
-        mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak
-        totals.book(steps, later_seconds, report, of_all_ranks, mean_peak)
-        values |= _means(steps) | totals.ledger.values() | more
-        values |= totals.percentiles() if is_detailed or with_percentiles else {}
+        straggler = None if report is None else self._stragglers.judge(report)
+        values = self._rates(window, peak, report, exact=exact) | straggler_values(straggler)
+        own_peak = effective_peak(steps) or (None if peak is None else peak.flops_per_s)
+        mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
+        of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
+        self.totals.book(steps, later_seconds, report, of_all_ranks, mean_peak)
+        values |= _means(steps) | self.totals.ledger.values() | more
+        values |= self.totals.percentiles() if is_detailed or with_percentiles else {}
         known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}
         values |= {key: value for key, value in known.items() if value is not None}
-        missing = 0 if window.report is None else layout.world_size - ranks
+        missing = 0 if window.report is None else layout.world_size - window.ranks
         loss = values.get("training/loss", self.newest.last_loss)
         self.newest = NewestRow(last.step, values, straggler, missing, loss)
         self.asked.answer(self.newest, layout)
@@ -247,13 +240,25 @@ class RowMaker:
             {key: value for key, value in values.items() if is_detailed or find_metric(key).basic},
             is_detailed,
             _columns(steps),
-            totals.ledger.to_json(),
+            self.totals.ledger.to_json(),
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
             of_all_ranks,
             exact,
             notes,
             None if peak is None else {"dtype": peak.dtype, "flops_per_s": own_peak},
         )
+
+    def _rates(self, window: Window, peak: Peak | None, report: RankReport | None, *, exact: bool) -> dict[str, Number]:
+        """Add a window to the sums of which rates are made, and return its own; those of all ranks from `report`."""
+        layout, flops_per_s = self.layout, None if peak is None else peak.flops_per_s
+        for span in (self.totals.of_session, self.asked.span):
+            span.add(window, flops_per_s, layout.world_size, exact=exact)
+        devices, ranks = layout.devices_per_batch, layout.world_size
+        values = window_values(window.steps, peak_flops_per_s=flops_per_s, device_count=devices, world_size=ranks)
+        if report is not None:
+            own = {key: value for key, value in values.items() if not key.startswith("perf/")}
+            return own | job_values(report, layout.data_parallel_size)
+        return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
     def ask(self, last_step: int) -> None:
         """Ask for the values of all steps since the last time up to this one, in as many rows as they are."""
@@ -279,18 +284,6 @@ class RowMaker:
         every = self._config.detailed_log_every
         self._next_detailed = (step + 1) // every * every + every - 1
         return True
-
-
-def _rates(
-    steps: Sequence[MeasuredStep], peak_flops_per_s: float | None, report: RankReport | None, layout: JobLayout
-) -> dict[str, Number]:
-    """Compute the metrics of a window; those under `perf/` from the report of all ranks, if there is one."""
-    devices, ranks = layout.devices_per_batch, layout.world_size
-    values = window_values(steps, peak_flops_per_s=peak_flops_per_s, device_count=devices, world_size=ranks)
-    if report is None:
-        return values
-    own = {key: value for key, value in values.items() if not key.startswith("perf/")}
-    return own | job_values(report, layout.data_parallel_size)
 
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:

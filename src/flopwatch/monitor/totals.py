@@ -17,7 +17,7 @@ from flopwatch import process
 from flopwatch.clock import Clock, cell_start_unix_time
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, window_values
 from flopwatch.monitor.ranks.job_values import job_use_of_peak, job_values, rank_losses, with_job_wait
-from flopwatch.monitor.ranks.reports import RankReport, extend
+from flopwatch.monitor.ranks.reports import RankReport, Window, extend
 from flopwatch.records.metrics import APART, carried_seconds, goodput_of, loss_in_step, typical_seconds
 from flopwatch.records.run import Number
 from flopwatch.stats import percentile
@@ -228,23 +228,14 @@ class Span:
     _sums: dict[tuple[str, ...], Any] = field(default_factory=dict)
     """Sums of the steps by the values that they have, because some rates leave out the steps that lack a value."""
 
-    def add(
-        self,
-        steps: Sequence[MeasuredStep],
-        peak_flops_per_s: float | None,
-        report: RankReport | None = None,
-        *,
-        ranks: int = 1,
-        exact: bool = True,
-    ) -> None:
-        """Add a window of one rank's steps and, if all ranks reported them, their report."""
+    def add(self, window: Window, peak_flops_per_s: float | None, world_size: int = 1, *, exact: bool = True) -> None:
         self.rows += 1
-        self.fewest_ranks = ranks if self.fewest_ranks is None else min(self.fewest_ranks, ranks)
+        self.fewest_ranks = window.ranks if self.fewest_ranks is None else min(self.fewest_ranks, window.ranks)
         self.exact = exact and self.exact is not False
         self._peak_flops_per_s = peak_flops_per_s
-        if report is not None:
-            self._report = report if self._report is None else extend(self._report, report)
-        for step in steps:
+        if window.report is not None and window.ranks == world_size:
+            self._report = window.report if self._report is None else extend(self._report, window.report)
+        for step in window.steps:
             if step.seconds is not None and not step.is_warm_up:
                 known: dict[str, Any] = {name: it for name in _SUMMED if (it := getattr(step, name)) is not None}
                 self._sums.setdefault(tuple(known), Counter()).update({"steps": 1, **known})

@@ -16,8 +16,6 @@ from flopwatch.guard import caught
 from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, RequestWatch, trace_name
 from flopwatch.text import first_line
 
-_REPLACED = "another profiler of this process was started meanwhile; ask again when it has ended"
-
 
 class TraceCapture:
     """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev."""
@@ -107,7 +105,7 @@ class TraceCapture:
         _wait_for_device()
         self._mark.close()
         if _is_profiling(self._profiler):
-            self._give_up(step, _REPLACED)
+            self._give_up(step, "another profiler of this process was started meanwhile; ask again when it has ended")
             return
         self._wanted = 0
         profiler, self._profiler = self._profiler, None

@@ -178,6 +178,11 @@ class Window:
     report: RankReport | None = None
     busy_seconds_per_step: float | None = None
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks have measured these steps, as far as this rank knows."""
+        return 1 if self.report is None else self.report.ranks
+
 
 def report_of(
     rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
