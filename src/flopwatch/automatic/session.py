@@ -209,7 +209,7 @@ class WatchedProcess:
         options["sinks"] = [sink for sink in wanted if sink != "console"]
         if self._is_quiet or sys.stderr is None or (settings.quiet and "console" not in wanted):
             return {**options, "quiet": True}
-        options["sinks"].append(import_module("flopwatch.sinks.console").StderrConsoleSink())
+        options["sinks"].append(import_module("flopwatch.sinks.console").ConsoleSink("stderr"))
         return options
 
     def _add_to_hugging_face(self) -> None:
