@@ -229,7 +229,7 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     try:
         text = _STRICT_JSON.encode(content)
     except (TypeError, ValueError):  # NaN, infinity, or an object that JSON cannot hold
-        loose = json.dumps(content, default=_plain)
+        loose = json.dumps(content, default=_plain, skipkeys=True)
         text = _STRICT_JSON.encode(json.loads(loose, parse_constant=lambda name: str(float(name))))
     return text.encode("ascii") + b"\n"
 
