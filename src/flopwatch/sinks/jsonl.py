@@ -1,6 +1,5 @@
 """Writes the local log of a run as JSON Lines that stay readable after `kill -9`."""
 
-import io
 import json
 import os
 import re
@@ -160,31 +159,32 @@ class _AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_line_cut = False
-        self._open: io.FileIO | None = None
+        self._descriptor: int | None = None
         self._session_start = 0
         """Where the lines of this session begin."""
 
     def append(self, lines: bytearray) -> None:
         """Write lines, and remove from `lines` what is written, also if the disk is full before the end."""
-        if self._open is None:
+        if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open = io.FileIO(self.path, "a+")
-            self._session_start = self._open.tell()
-            if self._session_start:
-                self._open.seek(-1, os.SEEK_END)  # writes still go to the end
-                if self._open.read(1) != b"\n":
+            binary = getattr(os, "O_BINARY", 0)  # without it Windows writes two bytes at the end of a line
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
+            self._session_start = size = os.fstat(self._descriptor).st_size
+            if size:
+                os.lseek(self._descriptor, size - 1, os.SEEK_SET)  # writes still go to the end
+                if os.read(self._descriptor, 1) != b"\n":
                     lines[:0] = b"\n"  # ends a line that a killed session left incomplete
         while lines:
-            written = os.write(self._open.fileno(), lines)
+            written = os.write(self._descriptor, lines)
             self.is_line_cut = not lines.endswith(b"\n", 0, written)
             del lines[:written]
 
     def patch(self, patches: Callable[[bytes], Iterable[tuple[int, bytes]]]) -> None:
         """Write into the lines of this session: `patches` says what, and where in the line."""
-        if self._open is None or self.was_removed():
+        if self._descriptor is None or self.was_removed():
             return
         # A descriptor of its own: Linux appends whatever is written to one with O_APPEND, even with a position.
-        with suppress(FileNotFoundError), self.path.open("rb") as lines, io.FileIO(self.path, "r+") as patched:
+        with suppress(FileNotFoundError), self.path.open("rb") as lines, self.path.open("r+b", buffering=0) as patched:
             start = lines.seek(self._session_start)
             for line in lines:
                 for place, text in patches(line):
@@ -194,17 +194,17 @@ class _AppendedFile:
 
     def was_removed(self) -> bool:
         """Whether the path no longer leads to the file that is open."""
-        if self._open is None:
+        if self._descriptor is None:
             return False
         try:
-            return not os.path.samestat(self.path.stat(), os.fstat(self._open.fileno()))
+            return not os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return True
 
     def close(self) -> None:
-        was_open, self._open = self._open, None
-        if was_open is not None:
-            was_open.close()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 _ROW_STARTS = (b'{"type":"row"', b'{"type":"partial_row"')
@@ -229,7 +229,7 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     try:
         text = _STRICT_JSON.encode(content)
     except (TypeError, ValueError):  # NaN, infinity, or an object that JSON cannot hold
-        loose = json.dumps(content, default=_plain)
+        loose = json.dumps(content, default=_plain, skipkeys=True)
         text = _STRICT_JSON.encode(json.loads(loose, parse_constant=lambda name: str(float(name))))
     return text.encode("ascii") + b"\n"
 
