@@ -109,7 +109,7 @@ def _row(numbers: list[int], clock: dict[str, float], seconds: dict[str, float])
     if chance.random() < 0.002:
         times[chance.randrange(len(times))] *= 5
     count, spent = len(numbers), sum(times)
-    _book(numbers, spent, clock, seconds)
+    _spend_gap(numbers, spent, clock, seconds)
     losses = [round(1.9 + 9.1 * (1 + step / 400) ** -0.4 + chance.gauss(0, 0.03), 6) for step in numbers]
     return {
         "type": "row",
@@ -135,7 +135,7 @@ def _row(numbers: list[int], clock: dict[str, float], seconds: dict[str, float])
     }
 
 
-def _book(numbers: list[int], spent: float, clock: dict[str, float], seconds: dict[str, float]) -> None:
+def _spend_gap(numbers: list[int], spent: float, clock: dict[str, float], seconds: dict[str, float]) -> None:
     seconds["train"] += spent
     for name, each in _PARTS_OF_STEPS.items():
         seconds[name] += each * len(numbers)

@@ -12,7 +12,7 @@ import torch
 
 import flopwatch
 from flopwatch.monitor.trace_capture import TraceCapture
-from flopwatch.runs.traces.splits import MOST_STEPS, RequestWatch, newest_traces, read_trace, write_request
+from flopwatch.runs.traces.splits import MOST_STEPS, TraceRequests, newest_traces, read_trace, write_request
 from support.sinks.servers import wait_until
 from support.small_models import TinyText, text_batch
 from support.torchrun import torchrun
@@ -132,7 +132,7 @@ def test_a_file_that_is_no_request_is_ignored(tmp_path, content):
 
 
 def test_a_request_is_seen_by_every_watch_and_only_once(tmp_path):
-    watches = [RequestWatch(tmp_path), RequestWatch(tmp_path)]
+    watches = [TraceRequests(tmp_path), TraceRequests(tmp_path)]
     write_request(tmp_path, 2)
     assert [watch.new_steps() for watch in watches] == [2, 2]
     assert [watch.new_steps() for watch in watches] == [None, None]
@@ -243,7 +243,7 @@ def test_a_file_server_that_does_not_answer_does_not_stop_the_training(tmp_path,
         asked.set()
         answers.wait()
 
-    monkeypatch.setattr(RequestWatch, "new_steps", hang)
+    monkeypatch.setattr(TraceRequests, "new_steps", hang)
     train(tmp_path)
     assert asked.is_set()
     answers.set()

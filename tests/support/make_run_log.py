@@ -205,7 +205,7 @@ def session(
     for number in range(first, last + 1):
         step = make_step(number, number - first, story)
         window.append(step)
-        _book(step, accounts)
+        _spend_gap(step, accounts)
         if number % story.log_every == 0 or number == last:
             yield row_of(window, accounts, story)
             window = []
@@ -214,7 +214,7 @@ def session(
         yield Notice(first, "warning", "peak_unknown", "The peak of this device is not known; pass peak_flops_per_s=.")
 
 
-def _book(step: dict[str, object], accounts: Accounts) -> None:
+def _spend_gap(step: dict[str, object], accounts: Accounts) -> None:
     accounts.add("total/steps", 1)
     for name in ("samples", "tokens", "real_tokens", "trainable_tokens", "model_flops", "hardware_flops"):
         if name in step:

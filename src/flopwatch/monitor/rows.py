@@ -225,7 +225,7 @@ class RowMaker:
         own_peak = effective_peak(steps) or (None if peak is None else peak.flops_per_s)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
-        self.totals.book(steps, later_seconds, report, of_all_ranks, mean_peak)
+        self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
         values |= _means(steps) | self.totals.ledger.values() | more
         values |= self.totals.percentiles() if is_detailed or with_percentiles else {}
         known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}

@@ -32,7 +32,7 @@ from flopwatch.monitor.resume import load_totals, process_writing, resume_from_l
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import BOOK, MICRO, Tape
+from flopwatch.monitor.timing.tape import SPENT, MICRO, Tape
 from flopwatch.monitor.timing.timers import HostTimer, timer_for
 from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture
@@ -144,7 +144,7 @@ class MonitoredRun:
         if len(self.recorder.steps) == 1 and not self.arrivals.begun:
             self.recorder.began = now
         if self.ranks.link is not None:
-            self._look_at_ranks()
+            self._take_from_ranks()
         if self._is_window_full(step, previous, now):
             self.close_window()
         self.counter.await_step()
@@ -199,7 +199,7 @@ class MonitoredRun:
         steps = arrival.measured(self._cost)
         if arrival.batch_failure is not None:
             self.failed("batch", arrival.batch_failure)
-        self._look_for_gaps(arrival)
+        self._tell_what_is_missing(arrival)
         for name in sorted(arrival.left_out):
             self._notify(*notices.not_readable(name))
         provenance = self.pricer.new_provenance(arrival.steps[0].step, self.rows.layout.devices_per_batch)
@@ -229,7 +229,7 @@ class MonitoredRun:
             # With several ranks no notice is given, but the reasons are in the row's notes.
             if row.exact is False and self.ranks.world_size == 1 and row.notes != (NO_MODEL,):
                 self._notify(*notices.notice("not_exact", reasons="; ".join(row.notes)), row.step)
-            self._look_for_alarms(row.step)
+            self._tell_alarms(row.step)
 
     def _is_window_full(self, step: int, previous: int | None, now: float) -> bool:
         """Whether the window ends with this step: by the logging rank's plan, or by `log_every` and `log_seconds`."""
@@ -266,7 +266,7 @@ class MonitoredRun:
         if type(timer) is not type(self.tape.timer):
             self.arrivals.use_timer(timer)
             self.ranks.busy = None  # processor time does not show how busy an accelerator is
-        self._look_at_layout()
+        self._read_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
         """Add a micro-batch to the current step."""
@@ -299,7 +299,7 @@ class MonitoredRun:
 
     def spent_on(self, name: str) -> None:
         """Add to a phase the time that has passed since the last step."""
-        self.tape.add(BOOK, name)
+        self.tape.add(SPENT, name)
         if self.trace.is_on:
             self.trace.interrupted(self.recorder.last_step or 0)
 
@@ -319,7 +319,7 @@ class MonitoredRun:
 
     # --- Ranks --------------------------------------------------------------------------------------------------------
 
-    def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
+    def _take_from_ranks(self, wait_seconds: float = 0.0) -> None:
         """Take what other ranks have sent: merged reports, or the logging rank's plan with the length of windows."""
         link = self.ranks.link
         if link is None:
@@ -349,7 +349,7 @@ class MonitoredRun:
                 self.close_window()
             previous = step.step
 
-    def _look_at_layout(self) -> None:
+    def _read_layout(self) -> None:
         model, world_size = self.counter.model, self.ranks.world_size
         size = self.config.data_parallel_size or data_parallel_size(model, world_size)
         self.rows.layout = JobLayout(world_size, size)
@@ -375,7 +375,7 @@ class MonitoredRun:
 
     def _start(self, first_step: int) -> None:
         self._divide()
-        self._look_at_layout()  # again, because the model may have been parallelised after `set_model`
+        self._read_layout()  # again, because the model may have been parallelised after `set_model`
         self.ranks.start(str(self._log_path), self.pricer.peaks.device, self.tape)
         if not self.ranks.is_logging:
             return
@@ -401,7 +401,7 @@ class MonitoredRun:
 
     def state(self) -> dict[str, Any]:
         """Return the totals up to the last step for a checkpoint, and flush the log up to the same step."""
-        self._look_at_ranks(CHECKPOINT_SECONDS if self.ranks.may_wait else 0.0)
+        self._take_from_ranks(CHECKPOINT_SECONDS if self.ranks.may_wait else 0.0)
         if self.ranks.waits_for_plan:
             self.ranks.may_wait = False
         if self.ranks.link is None and self.ranks.is_logging:
@@ -480,7 +480,7 @@ class MonitoredRun:
         device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else CLOSE_RANKS_SECONDS
         self.trace.close(self.recorder.last_step or 0)
-        self._look_at_ranks(seconds)
+        self._take_from_ranks(seconds)
         if self.ranks.waits_for_plan:
             self.ranks.leave()
         self.close_window(now=True, wait_seconds=device_seconds)
@@ -500,7 +500,7 @@ class MonitoredRun:
 
     # --- What the user is told ----------------------------------------------------------------------------------------
 
-    def _look_for_gaps(self, arrival: Arrival) -> None:
+    def _tell_what_is_missing(self, arrival: Arrival) -> None:
         """Give a notice after the first window if no model or no batches were given, because MFU needs both."""
         if not self.recorder.tells_missing or not self.ranks.is_logging:
             return
@@ -514,7 +514,7 @@ class MonitoredRun:
         if not (has_model and has_batch):
             self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch, is_counted=is_counted))
 
-    def _look_for_alarms(self, step: int) -> None:
+    def _tell_alarms(self, step: int) -> None:
         newest, world_size, stalled = self.rows.newest, self.ranks.world_size, self.rows.totals.stalled_seconds
         if newest.missing_ranks:
             self._notify(*notices.notice("ranks_missing", missing=newest.missing_ranks, world_size=world_size), step)

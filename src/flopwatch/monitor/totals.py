@@ -334,11 +334,11 @@ class Totals:
         self.ledger.set_wall(began)
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that `book` will add later. Until then, their time is left out of the wall time of rows."""
+        """Announce steps that `add_window` will add later. Until then, their time is left out of the wall time of rows."""
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(typical_work(steps))
 
-    def book(
+    def add_window(
         self,
         steps: Sequence[MeasuredStep],
         later_seconds: float,

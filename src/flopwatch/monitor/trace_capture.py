@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flopwatch.guard import caught
-from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, RequestWatch, trace_name
+from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
 from flopwatch.text import first_line
 
 
@@ -34,7 +34,7 @@ class TraceCapture:
         self._ranks = {"rank": rank, "world_size": world_size}
         self._device_type = device_type
         self._notify, self._strict = notify, strict
-        self._requests = RequestWatch(folder)
+        self._requests = TraceRequests(folder)
         self._look: threading.Event | None = None
         self._profiler: Any = None
         self._mark = ExitStack()
@@ -171,7 +171,7 @@ class TraceCapture:
 
 
 def _answer_requests(
-    requests: RequestWatch, look: threading.Event, answer: "weakref.WeakMethod[Callable[[int], None]]"
+    requests: TraceRequests, look: threading.Event, answer: "weakref.WeakMethod[Callable[[int], None]]"
 ) -> None:
     while True:
         look.wait()

@@ -80,7 +80,7 @@ class Divided:
 
     Attributes:
         steps: The steps that have ended.
-        spent: Seconds that belong to no step, by phase: `outside`, and those of `BOOK` events.
+        spent: Seconds that belong to no step, by phase: `outside`, and those of `SPENT` events.
         seconds_between: Length of a gap that counts in its step although the model was called in it; None without one.
         is_wait_unknown: Whether a step has fetched micro-batches in a way that cannot be timed.
     """
@@ -310,7 +310,7 @@ class Division:
         segments, at = self._step.segments, self._gap.begins_at
         segments[at:] = [(use, start, end) if was == GAP else (was, start, end) for was, start, end in segments[at:]]
 
-    def _book(self, now: float, mark: Any, phase: str, cpu: float | None) -> None:
+    def _spend_gap(self, now: float, mark: Any, phase: str, cpu: float | None) -> None:
         """The gap so far was spent on a phase, and belongs to no step."""
         if self._states[-1] != GAP or self._since is None:
             return
@@ -489,7 +489,7 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.WAIT_END: Division._end_wait,
     tape.APART: Division._begin_phase,
     tape.BACK: Division._end_phase,
-    tape.BOOK: Division._book,
+    tape.SPENT: Division._spend_gap,
     tape.OWN: Division._begin_own_work,
     tape.OWN_END: Division._end_own_work,
     tape.CALL: Division._call_model,

@@ -10,7 +10,7 @@ from flopwatch.clock import Clock
 from flopwatch.monitor.timing.timers import StepTimer
 
 (
-    START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, APART, BACK, BOOK, OWN,
+    START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, APART, BACK, SPENT, OWN,
     OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT,
 ) = range(24)  # fmt: skip
 """What an event says; `divide` has a method for each."""

@@ -303,7 +303,7 @@ def write_request(folder: Path, steps: int) -> Path:
     return file
 
 
-class RequestWatch:
+class TraceRequests:
     """Looks for new requests in a folder of traces, until it is closed. One that is there already is not new."""
 
     def __init__(self, folder: Path) -> None:
