@@ -32,7 +32,7 @@ from flopwatch.monitor.resume import load_totals, process_writing, resume_from_l
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import SPENT, MICRO, Tape
+from flopwatch.monitor.timing.tape import MICRO, SPENT, Tape
 from flopwatch.monitor.timing.timers import HostTimer, timer_for
 from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture

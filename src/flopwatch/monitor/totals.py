@@ -334,7 +334,7 @@ class Totals:
         self.ledger.set_wall(began)
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that `add_window` will add later. Until then, their time is left out of the wall time of rows."""
+        """Announce steps that are added later; until then, their time is left out of the wall time of rows."""
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(typical_work(steps))
 
