@@ -137,8 +137,12 @@ class BatchReader:
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Read a batch. `lengths` are the lengths of its documents, if the batch does not contain them."""
-        batch = batch if type(batch) is dict else plain_batch(batch)
-        tensors: Mapping[str, Any] = batch if type(batch) is dict else named(batch)
+        tensors: Mapping[str, Any]
+        if isinstance(batch, Tensor):
+            tensors = {"0": batch}
+        else:
+            batch = batch if type(batch) is dict else plain_batch(batch)
+            tensors = batch if type(batch) is dict else named(batch)
         if len(tensors) > _MOST_ITEMS:
             tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         key: list[Any] = []

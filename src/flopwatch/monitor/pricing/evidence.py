@@ -114,12 +114,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The FLOPs of a step, as far as counts show them.
-
-    Attributes:
-        count: The FLOPs; None if they are not known.
-        reason: Why they are not exact; None if they are.
-    """
+    """The FLOPs of a step, as far as counts show them; `reason` says why they are not exact."""
 
     count: StepCount | None = None
     reason: str | None = None
