@@ -67,7 +67,7 @@ def seconds_per_call() -> tuple[float, float]:
     import torch._dynamo
 
     from flopwatch.flops.tracing import regions
-    from flopwatch.monitor.pricing.calls import RootCalls
+    from flopwatch.monitor.counting.calls import RootCalls
 
     met: list[Any] = []
     regions.install()

@@ -79,10 +79,10 @@ def _label(arrow: Arrow) -> str:
 def step() -> str:
     top = [
         Box(20, 40, 170, 80, ("your loop", "model(batch), backward,", "optimizer.step()"), "user"),
-        Box(260, 40, 170, 80, ("note", "clock, shapes, calls", "of modules")),
-        Box(260, 190, 170, 80, ("settle", "read values that are", "on the device")),
-        Box(480, 190, 160, 80, ("price", "FLOPs of each step,", "exact or not")),
-        Box(680, 190, 160, 80, ("account, row", "totals, metrics,", "percentiles")),
+        Box(260, 40, 170, 80, ("record", "events, shapes, calls", "of modules")),
+        Box(260, 190, 170, 80, ("divide, arrive", "times of steps, values", "from the device")),
+        Box(480, 190, 160, 80, ("cost", "FLOPs of each step,", "exact or not")),
+        Box(680, 190, 160, 80, ("totals, row", "sums, metrics,", "percentiles")),
         Box(480, 40, 160, 80, ("count", "some steps, op by op,", "as they run")),
         Box(680, 340, 160, 80, ("sinks", "one queue and one", "thread each")),
         Box(260, 340, 170, 80, ("training_log.jsonl", "watch, explain,", "compare"), "file"),

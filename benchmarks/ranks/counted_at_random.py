@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 def as_rank(folder: str, names: list[str]) -> None:
-    from flopwatch.monitor.pricing.schedule import Schedule
+    from flopwatch.monitor.counting.schedule import Schedule
     from testbeds.sharded import train
 
     chance = Random(1000 * int(os.environ["RANK"]) + len(names))

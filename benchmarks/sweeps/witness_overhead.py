@@ -85,7 +85,7 @@ def _timed_hook() -> list[float]:
     """Seconds in the hook on the model; checkouts from before it have none."""
     seconds = [0.0]
     try:
-        from flopwatch.monitor.pricing import calls
+        from flopwatch.monitor.counting import calls
     except ImportError:
         return seconds
     hook: Any = getattr(calls, "_GlobalHook", None) or getattr(calls, "_Hook", None)

@@ -40,7 +40,7 @@ def test_nothing_wrong_nothing_said(tmp_path, caplog):
 @pytest.fixture
 def compiled(monkeypatch):
     """Steps are not counted as they run, as in a process with compiled code: the model is traced."""
-    monkeypatch.setattr("flopwatch.monitor.pricing.step_counter.obstacle", lambda: "the code is compiled")
+    monkeypatch.setattr("flopwatch.monitor.counting.step_counter.obstacle", lambda: "the code is compiled")
 
 
 @pytest.mark.parametrize("batch", [{}, "text", {"input_ids": [1, 2]}, torch.zeros(0, 3)])

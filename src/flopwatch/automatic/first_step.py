@@ -11,8 +11,8 @@ from flopwatch.automatic.trained import TrainedCalls, share_parameters
 from flopwatch.clock import monotonic_seconds
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
-from flopwatch.monitor.pricing.batch_reader import Reading
-from flopwatch.monitor.pricing.calls import CallKind, CallListener, RootCalls
+from flopwatch.monitor.counting.batch_reader import Reading
+from flopwatch.monitor.counting.calls import CallKind, CallListener, RootCalls
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.records.flops import AttentionConvention

@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.tracing.live import may_compile
-from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
-from flopwatch.monitor.pricing.calls import CallKind, batch_of_call
+from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
+from flopwatch.monitor.counting.calls import CallKind, batch_of_call
 from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import compiled_call
 

@@ -6,12 +6,12 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from flopwatch.guard import Guard
+from flopwatch.monitor.counting.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.counting.costs import StepCost
+from flopwatch.monitor.counting.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
-from flopwatch.monitor.pricing.price import StepCost
-from flopwatch.monitor.pricing.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.timers import StepTimer

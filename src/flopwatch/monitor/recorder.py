@@ -9,9 +9,9 @@ from flopwatch.errors import InputError
 from flopwatch.guard import Guard
 from flopwatch.monitor.arrival import RecordedStep
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.counting.batch_reader import Reading
+from flopwatch.monitor.counting.step_counter import NOTHING, StepCounter
 from flopwatch.monitor.kept import keep
-from flopwatch.monitor.pricing.batch_reader import Reading
-from flopwatch.monitor.pricing.step_counter import NOTHING, StepCounter
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 
 Flops = Callable[[Any], int]

@@ -15,14 +15,14 @@ from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
 from flopwatch.monitor.config import MonitorConfig, json_ready
+from flopwatch.monitor.counting.batch_reader import Work
+from flopwatch.monitor.counting.costs import StepCost, StepCosts
+from flopwatch.monitor.counting.evidence import Doubt
+from flopwatch.monitor.counting.step_counter import NO_MODEL, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kept import read_now
 from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
 from flopwatch.monitor.outlets import Outlets, open_outlets
-from flopwatch.monitor.pricing.batch_reader import Work
-from flopwatch.monitor.pricing.evidence import Doubt
-from flopwatch.monitor.pricing.price import StepCost, StepPricer
-from flopwatch.monitor.pricing.step_counter import NO_MODEL, StepCounter
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
@@ -65,7 +65,7 @@ class MonitoredRun:
         counter: Counts some of the steps as they run, and knows what the others cost.
         recorder: Records what each step ran on.
         arrivals: The steps on their way from the tape to a window.
-        pricer: Computes the FLOPs of a step from what it ran.
+        costs: Computes the FLOPs of a step from what it ran.
         ranks: Exchanges windows with the other ranks.
         rows: Adds windows to the totals, and makes rows of them.
         outlets: Sends records and notices to the sinks.
@@ -102,13 +102,13 @@ class MonitoredRun:
             notify=self._notify,
         )
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
-        self.pricer = StepPricer(config, self.counter, peak_flops_per_s, self._notify)
+        self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
         self.rows = RowMaker(config, world_size, Totals(clock))
         self.trace = TraceCapture(
             output_dir / TRACES,
             rank,
             world_size,
-            lambda: self.pricer.peaks.device.type,
+            lambda: self.costs.peaks.device.type,
             self._notify,
             strict=config.strict,
         )
@@ -159,13 +159,13 @@ class MonitoredRun:
         """
         if self.ranks.waits_for_plan:
             return
-        self.pricer.peaks.share(self.ranks.ranks_on_device)
+        self.costs.peaks.share(self.ranks.ranks_on_device)
         self.trace.look_for_request()
         self._divide()
         if self.recorder.steps:
             busy = self._busy_seconds_per_step()
-            self.counter.look_at_model()
-            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.look_at_held)
+            self.counter.check_model()
+            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.sizes_of)
             self.arrivals.wait_for(arrival, busy)
         elif self.arrivals.begun:
             self.rows.add(Window(tuple(self.arrivals.begun)))
@@ -202,14 +202,14 @@ class MonitoredRun:
         self._tell_what_is_missing(arrival)
         for name in sorted(arrival.left_out):
             self._notify(*notices.not_readable(name))
-        provenance = self.pricer.new_provenance(arrival.steps[0].step, self.rows.layout.devices_per_batch)
+        provenance = self.costs.new_provenance(arrival.steps[0].step, self.rows.layout.devices_per_batch)
         if provenance is not None:
             self.outlets.send(provenance)
         return steps
 
     def _cost(self, step: RecordedStep, works: list[Work] | None) -> StepCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
-            cost = self.pricer.cost(step.trace, step.step, works, step.user_flops)
+            cost = self.costs.cost(step.trace, step.step, works, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
             decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
             return cost
@@ -222,9 +222,9 @@ class MonitoredRun:
         self._divide()
         self._take_doubt_of_ranks()
         for window in self.ranks.complete(give_up=give_up):
-            values = {**self.arrivals.datasets.take(), **device_memory_gib(self.pricer.peaks.device)}
+            values = {**self.arrivals.datasets.take(), **device_memory_gib(self.costs.peaks.device)}
             later = self.arrivals.later_seconds()
-            row = self.rows.row(window, self.pricer.peak, values, with_percentiles=now, later_seconds=later)
+            row = self.rows.row(window, self.costs.peak, values, with_percentiles=now, later_seconds=later)
             self.outlets.send(row)
             # With several ranks no notice is given, but the reasons are in the row's notes.
             if row.exact is False and self.ranks.world_size == 1 and row.notes != (NO_MODEL,):
@@ -247,7 +247,7 @@ class MonitoredRun:
 
     def _peak_flops_per_s(self, steps: Sequence[MeasuredStep]) -> float | None:
         """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
-        peak = self.pricer.peak
+        peak = self.costs.peak
         return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
     # --- What the loop says -------------------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ class MonitoredRun:
             raise InputError(notices.not_a_model(model))
         self.counter.is_on = self.recorder.flops_fn is None
         self.counter.set_model(model)
-        self.pricer.set_model(model)
-        timer = timer_for(self.pricer.peaks.device, self.tape.clock)
+        self.costs.set_model(model)
+        timer = timer_for(self.costs.peaks.device, self.tape.clock)
         if type(timer) is not type(self.tape.timer):
             self.arrivals.use_timer(timer)
             self.ranks.busy = None  # processor time does not show how busy an accelerator is
@@ -353,9 +353,9 @@ class MonitoredRun:
         model, world_size = self.counter.model, self.ranks.world_size
         size = self.config.data_parallel_size or data_parallel_size(model, world_size)
         self.rows.layout = JobLayout(world_size, size)
-        self.pricer.devices_per_batch = self.rows.layout.devices_per_batch
+        self.costs.devices_per_batch = self.rows.layout.devices_per_batch
         repeated = repeated_weights(model) if world_size > 1 else []
-        self.pricer.repeated = notices.repeated_weights(repeated) if repeated else None
+        self.costs.repeated = notices.repeated_weights(repeated) if repeated else None
 
     def _doubt_rows(self, doubt: Doubt, *, by_other_rank: bool = False) -> None:
         """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
@@ -376,10 +376,10 @@ class MonitoredRun:
     def _start(self, first_step: int) -> None:
         self._divide()
         self._read_layout()  # again, because the model may have been parallelised after `set_model`
-        self.ranks.start(str(self._log_path), self.pricer.peaks.device, self.tape)
+        self.ranks.start(str(self._log_path), self.costs.peaks.device, self.tape)
         if not self.ranks.is_logging:
             return
-        environment = describe_environment(self.pricer.peaks.device)
+        environment = describe_environment(self.costs.peaks.device)
         other = process_writing(self._log_path)
         if other is not None:
             self._notify(*notices.notice("folder_in_use", output_dir=self._output_dir, pid=other))
@@ -421,7 +421,7 @@ class MonitoredRun:
         self._divide()
         self._take_arrived(DEVICE_SECONDS)
         if self.recorder.steps and not self.arrivals.late_steps:
-            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.look_at_held)
+            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.sizes_of)
             if arrival.arrives(DEVICE_SECONDS):
                 self.recorder.take()
                 self.arrivals.begun += self._measured(arrival)
@@ -523,7 +523,7 @@ class MonitoredRun:
         slow = newest.straggler
         if slow is not None and slow.chronic:
             self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
-        mfu, peak = newest.values.get("perf/mfu"), self.pricer.peak
+        mfu, peak = newest.values.get("perf/mfu"), self.costs.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
             self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.pricing.step_counter import StepCounter
+from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.timing.tape import Tape
 
 

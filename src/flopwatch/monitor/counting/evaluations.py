@@ -6,7 +6,7 @@ with every step, such as a teacher's, are part of it.
 
 from collections.abc import Sequence
 
-from flopwatch.monitor.pricing.call_kinds import CallKind
+from flopwatch.monitor.counting.call_kinds import CallKind
 
 
 class Evaluations:

@@ -22,7 +22,7 @@ from flopwatch.flops.tracing.counter import phases_of
 from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models import dummy_batch
-from flopwatch.monitor.pricing.batch_reader import BatchLayout, Work
+from flopwatch.monitor.counting.batch_reader import BatchLayout, Work
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 PACKING = (

@@ -176,7 +176,7 @@ class BatchReader:
         remark = self.check_values(batch, reading.plan)
         return self.read(batch, lengths), remark  # mask and positions may be read in another way now
 
-    def look_at_held(self, reading: Reading) -> Reading | None:
+    def sizes_of(self, reading: Reading) -> Reading | None:
         """Compute the sizes that `read` left for later; None if the training has overwritten the batch since then."""
         if reading.held is None:
             return reading

@@ -20,9 +20,10 @@ from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import may_compile
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.monitor.pricing.call_kinds import CallKind as CallKind
-from flopwatch.monitor.pricing.call_kinds import CallKinds, KindOfLast
-from flopwatch.monitor.pricing.call_kinds import plain_iterator as plain_iterator
+from flopwatch.guard import caught
+from flopwatch.monitor.counting.call_kinds import CallKind as CallKind
+from flopwatch.monitor.counting.call_kinds import CallKinds, KindOfLast
+from flopwatch.monitor.counting.call_kinds import plain_iterator as plain_iterator
 from flopwatch.torch_internals.autograd import compiled_graphs, current_graph_task_id, recorded_operations
 from flopwatch.torch_internals.modules import arguments_by_name
 
@@ -47,6 +48,7 @@ def failure_of(action: Callable[..., object], *arguments: Any) -> Exception | No
     try:
         action(*arguments)
     except Exception as error:
+        caught("what may run code of the user", error)
         return error
     return None
 
@@ -211,8 +213,8 @@ class _GlobalHook:
             return
         try:
             calls.note(module, args, 1)
-        except Exception:  # the call is not recorded; the number of autograd's operations still shows it
-            return
+        except Exception as error:  # the call is not recorded; the number of autograd's operations still shows it
+            caught("a call of a module", error)
 
 
 class _ReturnHook:

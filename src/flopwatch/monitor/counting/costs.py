@@ -12,12 +12,12 @@ from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flop
 from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.counting.batch_reader import Work
+from flopwatch.monitor.counting.estimates import sum_of_costs
+from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
+from flopwatch.monitor.counting.peaks import Peaks, device_of, weights_dtype
+from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.pricing.batch_reader import Work
-from flopwatch.monitor.pricing.estimates import sum_of_costs
-from flopwatch.monitor.pricing.evidence import Evidence, StepKind, StepTrace, Verdict
-from flopwatch.monitor.pricing.peaks import Peaks, device_of, weights_dtype
-from flopwatch.monitor.pricing.step_counter import StepCounter
 from flopwatch.numbers import flop_rate
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
@@ -73,7 +73,7 @@ class StepCost:
     reason: str | None = None
 
 
-class StepPricer:
+class StepCosts:
     """Computes the FLOPs of steps.
 
     Attributes:

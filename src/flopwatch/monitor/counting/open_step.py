@@ -8,8 +8,8 @@ from torch import nn
 from flopwatch.flops.tracing.live import LiveStep, StepCount
 from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.scaling import Axes
-from flopwatch.monitor.pricing.batch_reader import BatchLayout, BatchReader
-from flopwatch.monitor.pricing.calls import batch_of_call, failure_of
+from flopwatch.monitor.counting.batch_reader import BatchLayout, BatchReader
+from flopwatch.monitor.counting.calls import batch_of_call, failure_of
 from flopwatch.records.flops import AttentionConvention
 
 

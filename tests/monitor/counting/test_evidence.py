@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from flopwatch.flops.tracing.live import StepCount
-from flopwatch.monitor.pricing.calls import CallKind
-from flopwatch.monitor.pricing.evidence import ENOUGH, UNKNOWN, UNPROVEN, Evidence, StepKind
+from flopwatch.monitor.counting.calls import CallKind
+from flopwatch.monitor.counting.evidence import ENOUGH, UNKNOWN, UNPROVEN, Evidence, StepKind
 from flopwatch.records.flops import PhaseFlops
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from flopwatch.monitor.pricing.schedule import SHARE_OF_TIME, Schedule
+from flopwatch.monitor.counting.schedule import SHARE_OF_TIME, Schedule
 
 SECONDS, OF_A_COUNT = 0.1, 0.3
 """Of an ordinary step, and of one that is counted."""

@@ -22,19 +22,19 @@ from flopwatch.flops.tracing.live import (
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
+from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
+from flopwatch.monitor.counting.compiled_steps import CompiledSteps, axes_of
+from flopwatch.monitor.counting.estimates import EstimatedCosts
+from flopwatch.monitor.counting.evaluations import Evaluations
+from flopwatch.monitor.counting.evidence import NOTHING as NOTHING
+from flopwatch.monitor.counting.evidence import UNKNOWN, Doubt, Evidence, FlopFacts, StepKind
+from flopwatch.monitor.counting.evidence import StepTrace as StepTrace
+from flopwatch.monitor.counting.open_step import OpenStep
+from flopwatch.monitor.counting.schedule import Schedule
+from flopwatch.monitor.counting.trained_model import TrainedModel
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.pricing.batch_reader import BatchReader, Reading
-from flopwatch.monitor.pricing.call_kinds import CallKind
-from flopwatch.monitor.pricing.calls import CallListener, RootCalls, failure_of
-from flopwatch.monitor.pricing.compiled_steps import CompiledSteps, axes_of
-from flopwatch.monitor.pricing.estimates import EstimatedCosts
-from flopwatch.monitor.pricing.evaluations import Evaluations
-from flopwatch.monitor.pricing.evidence import NOTHING as NOTHING
-from flopwatch.monitor.pricing.evidence import UNKNOWN, Doubt, Evidence, FlopFacts, StepKind
-from flopwatch.monitor.pricing.evidence import StepTrace as StepTrace
-from flopwatch.monitor.pricing.open_step import OpenStep
-from flopwatch.monitor.pricing.schedule import Schedule
-from flopwatch.monitor.pricing.trained_model import TrainedModel
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -146,7 +146,7 @@ class StepCounter:
         """Count at least every so many steps; 0 sets no such limit."""
         self._schedule.every = steps
 
-    def look_at_model(self) -> None:
+    def check_model(self) -> None:
         """Once per logging window: of a model with other parameters, the next step is counted."""
         if self._trained is not None and self._trained.has_other_parameters():
             self._schedule.wants_next = True
@@ -194,8 +194,8 @@ class StepCounter:
             self._estimates.note(batch, plan)
         return reading
 
-    def look_at_held(self, reading: Reading) -> Reading | None:
-        return self._reader.look_at_held(reading)
+    def sizes_of(self, reading: Reading) -> Reading | None:
+        return self._reader.sizes_of(reading)
 
     # --- A step begins ------------------------------------------------------------------------------------------------
 

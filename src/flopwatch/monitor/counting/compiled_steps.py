@@ -14,9 +14,9 @@ from flopwatch.flops.tracing.live import LiveStep, SeenRegion, StepCount, may_co
 from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.region_counts import with_regions
 from flopwatch.flops.tracing.scaling import Axes
-from flopwatch.monitor.pricing.batch_reader import Reading
-from flopwatch.monitor.pricing.call_kinds import COMPILED, CallKind
-from flopwatch.monitor.pricing.evidence import ENOUGH, StepKind
+from flopwatch.monitor.counting.batch_reader import Reading
+from flopwatch.monitor.counting.call_kinds import COMPILED, CallKind
+from flopwatch.monitor.counting.evidence import ENOUGH, StepKind
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.torch_internals.autograd import compiled_graphs
 

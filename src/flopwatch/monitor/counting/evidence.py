@@ -12,8 +12,8 @@ from flopwatch.flops.live_formula import Calls, Formula, FormulaFit, divided_cal
 from flopwatch.flops.tracing.counter import counted_convention
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Axes, Scale
-from flopwatch.monitor.pricing.call_kinds import BATCH, CallKind
-from flopwatch.monitor.pricing.estimates import EstimatedCosts
+from flopwatch.monitor.counting.call_kinds import BATCH, CallKind
+from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 _MOST_KINDS = 4096

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from flopwatch.monitor.pricing.calls import RootCalls
-from flopwatch.monitor.pricing.trained_model import TrainedModel
+from flopwatch.monitor.counting.calls import RootCalls
+from flopwatch.monitor.counting.trained_model import TrainedModel
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import flopwatch
-from flopwatch.monitor.pricing import step_counter
+from flopwatch.monitor.counting import step_counter
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
 from testbeds.fakes import FakeClock, RecordingSink
 
