@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from flopwatch.guard import caught
+from flopwatch.guard import Guard, caught
 from flopwatch.torch_internals.ops import tensor_version
 
 _UNREADABLE = -1
@@ -73,11 +73,9 @@ def _keep_object(value: Any) -> Any:
 
 def read_now(value: Any) -> float | None:
     """Read a value, waiting for the device if necessary; None if it is not a single real number."""
-    try:
+    with Guard("a logged value"):  # code of the user, such as __float__, may raise anything
         return None if value is None else float(value)
-    except Exception as error:  # code of the user, such as __float__, may raise anything
-        caught("a logged value", error)
-        return None
+    return None
 
 
 def _keep_sharded(value: DTensor) -> Kept:
@@ -128,12 +126,10 @@ class LateValues:
 
 def _flat_list(tensor: torch.Tensor) -> list[Any]:
     """The tensor's values; an empty list if they cannot be read, such as those of sparse, nested or fake tensors."""
-    try:
+    with Guard("a logged value"):
         values: Any = (tensor if tensor.dim() < 2 else tensor.reshape(-1)).tolist()
-    except Exception as error:
-        caught("a logged value", error)
-        return []
-    return values if tensor.dim() else [values]
+        return values if tensor.dim() else [values]
+    return []
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

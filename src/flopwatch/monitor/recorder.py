@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flopwatch.errors import InputError
-from flopwatch.guard import Guard
+from flopwatch.guard import caught
 from flopwatch.monitor.arrival import RecordedStep
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Reading
@@ -45,7 +45,7 @@ class Recorder:
         self._readings: list[Reading] = []
         self._user_flops: int | None = None
         self.tells_missing = True
-        self._guard_batch, self._guard_flops = Guard("batch", failed), Guard("flops", failed)
+        self._failed = failed
 
     def record(
         self,
@@ -63,10 +63,11 @@ class Recorder:
         trace = NOTHING
         try:
             if batch is not None:
-                with self._guard_batch:
-                    self.add_batch(batch, lengths)
-            with self._guard_flops:
-                trace = self.counter.end_step(self._readings, step)
+                self._try_to_add(batch, lengths)
+            trace = self.counter.end_step(self._readings, step)
+        except Exception as error:
+            caught("flops", error)
+            self._failed("flops", error)
         finally:
             recorded = RecordedStep(
                 step,
@@ -83,6 +84,13 @@ class Recorder:
             self.steps.append(recorded)
             self._readings, self._user_flops = [], None
             self.last_step = step
+
+    def _try_to_add(self, batch: Any, lengths: Sequence[int] | None) -> None:
+        try:  # on the step's path, a `Guard` would cost two more calls
+            self.add_batch(batch, lengths)
+        except Exception as error:
+            caught("batch", error)
+            self._failed("batch", error)
 
     def take(self) -> list[RecordedStep]:
         steps, self.steps = self.steps, []

@@ -176,8 +176,8 @@ class MonitoredRun:
             self.ranks.send_window(window, self._peak_flops_per_s(window.steps))
         self._send_rows(now=now)
 
-    def _divide(self) -> None:
-        """From what was recorded since the last time to the times of steps and phases."""
+    def _divide(self) -> list[tuple[str, float]]:
+        """From what was recorded since the last time to the times of steps and phases; return those of phases."""
         divided = self.arrivals.divide()
         for phase, seconds in divided.spent:
             self.rows.totals.ledger.add_phase(phase, seconds)
@@ -190,6 +190,7 @@ class MonitoredRun:
         for parts in divided.steps:
             if self.ranks.busy is not None:
                 self.ranks.busy.add(parts.busy_seconds or 0.0)
+        return divided.spent
 
     def _take_arrived(self, wait_seconds: float) -> None:
         for arrival, begun, busy in self.arrivals.take_arrived(wait_seconds):
@@ -300,7 +301,7 @@ class MonitoredRun:
     def spent_on(self, name: str) -> None:
         """Add to a phase the time that has passed since the last step."""
         self.tape.add(SPENT, name)
-        if self.trace.is_on:
+        if self.trace.is_on and any(seconds for phase, seconds in self._divide() if phase == name):
             self.trace.interrupted(self.recorder.last_step or 0)
 
     def add_to_last_step(self, loss: Any, grad_norm: Any, learning_rate: Any) -> None:

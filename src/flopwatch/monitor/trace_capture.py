@@ -7,12 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flopwatch.guard import caught
+from flopwatch.guard import Guard
 from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
 from flopwatch.text import first_line
 
@@ -145,16 +146,14 @@ class TraceCapture:
         # The name is the one that torch's own schedules write, so that other tools find the steps too.
         self._mark.enter_context(torch.profiler.record_function(f"ProfilerStep#{step}"))
 
-    @contextmanager
-    def _reported(self, step: int) -> Iterator[None]:
+    def _reported(self, step: int) -> Guard:
         """An error ends the trace and is reported; it does not reach the training, except with the setting `strict`."""
-        try:
-            yield
-        except Exception as error:
-            caught("trace", error)
-            self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
-            if self._strict:
-                raise
+        return Guard("trace", partial(self._failed, step))
+
+    def _failed(self, step: int, _: str, error: Exception) -> None:
+        self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
+        if self._strict:
+            raise error
 
     def _give_up(self, step: int, why: str) -> None:
         profiler, self._profiler = self._profiler, None
@@ -162,11 +161,10 @@ class TraceCapture:
         self._wanted = 0
         # Torch has one session for all profilers. A later one has taken it over, and to stop it would empty that one.
         if profiler is not None and not _is_profiling(profiler):
-            try:
+            failures: list[str] = []
+            with Guard("trace", lambda _, error: failures.append(first_line(error))):
                 profiler.stop()
-            except Exception as error:
-                caught("trace", error)
-                why = f"{why} (and the profiler cannot be stopped: {first_line(error)})"
+            why += "".join(f" (and the profiler cannot be stopped: {each})" for each in failures)
         self._notify("warning", f"trace_not_taken:{step}", f"no trace was taken, the training goes on: {why}")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.guard import Guard
+from flopwatch.guard import Guard, caught
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
@@ -261,10 +261,13 @@ class TrainingMonitor:
 
     def _end_step(self, run: MonitoredRun, *step: Any) -> None:
         entered = self._clock()
-        with self._guard:
+        try:  # on the step's path, a `Guard` would cost two more calls
             run.note_step(*step)
             if run.ranks.is_off:
                 self._run = None
+        except Exception as error:
+            caught("log_step", error)
+            run.failed("log_step", error)
         self._own_seconds += self._clock() - entered
 
     def step(
@@ -295,9 +298,12 @@ class TrainingMonitor:
     def _start_step(self, has_batch: bool, batch: Any) -> None:
         run = self._run
         if run is not None:
-            with self._guard:
+            try:
                 run.tape.start_step(has_batch)
                 run.counter.begin_step(batch)
+            except Exception as error:
+                caught("start_step", error)
+                run.failed("start_step", error)
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Time how long the loader takes for each batch: `for batch in monitor.batches(loader)`.

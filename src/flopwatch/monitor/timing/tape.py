@@ -164,7 +164,7 @@ class Tape:
             optimizer: Tells optimizers apart: one that another one calls is part of that one.
             is_own: Whether it is an optimizer of this run. Between steps, one of another training is not timed.
         """
-        if self.divides and self.is_in_thread():
+        if self.is_in_thread():
             self.add(OPTIMIZER, (optimizer, is_own))
 
     def optimizer_is_untimed(self, optimizer: object) -> None:
@@ -173,5 +173,5 @@ class Tape:
             self.note(UNTIMED, optimizer)
 
     def optimizer_ends(self, optimizer: object = None, *, is_own: bool = True) -> None:
-        if (self.divides or not self.is_working) and self.is_in_thread():
+        if self.is_in_thread():
             self.add(OPTIMIZER_END, (optimizer, is_own))
