@@ -28,6 +28,8 @@ class Ratio:
 
     Attributes:
         a: Value in sweep A: median step time in seconds, samples per second, peak bytes, or MFU as a fraction.
+        b: Value in sweep B.
+        ratio: b / a.
         low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
         high: Highest ratio within the 95 % intervals of both values; None in the same cases.
         verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, because two runs
@@ -118,6 +120,7 @@ class SweepComparison:
             only in these are still paired.
         environment: Versions, devices, hosts and peaks that differ between the trials of the pairs.
         pairs: Trials with the same configuration in both sweeps, in the order of A.
+        overall: The mean ratio of each quantity over all pairs.
         by_trainer: The mean ratio of each quantity for each trainer.
         only_a: Names of trials whose configuration is not in B.
         only_b: Names of trials whose configuration is not in A.

@@ -26,8 +26,11 @@ class Cell:
         is_unstable: True if the interval is wide, so that small differences in time mean nothing.
         peak_bytes: Peak of reserved memory on an accelerator, or of the host memory of all processes on a CPU.
         above_start_bytes: Peak host memory minus the host memory before the model was built; None on an accelerator.
+        device_bytes: Memory size of the accelerator.
         alloc_retries: How often the allocator had to free its cache; above 0 the trial barely fits.
+        bytes_by_phase: Peak memory in each phase of the step.
         tokens_per_s: Tokens per second, including padding; None if samples are not sequences.
+        hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
         epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
@@ -65,6 +68,7 @@ class Totals:
     """Totals of the whole sweep.
 
     Attributes:
+        trials: Number of planned trials.
         by_outcome: Number of trials with each outcome; `missing` means that a trial has no result yet.
         trial_seconds: Sum of the durations of all trials and their earlier attempts, also of those that ran at the same
             time.
@@ -82,8 +86,12 @@ class TrainerTotals:
     """Totals of one trainer.
 
     Attributes:
+        tried: Number of trials that ran.
+        ok: Number of trials that ran to their end.
+        out_of_memory: Number of trials that ran out of memory.
         failed: Number of trials that ran and ended in any other way.
         not_run: Number of all other trials: inferred to run out of memory, unsupported, skipped, cancelled or missing.
+        success_rate: `ok / tried`; None if no trial ran.
         mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known; `peaks` is their number.
         shared_mean_peak_bytes: Mean peak memory over the configurations that every trainer ran, for a fair comparison;
             `shared_peaks` is their number.
@@ -111,8 +119,13 @@ class Failure:
     Attributes:
         cause: Exception, signal or exit code, with numbers and paths replaced so that equal causes match.
         trials: Names of the trials; `count` is their number.
+        by_trainer: Number of these trials for each trainer.
         example: Name of the example. The following fields, up to `stacks`, are about this trial.
+        reason: Why the trial ended, in one line.
         evidence: Facts from which the outcome was decided, such as the exit code.
+        command: Shell command that runs the trial again.
+        stacks: Stack traces of its threads.
+        advice: What the user can do about the failure.
     """
 
     outcome: str
@@ -137,7 +150,10 @@ class CostFactor:
 
     Attributes:
         time: Ratio of the median step times; `low_time` and `high_time` are its bounds, from both 95 % intervals.
+        memory: Ratio of the memory peaks.
         memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
+        flops: Ratio of the executed FLOPs.
+        is_unstable: Whether one of the two step times is unstable.
     """
 
     trainer: str
@@ -157,6 +173,8 @@ class FrontierPoint:
     """The largest batch that fits in memory, for one trainer and sequence length.
 
     Attributes:
+        largest_ok: Largest batch that ran; None if none ran.
+        smallest_oom: Smallest batch that ran out of memory; None if none did.
         is_inferred: True if `smallest_oom` was not run, because a smaller trial had already run out of memory.
         is_monotone: False if some batch ran that is larger than one that ran out of memory.
     """
@@ -230,6 +248,8 @@ class PrivacyRow:
 
     Attributes:
         batch_size: Samples in a logical batch, which may consist of several micro-batches.
+        trainers: The trainers that would spend this budget.
+        spent: Epsilon, and the settings of the training for which it was computed.
     """
 
     batch_size: int
@@ -242,12 +262,18 @@ class Group:
     """Trials that can be compared with each other, because they have the same model, dtype, device and resources.
 
     Attributes:
+        settings: The settings that all trials share.
+        parameters: Number of parameters of the model.
         trainers: The columns of the tables, in order.
         cells: The measurements of all trials, those of several seeds combined.
+        choices: The best configurations at each sequence length.
+        cost_factors: The costs of each trainer divided by those of `standard`.
+        frontier: The largest batch that fits, for each trainer and sequence length.
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
         pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
             throughput and less memory. Private trials without epsilon are left out if others have one.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
+        warnings: Reasons why comparisons within the group may mislead.
         privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.
     """
 
@@ -309,8 +335,11 @@ class SweepSummary:
 
     Attributes:
         name: Name of the sweep's folder; `folder` is its path.
+        engine: Where the trials ran: `local`, `ray` or `slurm`.
+        created: Unix time at which the sweep was planned.
         groups: Groups of comparable trials, the group with the most `ok` trials first.
         failures: One entry for each cause, the most urgent first.
+        environments: The environments in which trials ran, the most common first.
         preflight: Rows of `preflight.json`, which say which trainer supports which model.
         warnings: What readers must know before they use the numbers.
     """

@@ -70,6 +70,7 @@ class Verdict:
     Attributes:
         key: Its stable name: the key of a loss such as `input_wait`, or `two_losses`, `many_losses`, `healthy` or
             `peak_too_low`.
+        sentence: The verdict, in one sentence.
         losses: Keys of the losses that the sentence names, largest first.
         reservation: A sentence about what limits the verdict; empty if nothing does.
     """
@@ -299,6 +300,8 @@ class TimeUse:
 
     Attributes:
         seconds_per_step: None for what is not part of ordinary steps.
+        evidence: The measurement that shows it, in one sentence.
+        advice: What to try next; empty if there is nothing to advise.
     """
 
     key: str
@@ -315,6 +318,7 @@ class Times:
     """All uses of a run's wall time, and its rates. Unknown values are None.
 
     Attributes:
+        wall_seconds: Time since the start of the run's first process.
         uses: The longest first. They add up to the wall time.
         tokens_per_second: Of the training steps; `samples_per_second` and `flops_per_second` too.
         notes: What limits these figures, in whole sentences.

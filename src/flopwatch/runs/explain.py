@@ -42,12 +42,20 @@ class Explanation(Stored):
         session: Which session (start or resumption of the run) ran the step, counted from 1.
         steps: The steps whose numbers are added up.
         left_out: The other steps of the window, each with the reason why it is left out.
+        model_flops: The numerator of MFU.
+        hardware_flops: The numerator of HFU.
         recompute_flops: The part of `hardware_flops` that activation checkpointing computed a second time.
+        seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
         other_seconds: Time outside of steps since the first start; the keys are those of `APART`.
+        goodput: Goodput from the first start of the run to this window.
+        tokens: Number of positions in the batches, including padding.
+        real_tokens: Number of positions without padding.
+        trainable_tokens: Number of positions whose label is not -100.
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
+        torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         peak_was_logged: False if the peak was given or measured after the run, so that the log has no MFU at it.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.

@@ -25,7 +25,10 @@ class Loss:
     """One step of the waterfall.
 
     Attributes:
+        key: Its stable name, such as `input_wait`.
+        name: Its name for people, such as "input wait".
         points: Percent of the peak that it costs.
+        seconds: Time that it costs.
         evidence: The measurement that shows it, in one sentence.
         advice: What to try next, in one sentence; empty if there is nothing to advise.
     """
@@ -48,6 +51,7 @@ class Waterfall:
         mfu_percent: Model FLOPs of the whole run over what the devices could have done in the wall time.
         step_mfu_percent: MFU of the training steps alone, with their input wait; None without steps.
         traced: The traces that were used; empty without a trace.
+        notes: What limits these figures, in whole sentences.
     """
 
     wall_seconds: float

@@ -131,6 +131,7 @@ class Found:
         is_largest_known: Whether `largest` is known within the tolerance, or all batches up to the allowed maximum fit.
         fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
         as_fast: The next larger batch tried, if its throughput does not measurably differ from `fastest`'s; else None.
+        probes: The results of all batches tried, in the order of the trials.
         probes_for_largest: The number of trials that it took to find `largest`.
         stopped: Why the search ended early; empty if it did not.
     """

@@ -46,6 +46,7 @@ class Point:
     """The values of a metric in one or several logging windows.
 
     Attributes:
+        unix_time: When the last window ended.
         low: The least value of a step, or of a window if the log has no value for each step.
         mean: The mean, weighted by the time of the windows for a rate or share, or else by their steps.
         high: The largest value of a step or window.
@@ -90,7 +91,9 @@ class Moment:
         first_step: The last step that was certainly before it; None if it was before the first step.
         last_step: The first logged step that was certainly after it.
         unix_time: When the log first shows it.
+        seconds: How long it took.
         words: What to say about it, such as the text of a notice.
+        level: Level of a notice.
     """
 
     kind: Kind
@@ -115,6 +118,7 @@ class Exactness:
 
     Attributes:
         inexact_windows: Windows whose FLOPs are a bound, an estimate, or depend on a random draw.
+        unknown_windows: Windows without FLOPs.
         notes: Each reason, and in how many windows it was given.
     """
 
@@ -130,6 +134,9 @@ class RunReport:
 
     Attributes:
         log: Path of the log.
+        state: How the run stands, such as "ended" or "failed".
+        ended_by: The exception that ended the last session; None if there was none.
+        starts: One record for each start or resumption.
         first_step: First and `last_step` last step in the log; None without steps.
         steps: Number of steps done since the first start.
         wall_seconds: From the start of the first process to the last record; None if it is unknown.
@@ -138,8 +145,10 @@ class RunReport:
         moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
         moment_counts: How many there were of each kind.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
+        conclusion: What the log says in words; `flopwatch why` says the same.
         stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
+        torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         left_out: Names of the user's metrics that have no curve here because there are too many.
     """

@@ -52,10 +52,15 @@ class TraceSplit(Stored):
     they are ops of any thread of the process.
 
     Attributes:
+        file: Name of the trace file.
+        rank: The rank that was traced.
         device: `cpu`, or the kind of accelerator such as `cuda`.
+        steps: Number of traced steps.
         seconds: Time of the traced steps, from the start of the first to the end of the last.
         matmul_seconds: Matrix products and convolutions.
+        attention_seconds: Fused attention.
         other_kernel_seconds: All other computation of forward and backward pass: norms, activations, element-wise ops.
+        optimizer_seconds: Work of the optimizer's step.
         exposed_communication_seconds: Communication while the device computes nothing.
         hidden_communication_seconds: Communication behind computation; it costs no time and is part of no sum.
         copy_seconds: Copies between host and device while the device computes nothing.
