@@ -9,7 +9,7 @@ import torch
 
 import flopwatch
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch, train
-from testbeds.fakes import RecordingSink
+from testbeds.fakes import FakeClock, RecordingSink
 
 pytestmark = pytest.mark.requirement("R20")
 
@@ -306,3 +306,18 @@ def test_a_training_that_ends_with_an_exception_that_cannot_be_printed_has_a_sum
 
     assert monitor.summary.ended_by == f"{UnprintableError.__module__}.UnprintableError"
     assert monitor.summary.values["total/steps"] == 1
+
+
+def test_a_step_whose_number_is_none_leaves_the_times_of_the_others_as_they_are(tmp_path):
+    clock, sink = FakeClock(), RecordingSink()
+    options = {"log_every": 100, "config": {"warm_up_steps": 0, "log_seconds": 1e9}}
+    monitor = flopwatch.TrainingMonitor(tmp_path, sinks=[sink], clock=clock, quiet=True, **options)
+    for number in (0, 1, "two", 3, 4):
+        monitor.start_step()
+        clock.advance(1.0 if number == "two" else float(number) + 2.0)
+        monitor.log_step(number)
+    monitor.close()
+
+    (row,) = [record for record in sink.records if record.type == "row"]
+    assert row.steps["step"] == [0, 1, 3, 4]
+    assert row.steps["seconds"] == [2.0, 3.0, 1.0 + 5.0, 6.0], "the time of what was no step is in the next one"
