@@ -145,7 +145,7 @@ class MonitoredRun:
             self.recorder.began = now
         if self.ranks.link is not None:
             self._take_from_ranks()
-        if self._is_window_full(step, previous, now):
+        if self._is_window_full(step, previous):
             self.close_window()
         self.counter.await_step()
         self.tape.begin_gap()
@@ -232,13 +232,13 @@ class MonitoredRun:
                 self._notify(*notices.notice("not_exact", reasons="; ".join(row.notes)), row.step)
             self._tell_alarms(row.step)
 
-    def _is_window_full(self, step: int, previous: int | None, now: float) -> bool:
+    def _is_window_full(self, step: int, previous: int | None) -> bool:
         """Whether the window ends with this step: by the logging rank's plan, or by `log_every` and `log_seconds`."""
         if self.ranks.window_steps is not None:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
             return False
-        is_late = now - self.recorder.began >= self.config.log_seconds
+        is_late = self.tape.clock() - self.recorder.began >= self.config.log_seconds
         return is_late or len(self.arrivals.begun) + len(self.recorder.steps) >= self.config.log_every
 
     def _busy_seconds_per_step(self) -> float | None:
