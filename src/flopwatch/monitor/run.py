@@ -131,8 +131,8 @@ class MonitoredRun:
         more: dict[str, Any],
     ) -> None:
         """Record a step that has ended, and close the window if it is full."""
+        step, previous = int(step), self.recorder.last_step  # first, because what raises must not end a step
         now = self.tape.end_step()
-        step, previous = int(step), self.recorder.last_step
         self.recorder.record(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
         if step == previous:
             self._notify(*notices.notice("step_logged_twice", step=step))
