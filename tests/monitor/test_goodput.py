@@ -57,6 +57,11 @@ def test_a_step_loses_what_it_takes_beyond_the_typical_one(seconds, is_warm_up, 
     assert loss_in_step(seconds, 2.0, is_warm_up=is_warm_up) == loss
 
 
+def test_counting_that_is_told_apart_after_a_checkpoint_is_not_in_the_steps_of_the_next_session_too():
+    at_checkpoint, at_the_end = {"train": 40.0, "wall": 40.0}, {"train": 32.0, "count": 10.0, "wall": 42.0}
+    assert carried_seconds(at_checkpoint, at_the_end) == {"train": 32.0, "count": 10.0, "wall": 42.0}
+
+
 def test_a_run_that_goes_back_twice_has_run_each_lost_step_once():
     """50 s of steps; back to 40 s, 6 s more; back to 30 s: 56 s were run, 30 count."""
     first = carried_seconds({"train": 40.0}, {"train": 50.0, "eval": 5.0})

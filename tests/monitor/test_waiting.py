@@ -412,3 +412,27 @@ def test_work_of_the_host_between_the_passes_is_lost_only_where_the_device_was_i
     (step,) = [times_of(parts, device.seconds) for parts in Division().divide(steps.take()).steps]
     assert step.passes_seconds == 10.0
     assert step.seconds - step.passes_seconds == idle_seconds
+
+
+def test_a_step_whose_number_is_none_ends_no_step_and_later_steps_keep_their_own_times(run):
+    for index in range(3):
+        run.monitor.start_step()
+        run.work(1.0 + index)
+        if index == 1:
+            with pytest.raises(TypeError):
+                run.monitor.log_step(None)
+            run.work(10.0)
+        run.monitor.log_step(index, loss=float(index))
+
+    assert run.column("seconds") == [1.0, 12.0, 3.0]
+    assert run.column("loss") == [0.0, 1.0, 2.0]
+
+
+def test_steps_that_end_in_a_phase_have_rows_and_no_time(run):
+    with run.monitor.pause():
+        for index in range(3):
+            run.work()
+            run.monitor.log_step(index, loss=float(index), batch=BATCH)
+
+    assert run.column("loss") == [0.0, 1.0, 2.0]
+    assert run.monitor.summary.values["time/pause_seconds"] == 9.0

@@ -107,9 +107,10 @@ def window_values(
 
 
 def _per_second(timed: Sequence[MeasuredStep], name: str) -> float | None:
-    """The rate of an amount in the steps in which it is known; None if it is unknown in all of them."""
+    """The rate of an amount in the steps in which it is known; None if they do not know it, or took 0 s."""
     known = [step for step in timed if getattr(step, name) is not None]
-    return sum(getattr(step, name) for step in known) / sum(step.seconds or 0.0 for step in known) if known else None
+    seconds = sum(step.seconds or 0.0 for step in known)
+    return sum(getattr(step, name) for step in known) / seconds if seconds > 0 else None
 
 
 def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) -> dict[str, Number | None]:

@@ -300,7 +300,8 @@ def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> 
     """The seconds by use, such as `train` and `eval`, with which a session begins that resumes from a checkpoint.
 
     Time in steps is reset to `resumed`, its value at the checkpoint. Time that the earlier session spent on steps after
-    the checkpoint is added to `rerun`. Time outside steps continues from `last`, that session's last record.
+    the checkpoint is added to `rerun`. Time outside steps continues from `last`, that session's last record. If
+    that has less time in steps, counting was taken out of it since the checkpoint, and is in `count`.
 
     >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})
     {'train': 40.0, 'eval': 6.0, 'restart': 2.0, 'rerun': 10.0}
@@ -310,4 +311,6 @@ def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> 
     again = last.get("train", 0.0) - resumed.get("train", 0.0)
     if again > 0:
         carried["rerun"] = carried.get("rerun", 0.0) + again
+    elif "train" in last:
+        carried["train"] = last["train"]
     return carried
