@@ -74,7 +74,7 @@ class FirstStep:
         if batch is not None:
             self._batches.append(kind.module)
             if self._live is not None and kind.module == self._batches[0]:
-                self._live.set_axes(batch.plan.axes)
+                self._live.set_axes(batch.layout.axes)
 
     def leave_out(self, kept: int | None = 0) -> None:
         """What ran so far belongs to no step, except for this number of the newest calls; None keeps all calls."""

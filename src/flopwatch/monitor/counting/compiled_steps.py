@@ -88,7 +88,7 @@ class CompiledSteps:
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
         # Each micro-batch makes equally many of the calls.
-        axes = [reading.plan.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
+        axes = [reading.layout.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
         seen = []
         for index, (region, call) in enumerate(found):
             if region is None:
@@ -112,5 +112,5 @@ def _families(kind: StepKind) -> Any:
 
 def axes_of(readings: Sequence[Reading]) -> Axes | None:
     """The shape of the step's micro-batches; None if they differ."""
-    shapes = {reading.plan.axes for reading in readings}
+    shapes = {reading.layout.axes for reading in readings}
     return shapes.pop() if len(shapes) == 1 else None

@@ -269,7 +269,7 @@ def _with_axes(parts: Sequence[Mapping[Scale, int]], axes: Sequence[Axes]) -> di
 
 
 def _row_lengths(work: Work) -> RowLengths | None:
-    axes = work.plan.axes
+    axes = work.layout.axes
     if axes is None:
         return None
     rows = [work.lengths or (axes.lengths[0],) * axes.batch]

@@ -74,18 +74,18 @@ class EstimatedCosts:
         fresh.examples = self.examples
         return fresh
 
-    def note(self, batch: Any, plan: BatchLayout) -> None:
-        if id(plan) not in self._known:
-            self.examples.append((batch, plan))
+    def note(self, batch: Any, layout: BatchLayout) -> None:
+        if id(layout) not in self._known:
+            self.examples.append((batch, layout))
 
     def learn(self, model: nn.Module) -> None:
         """Estimate the FLOPs of the next example. The model may raise anything."""
-        batch, plan = self.examples.pop(0)
-        if id(plan) in self._known:
+        batch, layout = self.examples.pop(0)
+        if id(layout) in self._known:
             return
-        self._known[id(plan)] = plan, None  # if it fails, it is not tried again with such batches
+        self._known[id(layout)] = layout, None  # if it fails, it is not tried again with such batches
         with self._off_the_clock():
-            self._known[id(plan)] = plan, self._estimate(model, *example_batch(model, batch, plan))
+            self._known[id(layout)] = layout, self._estimate(model, *example_batch(model, batch, layout))
 
     def _estimate(self, model: nn.Module, example: Any, remark: str | None) -> _Estimate:
         description = describe(example)
@@ -106,7 +106,7 @@ class EstimatedCosts:
 
     def cost(self, work: Work) -> BatchCost | None:
         """The FLOPs of a batch; None if they are not known."""
-        _, estimate = self._known.get(id(work.plan), (None, None))
+        _, estimate = self._known.get(id(work.layout), (None, None))
         if estimate is None:
             return None
         needed, executed, unclear = _needed(estimate, work)
@@ -144,7 +144,7 @@ def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, st
     return alone, executed, None
 
 
-def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any, str | None]:
+def example_batch(model: nn.Module, batch: Any, layout: BatchLayout) -> tuple[Any, str | None]:
     """The batch without arguments that `forward` does not accept or that describe packed documents, and a remark.
 
     If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
@@ -157,7 +157,7 @@ def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any,
             if name not in PACKING or (isinstance(value, Tensor) and value.dim() > 2)
         }
         if set(tensors) <= {"attention_mask"}:
-            return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1), MADE_UP
+            return dummy_batch(unwrap(model), layout.batch_size, layout.seq_len or 1), MADE_UP
         parameters = _parameters(model)
         if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             tensors = {name: value for name, value in tensors.items() if name in parameters}

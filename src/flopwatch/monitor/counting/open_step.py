@@ -18,7 +18,7 @@ class OpenStep:
 
     Attributes:
         batch: The batch, if the loop has passed it when it opened the step.
-        plan: The layout of the micro-batch that runs, as far as it is known.
+        layout: The layout of the micro-batch that runs, as far as it is known.
         began: When it began.
         nodes_before: How many operations autograd had recorded before.
         nodes_apart: How many of those since then belong to no step.
@@ -31,7 +31,7 @@ class OpenStep:
         optimizer_call: The optimizer step that is under way, with its arguments.
     """
 
-    plan: BatchLayout | None = None
+    layout: BatchLayout | None = None
     began = 0.0
     nodes_before: int | None = None
     nodes_apart = 0
@@ -58,16 +58,16 @@ class OpenStep:
         if self.live is not None and self.batch is not None:  # a failure is reported when the step ends
 
             def read() -> None:
-                self.plan = reader.read(self.batch).plan
+                self.layout = reader.read(self.batch).layout
 
             failure_of(read)
         if self.live is not None:
-            self.live.set_axes(None if self.plan is None else self.plan.axes)
+            self.live.set_axes(None if self.layout is None else self.layout.axes)
 
     def read_axes_of_call(
         self, reader: BatchReader, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """A loop that passes its batch after the step: the count takes the shape from the call, if that is a batch."""
         live = self.live
-        if live is not None and self.plan is None:
-            failure_of(lambda: live.set_axes(reader.read(batch_of_call(module, args, kwargs)).plan.axes))
+        if live is not None and self.layout is None:
+            failure_of(lambda: live.set_axes(reader.read(batch_of_call(module, args, kwargs)).layout.axes))

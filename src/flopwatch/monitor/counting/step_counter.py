@@ -182,16 +182,16 @@ class StepCounter:
         reading, remark = self._reader.read_checked(batch, lengths)
         if remark:
             self._around.notify("warning", "positions_not_understood", remark)
-        step, plan = self._step, reading.plan
+        step, layout = self._step, reading.layout
         if step is not None:
-            step.plan = plan
+            step.layout = layout
             if step.live is not None:
-                step.live.set_axes(plan.axes)
+                step.live.set_axes(layout.axes)
         if may_compile():  # calls of modules are not seen, and what they cost follows the sizes of the batch
             self._compiled.batches.append(self._calls.kinds.of_batch(batch))
         # At the end of the first steps it is known whether anything runs here, and whether ranks share the model.
         if self.is_on and (step is None or not step.may_count or self._schedule.steps < _FUTILE):
-            self._estimates.note(batch, plan)
+            self._estimates.note(batch, layout)
         return reading
 
     def sizes_of(self, reading: Reading) -> Reading | None:
@@ -489,7 +489,7 @@ class StepCounter:
         nodes = None if now is None or opened.nodes_before is None else now - opened.nodes_before - nodes_apart
         if self._compiled.has_compiled():
             nodes = None
-        sizes = () if calls else tuple((reading.plan.batch_size, reading.plan.seq_len) for reading in readings)
+        sizes = () if calls else tuple((reading.layout.batch_size, reading.layout.seq_len) for reading in readings)
         calls += self._compiled.take_batches()
         if trained is None:
             return StepKind(tuple(calls), nodes, UNKNOWN if opened.is_adopted else 0, (0, *sizes)), has_evaluated
