@@ -6,7 +6,7 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.counting.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.counting.batch_reader import BatchSizes, Reading, sizes_from
 from flopwatch.monitor.counting.costs import StepCost
 from flopwatch.monitor.counting.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
@@ -54,28 +54,28 @@ class Arrival:
         steps: Sequence[RecordedStep],
         parts: Sequence[StepParts],
         timer: StepTimer,
-        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+        with_sizes: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes the batch sizes that `log_step` left for later."""
+        """Begin to copy the values to the host. `with_sizes` computes batch sizes that `log_step` has deferred."""
         self.steps, self.parts = steps, parts
         self._timer = timer
         self.left_out: set[str] = set()
         self.batch_failure: Exception | None = None
-        self._readings = [self._looked_at(step.readings, look_at) for step in steps]
+        self._readings = [self._all_with_sizes(step.readings, with_sizes) for step in steps]
         self._scalars = LateValues(
             [kept.value for step in steps for _, kept in step.scalars() if isinstance(kept, Kept)]
         )
         self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
 
-    def _looked_at(
-        self, readings: Sequence[Reading], look_at: Callable[[Reading], Reading | None]
+    def _all_with_sizes(
+        self, readings: Sequence[Reading], with_sizes: Callable[[Reading], Reading | None]
     ) -> list[Reading] | None:
         """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
-        looked_at: list[Reading | None] = [None]
+        computed: list[Reading | None] = [None]
         with Guard("batch", self._fail):  # for example, a dtype or tensor class does not support an op used here
-            looked_at = [look_at(reading) for reading in readings]
-        known = [reading for reading in looked_at if reading is not None]
-        if len(known) == len(looked_at):
+            computed = [with_sizes(reading) for reading in readings]
+        known = [reading for reading in computed if reading is not None]
+        if len(known) == len(computed):
             return known
         if self.batch_failure is None:
             self.left_out.add("batch")
@@ -101,14 +101,14 @@ class Arrival:
         marks_passed = segments is None or self._timer.has_passed(segments[-1][2])
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
-    def measured(self, cost: Callable[[RecordedStep, list[Work] | None], StepCost]) -> tuple[MeasuredStep, ...]:
+    def measured(self, cost: Callable[[RecordedStep, list[BatchSizes] | None], StepCost]) -> tuple[MeasuredStep, ...]:
         """Read all values; `cost` finds the FLOPs. Call this only after `arrives` has returned True."""
         scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
         measured = []
         for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
-            works = None if readings is None else [as_work(reading, integers) for reading in readings]
+            batch_sizes = None if readings is None else [sizes_from(reading, integers) for reading in readings]
             values = self._values(step, scalars)
-            measured.append(_measured(step, parts, self._timer, works, values, cost(step, works)))
+            measured.append(_measured(step, parts, self._timer, batch_sizes, values, cost(step, batch_sizes)))
         return tuple(measured)
 
     def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
@@ -136,17 +136,17 @@ def _measured(
     step: RecordedStep,
     parts: StepParts,
     timer: StepTimer,
-    works: list[Work] | None,
+    batch_sizes: list[BatchSizes] | None,
     values: dict[str, float],
     cost: StepCost,
 ) -> MeasuredStep:
     flops, is_counted = cost.flops, step.trace.was_counted
     return MeasuredStep(
         step.step,
-        samples=_sum_known([work.samples for work in works or ()]),
-        tokens=_sum_known([work.tokens for work in works or ()]),
-        real_tokens=_sum_known([work.real_tokens for work in works or ()]),
-        trainable_tokens=_sum_known([work.trainable_tokens for work in works or ()]),
+        samples=_sum_known([batch.samples for batch in batch_sizes or ()]),
+        tokens=_sum_known([batch.tokens for batch in batch_sizes or ()]),
+        real_tokens=_sum_known([batch.real_tokens for batch in batch_sizes or ()]),
+        trainable_tokens=_sum_known([batch.trainable_tokens for batch in batch_sizes or ()]),
         model_flops=None if flops is None else flops.model,
         hardware_flops=None if flops is None else flops.hardware,
         recompute_flops=None if flops is None else flops.recompute,
@@ -206,9 +206,9 @@ class Arrivals:
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
         return divided
 
-    def arrival(self, steps: Sequence[RecordedStep], look_at: Callable[[Reading], Reading | None]) -> Arrival:
+    def arrival(self, steps: Sequence[RecordedStep], with_sizes: Callable[[Reading], Reading | None]) -> Arrival:
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
-        return Arrival(steps, parts, self._tape.timer, look_at)
+        return Arrival(steps, parts, self._tape.timer, with_sizes)
 
     def wait_for(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
         """End the current window, whose last steps are those of the arrival."""

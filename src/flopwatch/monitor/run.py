@@ -15,7 +15,7 @@ from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
 from flopwatch.monitor.config import MonitorConfig, json_ready
-from flopwatch.monitor.counting.batch_reader import Work
+from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.costs import StepCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, StepCounter
@@ -165,7 +165,7 @@ class MonitoredRun:
         if self.recorder.steps:
             busy = self._busy_seconds_per_step()
             self.counter.check_model()
-            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.sizes_of)
+            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.with_sizes)
             self.arrivals.wait_for(arrival, busy)
         elif self.arrivals.begun:
             self.rows.add(Window(tuple(self.arrivals.begun)))
@@ -208,9 +208,9 @@ class MonitoredRun:
             self.outlets.send(provenance)
         return steps
 
-    def _cost(self, step: RecordedStep, works: list[Work] | None) -> StepCost:
+    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> StepCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
-            cost = self.costs.cost(step.trace, step.step, works, step.user_flops)
+            cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
             decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
             return cost
@@ -422,7 +422,7 @@ class MonitoredRun:
         self._divide()
         self._take_arrived(DEVICE_SECONDS)
         if self.recorder.steps and not self.arrivals.late_steps:
-            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.sizes_of)
+            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.with_sizes)
             if arrival.arrives(DEVICE_SECONDS):
                 self.recorder.take()
                 self.arrivals.begun += self._measured(arrival)

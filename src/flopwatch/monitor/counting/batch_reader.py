@@ -67,7 +67,7 @@ class Reading(NamedTuple):
         trainable: Number of labels that are not -100.
         targets: Length of each row of a decoder's target, up to the last label that is not -100.
         known_documents: The documents, if the user gave their lengths.
-        held: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
+        deferred: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
             change increases.
     """
 
@@ -78,14 +78,14 @@ class Reading(NamedTuple):
     trainable: Tensor | int | None = None
     targets: Tensor | None = None
     known_documents: Documents | None = None
-    held: Mapping[str, tuple[Tensor, int]] | None = None
+    deferred: Mapping[str, tuple[Tensor, int]] | None = None
 
     def tensors(self) -> list[Tensor]:
         fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.targets)
         return [tensor for tensor in fields if isinstance(tensor, Tensor)]
 
 
-class Work(NamedTuple):
+class BatchSizes(NamedTuple):
     """The sizes of one micro-batch, as integers.
 
     Attributes:
@@ -121,7 +121,7 @@ class BatchReader:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
         reads_targets: Whether the lengths of labels are read in later batches, because the FLOPs depend on them.
         has_new: True once a batch of a new shape was read; whoever checks its values sets it to False.
-        may_hold: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
+        may_defer: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
             overwritten a batch that was kept.
     """
 
@@ -131,7 +131,7 @@ class BatchReader:
         self._last_layout: BatchLayout | None = None
         self._uses_positions = True
         self.masks_are_plain = True
-        self.may_hold = True
+        self.may_defer = True
         self.has_new = False
         self.reads_targets = False
 
@@ -156,15 +156,15 @@ class BatchReader:
             self._last_key, self._last_layout = key, layout
         assert layout is not None
         documents = None if lengths is None else _checked(layout, lengths)
-        if self.may_hold:
-            held = {}
+        if self.may_defer:
+            deferred = {}
             for name in layout.named:
                 tensor = tensors[name]
                 if not tensor.is_cpu or tensor.is_inference():
                     return self._measured(layout, tensors, documents)
-                held[name] = tensor, tensor_version(tensor)
+                deferred[name] = tensor, tensor_version(tensor)
             # `tuple.__new__` takes 5 µs less than `Reading()`, which runs a Python function.
-            return tuple.__new__(Reading, (layout, None, None, None, None, None, documents, held))
+            return tuple.__new__(Reading, (layout, None, None, None, None, None, documents, deferred))
         return self._measured(layout, tensors, documents)
 
     def read_checked(self, batch: Any, lengths: Sequence[int] | None = None) -> tuple[Reading, str | None]:
@@ -176,14 +176,14 @@ class BatchReader:
         remark = self.check_values(batch, reading.layout)
         return self.read(batch, lengths), remark  # mask and positions may be read in another way now
 
-    def sizes_of(self, reading: Reading) -> Reading | None:
+    def with_sizes(self, reading: Reading) -> Reading | None:
         """Compute the sizes that `read` left for later; None if the training has overwritten the batch since then."""
-        if reading.held is None:
+        if reading.deferred is None:
             return reading
-        if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):
-            self.may_hold = False
+        if any(tensor_version(tensor) != version for tensor, version in reading.deferred.values()):
+            self.may_defer = False
             return None
-        tensors = {name: tensor for name, (tensor, _) in reading.held.items()}
+        tensors = {name: tensor for name, (tensor, _) in reading.deferred.items()}
         return self._measured(reading.layout, tensors, reading.known_documents)
 
     def _measured(self, layout: BatchLayout, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
@@ -281,7 +281,7 @@ def _documents(positions: Tensor, mask: Tensor | None) -> Tensor:
     return torch.stack([first.sum(), tokens, odd.sum()])
 
 
-def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
+def sizes_from(reading: Reading, values: Iterator[Sequence[int]]) -> BatchSizes:
     """Convert a reading to integers; `values` has the contents of `Reading.tensors`, each as a flat list."""
     row_lengths = tuple(next(values)) if reading.row_lengths is not None else None
     documents = Documents(*next(values)) if reading.documents is not None else reading.known_documents
@@ -299,7 +299,7 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
         row_lengths = None if is_whole else row_lengths
     if row_lengths is not None:
         documents = Documents.of_lengths(row_lengths)
-    return Work(reading.layout, row_lengths, documents, trainable, targets)
+    return BatchSizes(reading.layout, row_lengths, documents, trainable, targets)
 
 
 def _checked(layout: BatchLayout, given: Sequence[int]) -> Documents:

@@ -22,7 +22,7 @@ from flopwatch.flops.tracing.counter import phases_of
 from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models import dummy_batch
-from flopwatch.monitor.counting.batch_reader import BatchLayout, Work
+from flopwatch.monitor.counting.batch_reader import BatchLayout, BatchSizes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 PACKING = (
@@ -104,12 +104,12 @@ class EstimatedCosts:
     def notes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(note for law in self._laws.values() for note in law.notes))
 
-    def cost(self, work: Work) -> BatchCost | None:
+    def cost(self, batch: BatchSizes) -> BatchCost | None:
         """The FLOPs of a batch; None if they are not known."""
-        _, estimate = self._known.get(id(work.layout), (None, None))
+        _, estimate = self._known.get(id(batch.layout), (None, None))
         if estimate is None:
             return None
-        needed, executed, unclear = _needed(estimate, work)
+        needed, executed, unclear = _needed(estimate, batch)
         return BatchCost(needed, executed, estimate.remark or unclear)
 
 
@@ -124,20 +124,20 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     return _Estimate(law.cost(shape), law, shape, remark)
 
 
-def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
+def _needed(estimate: _Estimate, batch: BatchSizes) -> tuple[PhaseFlops, PhaseFlops, str | None]:
     """FLOPs without padding, executed FLOPs, and why padding could not be left out, or None."""
     executed, law, shape = estimate.executed, estimate.law, estimate.shape
-    if work.documents is None:
+    if batch.documents is None:
         return executed, executed, None
     unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
     if law is None or shape is None or shape.seq_len is None:
         return executed, executed, unclear
     try:
-        if work.lengths is not None:
-            rows = [{"s": length, **dict(shape.others)} for length in work.lengths]
+        if batch.lengths is not None:
+            rows = [{"s": length, **dict(shape.others)} for length in batch.lengths]
             return law.phase_flops_of_rows(rows, image_grids=shape.grids or None), executed, None
         alone = law.phase_flops_of_documents(
-            work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+            batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
         )
     except FlopwatchError:
         return executed, executed, unclear

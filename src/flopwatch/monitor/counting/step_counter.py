@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import is_inference_mode_enabled, nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import InputError
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
     RISKY,
@@ -194,8 +193,8 @@ class StepCounter:
             self._estimates.note(batch, layout)
         return reading
 
-    def sizes_of(self, reading: Reading) -> Reading | None:
-        return self._reader.sizes_of(reading)
+    def with_sizes(self, reading: Reading) -> Reading | None:
+        return self._reader.with_sizes(reading)
 
     # --- A step begins ------------------------------------------------------------------------------------------------
 
@@ -562,11 +561,3 @@ def _counted_every(config: MonitorConfig) -> int:
     if config.count == "every":
         return 1
     return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
-
-
-def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:
-    """Call the user's function with a batch; raise if its result is not a positive finite number."""
-    flops = flops_fn(batch)
-    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
-        raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
-    return int(flops)
