@@ -118,7 +118,7 @@ class FirstStep:
         live, calls, self._live, self._calls = self._live, self._calls, None, None
         if calls is not None:
             self._warn_again()
-            run.counter.adopt(live, calls, self._nodes)
+            run.counter.take_over(live, calls, self._nodes)
 
     def why_in_doubt(self, calls: TrainedCalls) -> str | None:
         is_unclear = self.evaluated.began is not None and any(map(calls.are_apart_from, self.evaluated.modules))

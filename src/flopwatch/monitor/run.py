@@ -98,7 +98,7 @@ class MonitoredRun:
             passes=PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
-            off_the_clock=lambda: self.phase("count"),
+            in_count_phase=lambda: self.phase("count"),
             notify=self._notify,
         )
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
@@ -285,7 +285,7 @@ class MonitoredRun:
         mark = self.trace.outside_steps() if is_marked else nullcontext()
         began = self.tape.begin_phase()
         try:
-            with mark, self.counter.not_listening():
+            with mark, self.counter.ignoring_calls():
                 yield
         finally:
             seconds = self.tape.end_phase(began)

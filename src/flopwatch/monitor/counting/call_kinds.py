@@ -1,4 +1,4 @@
-"""Tells of what kind a call of a module is: what shapes its cost, without reading a value."""
+"""Finds the kind of a module's call: all that its FLOPs depend on, without reading values of tensors."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
@@ -105,7 +105,7 @@ class CallKinds:
         )
 
     def of_batch(self, batch: Any) -> CallKind:
-        """The kind of a batch of the monitor, as if it were a call."""
+        """The kind of a batch that was passed to the monitor, as if it were a call."""
         facts: list[Any] = []
         _add_facts(batch, facts, [], _shape, _DEEPEST)
         key = BATCH, *facts
@@ -122,7 +122,7 @@ class CallKinds:
 
 
 class KindOfLast:
-    """Of what kind the last call of one module was; `number` tells modules apart."""
+    """The kind of one module's last call; `number` identifies the module."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -143,7 +143,7 @@ def _divided(facts: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
 def _add_facts(
     value: Any, facts: list[Any], numbers: list[float], shape_of: Callable[[Tensor], torch.Size], depth: int
 ) -> None:
-    """Add what shapes the cost of a call with this argument. Texts and the values of numbers do not."""
+    """Add what the cost of a call depends on in this argument; texts and the values of numbers are left out."""
     kind = type(value)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not _STRIDED:

@@ -31,7 +31,7 @@ _MOST_MODULES = _MOST_CALLS = 4096
 
 
 class CallListener(Protocol):
-    """What wants to know of the outermost calls as they happen."""
+    """An object that is told of outermost calls as they happen."""
 
     def about_to_call(self) -> None: ...
 
@@ -40,11 +40,11 @@ class CallListener(Protocol):
     def returned(self, kind: CallKind, output: Any) -> None: ...
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
-        """Compiled code is called; what is returned is called with its outputs."""
+        """Compiled code is called. Returns a function to call with its outputs, or None."""
 
 
 def failure_of(action: Callable[..., object], *arguments: Any) -> Exception | None:
-    """Call what may run code of the user, which may raise anything and must not stop the training."""
+    """Call a function that may run code of the user. Returns the exception, which must not stop the training."""
     try:
         action(*arguments)
     except Exception as error:
@@ -87,7 +87,7 @@ class RootCalls:
             self.inside.remove()
             self.inside = None
         if may_compile():
-            self.leave_modules()
+            self.remove_global_hook()
             return
         if self._place is None:
             self._place = _place_of(register_module_forward_pre_hook(_GlobalHook(self)))
@@ -100,7 +100,7 @@ class RootCalls:
         self._is_on = False
         regions.listen(None)
 
-    def leave_modules(self) -> None:
+    def remove_global_hook(self) -> None:
         """Where code is compiled, only its calls are recorded. A hook for all modules would be compiled into it."""
         if self._place is not None and not compiled_graphs():
             self._place.table.pop(self._place.key, None)
@@ -144,7 +144,7 @@ class RootCalls:
         if listener is not None:
             listener.called(kind, module, args, kwargs)
 
-    def came_back(self, kind: CallKind | None, output: Any) -> None:
+    def call_ended(self, kind: CallKind | None, output: Any) -> None:
         self.inside = None
         if self.calls and self.calls[-1] is kind:
             self.nodes[-1] = (recorded_operations() or 0) - self._began
@@ -209,11 +209,13 @@ class _GlobalHook:
         if calls is None:
             return
         if may_compile():
-            calls.leave_modules()
+            calls.remove_global_hook()
             return
         try:
             calls.note(module, args, 1)
-        except Exception as error:  # the call is not recorded; the number of autograd's operations still shows it
+        except (
+            Exception
+        ) as error:  # without this call, autograd's number of operations still shows that the step differs
             caught("a call of a module", error)
 
 
@@ -239,7 +241,7 @@ class _ReturnHook:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         for table, _ in self.tables:
             (table() or {}).pop(self.key, None)
-        failure_of(self._calls.came_back, self.last.kind, output)
+        failure_of(self._calls.call_ended, self.last.kind, output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., Any]:  # a module that is copied inside of its own call
         return nullcontext().__exit__

@@ -31,10 +31,10 @@ class CompiledSteps:
     """
 
     def __init__(
-        self, attention: AttentionConvention, off_the_clock: Callable[[], AbstractContextManager[None]]
+        self, attention: AttentionConvention, in_count_phase: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.batches: list[CallKind] = []
-        self._attention, self._off_the_clock = attention, off_the_clock
+        self._attention, self._in_count_phase = attention, in_count_phase
         self._met: Counter[CallKind] = Counter()
         self._graphs_before = 0
         self._ran_nothing_else = False
@@ -68,7 +68,7 @@ class CompiledSteps:
             return count
         once = all(seen.backwards == seen.has_grad and seen.phase == "forward" for seen in live.region_calls)
         self._ran_nothing_else = once and not count.phases.total and not count.uncounted and not count.doubt
-        with self._off_the_clock():
+        with self._in_count_phase():
             return with_regions(count, live.region_calls, self._attention, axes)
 
     def has_evaluated(self, count: StepCount) -> bool:
@@ -80,11 +80,11 @@ class CompiledSteps:
         return may_compile() and bool(count.before_grad) and before != [count.before_grad] * 2
 
     def note(self, kind: StepKind) -> None:
-        """Note of what kind the step was whose count came last."""
+        """Note that the newest count is of a step of this kind."""
         self._known[_families(kind)] = self._ran_nothing_else and self._known.get(_families(kind), True)
 
     def by_graphs(self, kind: StepKind, readings: Sequence[Reading]) -> StepCount | None:
-        """The FLOPs of a step with new sizes, if all that such steps run is compiled: those of its graphs."""
+        """Count a step that runs only compiled code from the graphs of this code; None if that fails."""
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
         # Each micro-batch makes equally many of the calls.
@@ -97,7 +97,7 @@ class CompiledSteps:
             seen.append(
                 SeenRegion(region, call.sizes, call.has_grad, "forward", own, False, backwards=int(call.has_grad))
             )
-        with self._off_the_clock():
+        with self._in_count_phase():
             count = with_regions(StepCount(PhaseFlops()), seen, self._attention, axes_of(readings))
         return count if count.failure is None else None
 

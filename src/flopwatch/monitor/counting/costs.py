@@ -138,7 +138,7 @@ class StepCosts:
     ) -> tuple[StepFlops | None, str | None]:
         assert trace.kind is not None
         assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.starts_free is not True:
+        if trace.count is not None and trace.is_partial and self._counter.starts_with_call is not True:
             verdict = Verdict(trace.count, PARTIAL)
         elif trace.count is not None:
             lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
@@ -246,7 +246,7 @@ def _flops_of(count: StepCount, padding: int) -> StepFlops:
 def _padding(
     count: StepCount, batch_sizes: Sequence[BatchSizes], kind: StepKind, evidence: Evidence
 ) -> tuple[int, str | None]:
-    """The needed FLOPs of a count that its documents would not need alone; or 0, and why they are not known."""
+    """FLOPs that the step's documents would not need without padding; or 0, and why these FLOPs are not known."""
     needed = count.phases.total - count.phases.recompute
     batches = [batch for batch in map(_row_lengths, batch_sizes) if batch is not None]
     if len(batches) < len(batch_sizes):

@@ -59,18 +59,18 @@ class EstimatedCosts:
     """
 
     def __init__(
-        self, attention: AttentionConvention, off_the_clock: Callable[[], AbstractContextManager[None]]
+        self, attention: AttentionConvention, in_count_phase: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.examples: list[tuple[Any, BatchLayout]] = []
         self.is_used = False
-        self._attention, self._off_the_clock = attention, off_the_clock
+        self._attention, self._in_count_phase = attention, in_count_phase
         self._laws: dict[Any, FlopLaw] = {}
         self._known: dict[int, tuple[BatchLayout, _Estimate | None]] = {}
         """By the id of a `BatchLayout`, because different shapes can have equal layouts."""
 
     def anew(self) -> "EstimatedCosts":
-        """Those of a model that has changed."""
-        fresh = EstimatedCosts(self._attention, self._off_the_clock)
+        """New estimates for a model that has changed, with the same examples."""
+        fresh = EstimatedCosts(self._attention, self._in_count_phase)
         fresh.examples = self.examples
         return fresh
 
@@ -78,13 +78,13 @@ class EstimatedCosts:
         if id(layout) not in self._known:
             self.examples.append((batch, layout))
 
-    def learn(self, model: nn.Module) -> None:
+    def estimate_next(self, model: nn.Module) -> None:
         """Estimate the FLOPs of the next example. The model may raise anything."""
         batch, layout = self.examples.pop(0)
         if id(layout) in self._known:
             return
         self._known[id(layout)] = layout, None  # if it fails, it is not tried again with such batches
-        with self._off_the_clock():
+        with self._in_count_phase():
             self._known[id(layout)] = layout, self._estimate(model, *example_batch(model, batch, layout))
 
     def _estimate(self, model: nn.Module, example: Any, remark: str | None) -> _Estimate:
@@ -114,7 +114,7 @@ class EstimatedCosts:
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
-    """The FLOPs of a batch by a formula; None if it has not been verified for such sizes."""
+    """The FLOPs of a batch by a law; None if the law has not been verified for such sizes."""
     values = law.layout.match(description) if law.layout is not None and law.coefficients else None
     if values is None:
         return None
