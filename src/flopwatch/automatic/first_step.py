@@ -64,8 +64,8 @@ class FirstStep:
         return len(self._calls.calls) <= _MOST_CALLS
 
     def _begin_count(self) -> None:
-        is_apart = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
-        if obstacle() is None and not is_apart and not regions.state.is_calling:
+        is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
+        if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
             self._live = LiveStep(self._attention)
             if self._optimizer is not None:  # the call comes from its closure
                 self._live.enter_optimizer(*self._optimizer)
@@ -77,7 +77,7 @@ class FirstStep:
                 self._live.set_axes(batch.layout.axes)
 
     def leave_out(self, kept: int | None = 0) -> None:
-        """What ran so far belongs to no step, except for this number of the newest calls; None keeps all calls."""
+        """Leave out what ran so far, except for this number of the newest calls; None keeps all calls."""
         if self.evaluated.began is None:
             self.evaluated.began = self._began
         self._began = None
@@ -89,7 +89,7 @@ class FirstStep:
             del self._calls.calls[:left_out], self._calls.nodes[:left_out]
 
     def was_evaluated(self, kind: CallKind, module: nn.Module | None) -> bool:
-        """Whether the step may have begun only with this call, as its model was evaluated before."""
+        """Whether a model that is called was evaluated before, so that the step may begin only with this call."""
         if module is None:  # where the step is counted as it runs, the counter leaves out evaluations itself
             return self._live is None and kind.module in self.evaluated.regions
         return any(share_parameters(module, each) for each in self.evaluated.modules)
@@ -105,7 +105,7 @@ class FirstStep:
             self._live.leave_optimizer()
 
     def stop(self) -> None:
-        """Give up the first step. A mode can only be left outside of a backward pass, so that this is called again."""
+        """Give up the first step. Its count cannot be ended in a backward pass; then this must be called again."""
         if self._live is not None and current_graph_task_id() == -1:
             self._live.end()
             self._live = None
@@ -121,7 +121,7 @@ class FirstStep:
             run.counter.take_over(live, calls, self._nodes)
 
     def why_in_doubt(self, calls: TrainedCalls) -> str | None:
-        is_unclear = self.evaluated.began is not None and any(map(calls.are_apart_from, self.evaluated.modules))
+        is_unclear = self.evaluated.began is not None and any(map(calls.share_nothing_with, self.evaluated.modules))
         return MAYBE_EVALUATED if is_unclear else None
 
     def note_times(self, run: MonitoredRun) -> None:

@@ -114,7 +114,7 @@ class WatchedProcess:
         atexit.register(self._say_if_nothing_was_seen)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """The script runs as without flopwatch even if flopwatch fails."""
+        """Call `action`; if it fails, report that and let the script run as without flopwatch."""
         try:
             action()
         except Exception as error:
@@ -194,7 +194,7 @@ class WatchedProcess:
         return folder
 
     def _settings(self) -> "MonitorConfig":
-        """What the configuration file says; the monitor reports its mistakes."""
+        """The settings of the configuration file; the monitor reports mistakes in it."""
         from flopwatch.monitor.config import read_config
 
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
