@@ -177,9 +177,9 @@ class Arrivals:
     """The steps that are on their way from the tape to a window.
 
     Attributes:
-        begun: Steps of the current window whose values were already read when a checkpoint was saved.
+        read_early: Steps of the current window whose values were read early, when a checkpoint was saved.
         datasets: Sums by dataset, which arrive late too.
-        outside_seconds: Time of gaps between steps that was not spent waiting for a batch.
+        outside_seconds: Time of gaps that belong to no step.
         count_seconds: Time that the training's thread has spent counting FLOPs.
     """
 
@@ -189,7 +189,7 @@ class Arrivals:
         self._parts: list[StepParts] = []
         """The parts of the recorded steps that are in no `Arrival` yet."""
         self._late: deque[tuple[Arrival, list[MeasuredStep], float | None]] = deque()
-        self.begun: list[MeasuredStep] = []
+        self.read_early: list[MeasuredStep] = []
         self.datasets = DatasetMetrics()
         self.outside_seconds = self.count_seconds = 0.0
 
@@ -200,7 +200,7 @@ class Arrivals:
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
-        """Divide what the tape has, and return it."""
+        """Take the tape's events, and return what they show."""
         divided = self.division.divide(self._tape.take())
         self._parts += divided.steps
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
@@ -210,10 +210,10 @@ class Arrivals:
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
         return Arrival(steps, parts, self._tape.timer, with_sizes)
 
-    def wait_for(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
-        """End the current window, whose last steps are those of the arrival."""
-        self._late.append((arrival, self.begun, busy_seconds_per_step))
-        self.begun = []
+    def end_window(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
+        """End the current window: the steps that were read early and those of `arrival`, whose values come later."""
+        self._late.append((arrival, self.read_early, busy_seconds_per_step))
+        self.read_early = []
 
     def take_arrived(self, wait_seconds: float) -> Iterator[tuple[Arrival, list[MeasuredStep], float | None]]:
         """The windows whose values are there: their late steps, the steps before these, and the busy time."""
@@ -227,7 +227,8 @@ class Arrivals:
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
         late = [
-            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(begun) for arrival, begun, _ in self._late
+            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(read_early)
+            for arrival, read_early, _ in self._late
         ]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)
 
