@@ -29,7 +29,7 @@ MAYBE_EVALUATED = (
 
 
 class FirstStep:
-    """Listens to calls, counts what runs since the step has begun, and hands both over to the monitor.
+    """Records the calls of the first step, counts what it runs, and hands both over to the monitor.
 
     Attributes:
         evaluated: What may have been evaluated before the step.
@@ -67,7 +67,7 @@ class FirstStep:
         is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
         if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
             self._live = LiveStep(self._attention)
-            if self._optimizer is not None:  # the call comes from its closure
+            if self._optimizer is not None:  # the call comes from the optimizer's closure
                 self._live.enter_optimizer(*self._optimizer)
 
     def note_batch(self, kind: CallKind, batch: Reading | None) -> None:
@@ -133,7 +133,9 @@ class FirstStep:
             run.tape.add(FIRST, (self._ended - self._began, micro_batches))
 
     def _warn_again(self) -> None:
-        if self._filter in warnings.filters and not may_compile():  # otherwise the hook stays
+        if (
+            self._filter in warnings.filters and not may_compile()
+        ):  # in a process that compiles the hook stays, and so must the filter
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 

@@ -190,7 +190,7 @@ class WatchedProcess:
             except FileExistsError:  # another process, which started in the same second, has created it
                 return self._next_output_dir()
             except OSError:
-                pass  # the monitor reports that it cannot write
+                pass  # the monitor will report that it cannot write
         return folder
 
     def _settings(self) -> "MonitorConfig":
@@ -203,7 +203,7 @@ class WatchedProcess:
         """The options, with a console on stderr, because stdout is the script's."""
         options, settings = dict(self._options), self._settings()
         wanted = options.get("sinks")
-        if wanted is None:  # a list that is passed on to the monitor replaces that of the file
+        if wanted is None:  # the list that is passed on would replace that of the file
             wanted = settings.sinks
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         options["sinks"] = [sink for sink in wanted if sink != "console"]

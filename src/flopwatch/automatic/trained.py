@@ -114,7 +114,7 @@ class TrainedCalls:
         """Keep the sizes of a batch until the optimizer of its module has stepped."""
         if not kind.has_parameters or self.names or len(self._unclear) >= _MOST_BATCHES:
             return None
-        with suppress(Exception):  # the monitor reports it when it reads the batch of the next step
+        with suppress(Exception):  # if this fails, the monitor reports it when it reads the next batch
             reading, _ = self._reader.read_checked(batch())
             self._unclear.append((kind, weakref.ref(module), reading))
             return reading

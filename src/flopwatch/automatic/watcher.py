@@ -134,7 +134,7 @@ class Watcher:
 
     def run_hook(self, hook: Callable[..., None], *args: Any) -> None:
         """Call a hook, except while code is compiled and in forked processes. If it fails, stop watching."""
-        # First, so that the compiler looks at nothing that changes: it would compile again.
+        # This test comes first, because the compiler would compile again after a change of anything that it has read.
         if torch.compiler.is_compiling() or self.state is State.OFF or os.getpid() != self._home[0]:
             return
         try:
@@ -170,7 +170,7 @@ class Watcher:
             return Event.EVALUATED_CALL if self._first.was_evaluated(kind, module) else Event.GRAD_CALL
         if not kind.has_parameters:
             return Event.PLAIN_CALL if module is None else Event.LOSS_CALL
-        if module is None:  # its mode is not seen
+        if module is None:  # the mode of compiled code is not seen
             return Event.MAYBE_EVALUATION
         if kind.is_training or not any(each.requires_grad for each in nn.Module.parameters(module)):
             return Event.PLAIN_CALL
@@ -317,7 +317,7 @@ class Watcher:
     def leave_to_other(self) -> None:
         """That monitor measures the training from here on, as a message says."""
         if self.monitor is None:
-            self._make_monitor()  # says that nothing is added
+            self._make_monitor()  # prints that flopwatch adds nothing
         else:
             self._act("notify", lambda run: run.outlets.notify("info", "own_monitor", OWN_MONITOR))
             self.handle(Event.STOPPED)

@@ -88,7 +88,7 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         folder, is_new = _log_folder(trainer), trainer.global_step == 0
-        # The monitor never logs before Lightning does. With several ranks their windows end where Lightning logs.
+        # With one step more, the monitor never logs before Lightning. With several ranks, windows end where it logs.
         every = trainer.log_every_n_steps or None
         if every is not None and trainer.world_size == 1:
             every += 1

@@ -139,7 +139,7 @@ class MonitoredRun:
         if not self.ranks.has_started:
             self._start(step)
         if self.trace.is_on:
-            with self.phase("pause", is_marked=False):  # writing a trace takes seconds, which are not those of a step
+            with self.phase("pause", is_marked=False):  # writing a trace takes seconds, which belong to no step
                 self.trace.step_ended(step)
         if len(self.recorder.steps) == 1 and not self.arrivals.read_early:
             self.recorder.began = now

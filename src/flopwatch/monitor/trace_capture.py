@@ -66,7 +66,7 @@ class TraceCapture:
         self._look.set()
 
     def close(self, step: int) -> None:
-        """Look for requests no more; end and write the trace, if one is recorded."""
+        """Take no more requests, and write the trace that is being recorded, if there is one."""
         self._requests.is_closed = True
         if self._look is not None:
             self._look.set()

@@ -69,7 +69,11 @@ class CallKinds:
         facts: list[Any] = [is_grad_enabled(), module.training, current_autocast() if is_inside_autocast() else None]
         for value in args:
             if isinstance(value, Tensor) and not value.is_nested and value.layout is _STRIDED:
-                facts += shape_of(value), value.dtype, value.requires_grad  # without a call of a function
+                facts += (
+                    shape_of(value),
+                    value.dtype,
+                    value.requires_grad,
+                )  # inlined, because a function call would take longer
             else:
                 _add_facts(value, facts, numbers, shape_of, _DEEPEST)
         if kwargs:
@@ -99,7 +103,7 @@ class CallKinds:
         sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
         model = -1 - region.number if weight is None else id(weight)
         key = COMPILED, region.number, has_grad, model, sizes
-        # Without gradients, it may be an evaluation: whether the module is in training mode is not seen.
+        # The module's mode is not seen. A call without gradients may be an evaluation, so it counts as evaluation mode.
         return self._known.get(key) or self._keep(
             key, CallKind(key[:3], sizes, model, COMPILED, has_grad, has_grad, weight is not None)
         )

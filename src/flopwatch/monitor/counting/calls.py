@@ -83,7 +83,7 @@ class RootCalls:
         regions.install()
         regions.listen(self._note_region)
         self._is_on = True
-        if self.inside is not None:  # a call that ended by Ctrl-C, after which torch calls no hooks
+        if self.inside is not None:  # Ctrl-C has ended a call, and torch has not called its hook
             self.inside.remove()
             self.inside = None
         if may_compile():
@@ -120,7 +120,7 @@ class RootCalls:
         return list(zip(calls, nodes, strict=True))
 
     def note(self, module: nn.Module, args: tuple[Any, ...], depth: int) -> None:
-        """Record a call and listen again when it returns. Calls in a backward pass recompute activations only."""
+        """Record a call, and ignore the calls inside of it. Calls in a backward pass, which recompute, are left out."""
         if threading.get_ident() != self._thread or not self.is_listening or current_graph_task_id() != -1:
             return
         listener, place = self.listener, self._place
@@ -134,7 +134,7 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
-        # Torch runs such a layer by another kernel if it has a hook, so that its parts are recorded instead.
+        # With a hook on this layer, torch would not use its fused kernel. So calls of its parts are recorded instead.
         if place is not None and not isinstance(module, nn.TransformerEncoderLayer):
             place.table.pop(place.key, None)
             self._began = recorded_operations() or 0

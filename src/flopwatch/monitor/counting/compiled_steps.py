@@ -24,7 +24,7 @@ _MOST_BATCHES = 4096
 
 
 class CompiledSteps:
-    """What steps of a process that compiles show beside their calls.
+    """What is known of steps in a process that compiles, besides their calls.
 
     Attributes:
         batches: The batches that the monitor was given in the step.
@@ -59,7 +59,9 @@ class CompiledSteps:
         if len(self._met) >= _MOST_BATCHES:
             self._met.clear()
         self._met[batch] += 1
-        return self._met[batch] <= ENOUGH + 1  # the first may be compiled, which makes it unlike the others
+        return (
+            self._met[batch] <= ENOUGH + 1
+        )  # one more, because the first step may compile code and then differs from the others
 
     def counted(self, live: LiveStep | ObservedStep, count: StepCount, axes: Axes | None) -> StepCount:
         """Add to a count what compiled code ran in it."""
@@ -87,7 +89,7 @@ class CompiledSteps:
         """Count a step that runs only compiled code from the graphs of this code; None if that fails."""
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
-        # Each micro-batch makes equally many of the calls.
+        # All micro-batches make the same number of calls, so the calls are divided evenly among them.
         axes = [reading.layout.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
         seen = []
         for index, (region, call) in enumerate(found):

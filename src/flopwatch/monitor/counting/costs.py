@@ -223,7 +223,7 @@ class StepCosts:
         return tuple(dict.fromkeys(self.peaks.name(kind) for kind in (self._main_type, *self._types)))
 
     def _achievable_flops_per_s(self) -> float | None:
-        """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""
+        """The rate of the fastest matrix product on the device. None if it was not measured well, or ranks share it."""
         peak = self.peak
         if peak is None or peak.kind in ("measured", "override") or self.peaks.ranks > 1:
             return None
@@ -252,7 +252,9 @@ def _padding(
     if len(batches) < len(batch_sizes):
         return 0, PADDED
     by_scale = count.by_scale
-    if any(scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale):  # of a formula
+    if any(
+        scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale
+    ):  # the count comes from a fitted formula
         axes = [batch.axes for batch in batches]
         parts = [by_scale] if len(set(axes)) == 1 else evidence.divided(kind, axes)
         if parts is None:

@@ -1,4 +1,4 @@
-"""What live counts prove about the FLOPs of steps (pure).
+"""What live counts prove about the FLOPs of steps (pure). A live count is made op by op, while the step runs.
 
 Steps that make the same calls with the same sizes are of one kind, and cost what was counted for their kind. For sizes
 that were not counted, a formula fitted to the counts is used (`flops/live_formula.py`). Both are called exact once
@@ -211,7 +211,7 @@ class Evidence:
         return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
 
     @property
-    def formulas(self) -> list[Formula]:
+    def fitted_formulas(self) -> list[Formula]:
         return [fit.formula for fit, _ in self._fits.values() if fit.formula is not None]
 
     def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
@@ -226,7 +226,7 @@ class Evidence:
         self.uncounted = tuple(sorted({*self.uncounted, *count.uncounted}))
         self.coverage = min(self.coverage, count.coverage)
         self.ops |= count.by_op.keys()
-        predicted = self._by_formula(kind)
+        predicted = self._predicted_count(kind)
         known = self._known.get(kind)
         if known is None:
             if len(self._known) >= _MOST_KINDS:
@@ -270,7 +270,7 @@ class Evidence:
         return Doubt(ranges, _shown(step, before, count)) if ranges else None
 
     def unproven(self) -> Doubt | None:
-        """At the end of a run: steps of kinds whose cost has changed, as far as no later count proves them.
+        """At the end of a run, the steps that no later count proves, of kinds whose cost has changed.
 
         These are the steps after the last count. If too few counts agreed since the change, the cost may come and go,
         so that two counts prove nothing of the steps between them: then all steps before the change are doubted.
@@ -290,19 +290,19 @@ class Evidence:
         known = self._known.get(kind)
         if known is not None:
             return known.agreeing < min(known.needed, 2 * ENOUGH) and not self._is_predicted(kind, known)
-        return self._by_formula(kind) is None
+        return self._predicted_count(kind) is None
 
     def knows_call(self, call: CallKind) -> bool:
         """Whether a step that begins with this call needs no count because of its sizes."""
         if call in self.settled_calls:
             return True
-        return any(formula.covers(call.family, call.sizes) for formula in self.formulas)
+        return any(formula.covers(call.family, call.sizes) for formula in self.fitted_formulas)
 
     def verdict(self, kind: StepKind, step: int) -> Verdict:
-        """The FLOPs of an uncounted step; if they are called exact, that is remembered."""
+        """The FLOPs of an uncounted step. If they are called exact, the step is noted, to be doubted if necessary."""
         known = self._known.get(kind) or self._alike(kind)
         if known is None:
-            count = self._by_formula(kind)
+            count = self._predicted_count(kind)
             if count is None:
                 return Verdict(None, self._why_unknown(kind))
             claims = self._fit_of(_keys(kind)[0])[1]
@@ -338,8 +338,8 @@ class Evidence:
         return found[0] if found and all(each.count.agrees(found[0].count) for each in found) else None
 
     def _is_predicted(self, kind: StepKind, known: _Known) -> bool:
-        """Whether a formula gives the only count of this kind."""
-        predicted = None if known.changes else self._by_formula(kind)
+        """Whether a fitted formula predicts the only count of this kind."""
+        predicted = None if known.changes else self._predicted_count(kind)
         return predicted is not None and predicted.agrees(known.count)
 
     def _why_unknown(self, kind: StepKind) -> str:
@@ -360,7 +360,7 @@ class Evidence:
 
         None if the formula does not hold for one of them alone, or if it is not known which calls belong to which.
         """
-        found = self._formula_of(kind)
+        found = self._fitted_formula(kind)
         parts = divided_calls(kind.sized_calls(), len(axes))
         if found is None or parts is None:
             return None
@@ -370,11 +370,11 @@ class Evidence:
         each = [found[0].values(part) for part in parts]
         return None if None in each else [_count_of(values).by_scale for values in each if values is not None]
 
-    def _by_formula(self, kind: StepKind) -> StepCount | None:
-        found = self._formula_of(kind)
+    def _predicted_count(self, kind: StepKind) -> StepCount | None:
+        found = self._fitted_formula(kind)
         return None if found is None else _count_of(found[1])
 
-    def _formula_of(self, kind: StepKind) -> tuple[Formula, Mapping[Hashable, int]] | None:
+    def _fitted_formula(self, kind: StepKind) -> tuple[Formula, Mapping[Hashable, int]] | None:
         """The formula that holds for a step, and its values."""
         for key in _keys(kind):
             fit = self._fits.get(key)

@@ -1,4 +1,4 @@
-"""Counts the training's own steps: begins and ends live counts, and records what every step shows of itself."""
+"""Counts some steps of the training as they run, and records of every step which modules it has called."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -186,7 +186,7 @@ class StepCounter:
             step.layout = layout
             if step.live is not None:
                 step.live.set_axes(layout.axes)
-        if may_compile():  # calls of modules are not seen, and what they cost follows the sizes of the batch
+        if may_compile():  # calls of modules are not seen, so the batch shows of what kind the step is
             self._compiled.batches.append(self._calls.kinds.of_batch(batch))
         # The first steps show whether the training runs in this thread. Until then, batches are kept for estimates.
         if self.is_on and (step is None or not step.may_count or self._schedule.steps < _FUTILE):
@@ -264,7 +264,7 @@ class StepCounter:
         if not is_new and compiles and step.batch is not None:  # in compiled code, a call cannot begin a count
             is_new = self._compiled.is_new(self._calls.kinds.of_batch(step.batch))
         step.is_wanted = is_due or (is_new and schedule.may_add(schedule.steps))
-        # In compiled code, no call of a module shows that a step begins.
+        # In a process that compiles, calls of modules are not seen, so none of them shows that a step begins.
         begins_early = self.evidence.starts_with_call is not True or compiles or (is_due and schedule.begins_early())
         # Torch drops a dispatch mode that is entered inside of compiled code, so the next step is counted instead.
         if step.is_wanted and (self._opens_steps or begins_early) and not regions.state.is_calling:
@@ -349,14 +349,14 @@ class StepCounter:
         if kind.has_grad and kind.has_parameters:
             step.read_axes_of_call(self._reader, module, args, kwargs)
         if self.is_evaluation(kind):
-            step.end_count()  # the step that follows is counted another time
+            step.end_count()  # the count would include the evaluation, so the next step is counted instead
             self._schedule.wants_next = True
         return step.live is not None
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
         if kind.has_grad:
             return self._callbacks.passes.region_begins()
-        model = self.model  # the call does not show in which mode its module is
+        model = self.model  # the call does not show whether its module is in training mode
         is_in_mode = model is not None and not unwrap(model).training
         return self._region_evaluated if is_in_mode and self.is_evaluation(kind) else None
 
@@ -383,7 +383,7 @@ class StepCounter:
             yield
         finally:
             self._listen(was)
-            if was and self._step is not None:  # inside of another such context, that one adds them
+            if was and self._step is not None:  # contexts can be nested; only the outermost one adds its operations
                 self._step.nodes_outside += (recorded_operations() or 0) - (before or 0)
 
     def _listen(self, listens: bool) -> None:
@@ -445,13 +445,13 @@ class StepCounter:
         return not trained.has_changed()
 
     def _trace(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
-        now = recorded_operations()  # before graphs are counted, which records operations
+        now = recorded_operations()  # read before graphs are counted, because counting them records operations too
         count = None if opened is None else self._end_count(opened, readings)
         has_evaluated = count is not None and self._compiled.has_evaluated(count) and not self._opens_steps
         if self._opens_steps and (may_compile() or (opened is not None and not opened.may_count)):
             self._calls.stop()  # so that calls of evaluations are not recorded
         can_count = self._can_count()
-        if opened is None and can_count:  # the first step of a loop that opens none
+        if opened is None and can_count:  # the first step of a loop that opens no steps
             self._schedule.futile += self._schedule.steps == 1
         if opened is None or not can_count:
             return self._estimate()

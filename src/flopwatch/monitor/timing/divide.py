@@ -198,7 +198,7 @@ class Division:
             self._since, self.first_step_began = (mark, now), now
         else:
             self._cut(now, mark)
-        self._step.running = None  # an optimizer that has raised an exception did not end
+        self._step.running = None  # an optimizer step that has raised an exception has no end event
         if state == GAP:
             if self._is_gap_kept(cpu) and not self._fetches_are_timed:
                 self._decide_gap(WAIT)
@@ -224,7 +224,7 @@ class Division:
         self._states[0] = _MONITOR
 
     def _parts(self, step: _OpenStep, *, has_timed_parts: bool) -> StepParts:
-        if step.running is not None:  # a hook ends the step before the optimizer is done
+        if step.running is not None:  # a hook has ended the step while the optimizer was still running
             step.rest_from = len(step.segments)
         is_wait_seen = step.arrivals and step.micro_batches <= step.arrivals and not step.is_wait_unclear
         return StepParts(

@@ -107,7 +107,9 @@ class Tape:
     def begin_gap(self) -> None:
         """Begin the gap, the time until the next batch arrives; called after `end_step` and the monitor's own work."""
         if self._steps % _GAPS_PER_LOOK == 1 and self._cpu_seconds is None and multiprocessing.active_children():
-            self._cpu_seconds = time.thread_time  # tells a gap spent waiting for a loader's workers from other work
+            self._cpu_seconds = (
+                time.thread_time
+            )  # with it, a gap spent waiting for a loader's workers differs from other work
         self.add(GAP)
 
     def begin_own_work(self) -> bool:
