@@ -120,7 +120,7 @@ class FirstStep:
             self._warn_again()
             run.counter.take_over(live, calls, self._nodes)
 
-    def why_in_doubt(self, calls: TrainedCalls) -> str | None:
+    def why_inexact(self, calls: TrainedCalls) -> str | None:
         is_unclear = self.evaluated.began is not None and any(map(calls.share_nothing_with, self.evaluated.modules))
         return MAYBE_EVALUATED if is_unclear else None
 
@@ -144,7 +144,7 @@ class _Evaluated:
 
     Attributes:
         modules: Modules that were called without gradients, in evaluation mode.
-        regions: The same for compiled code, whose module and mode are not seen: numbers of the models it belongs to.
+        regions: Numbers of the models whose compiled code was called without gradients; their mode is not seen.
     """
 
     def __init__(self) -> None:

@@ -255,15 +255,15 @@ class Watcher:
         if optimizer is None or not self._has_monitor():
             return
         assert self.monitor is not None
-        doubt = self._first.why_in_doubt(self._calls) if is_first else None
+        reason = self._first.why_inexact(self._calls) if is_first else None
         if is_first:
             self._act("first_step", self._first.hand_over)
         self._find_model(optimizer)
-        self._act("batches", partial(self._complete, is_first=is_first, doubt=doubt))
+        self._act("batches", partial(self._complete, is_first=is_first, reason=reason))
         number, self.steps = self.steps, self.steps + 1
         self.monitor.log_step(number, learning_rate=optimizer.param_groups[0].get("lr"))
 
-    def _complete(self, run: MonitoredRun, *, is_first: bool, doubt: str | None) -> None:
+    def _complete(self, run: MonitoredRun, *, is_first: bool, reason: str | None) -> None:
         """Add to the step what is known only now."""
         for reading in self._calls.take_kept():
             run.recorder.add_reading(reading)
@@ -275,9 +275,9 @@ class Watcher:
             names = ", ".join(dict.fromkeys(self._calls.names.values()))
             run.outlets.notify("warning", "several_models", SEVERAL_MODELS.format(models=names))
             run.recorder.drop_batches()
-        doubt = SKIPPED if self._calls.end_step() else doubt
-        if doubt is not None:
-            run.counter.doubt_step(doubt)
+        reason = SKIPPED if self._calls.end_step() else reason
+        if reason is not None:
+            run.counter.call_inexact(reason)
 
     def drop_step(self, why: str = SEVERAL_OPTIMIZERS, *, finds_model: bool = False) -> None:
         """The step is not measured, as a notice says."""

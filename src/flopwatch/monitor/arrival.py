@@ -206,7 +206,8 @@ class Arrivals:
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
         return divided
 
-    def arrival(self, steps: Sequence[RecordedStep], with_sizes: Callable[[Reading], Reading | None]) -> Arrival:
+    def begin(self, steps: Sequence[RecordedStep], with_sizes: Callable[[Reading], Reading | None]) -> Arrival:
+        """Begin to copy the values of these recorded steps to the host."""
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
         return Arrival(steps, parts, self._tape.timer, with_sizes)
 
@@ -216,7 +217,7 @@ class Arrivals:
         self.read_early = []
 
     def take_arrived(self, wait_seconds: float) -> Iterator[tuple[Arrival, list[MeasuredStep], float | None]]:
-        """The windows whose values are there: their late steps, the steps before these, and the busy time."""
+        """The windows whose values have arrived: the arrival, the steps that were read early, and the busy time."""
         while self._late and self._late[0][0].arrives(wait_seconds):
             yield self._late.popleft()
 

@@ -165,7 +165,7 @@ class MonitoredRun:
         if self.recorder.steps:
             busy = self._busy_seconds_per_step()
             self.counter.check_model()
-            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.with_sizes)
+            arrival = self.arrivals.begin(self.recorder.take(), self.counter.with_sizes)
             self.arrivals.end_window(arrival, busy)
         elif self.arrivals.read_early:
             self.rows.add(Window(tuple(self.arrivals.read_early)))
@@ -424,7 +424,7 @@ class MonitoredRun:
         self._divide()
         self._take_arrived(DEVICE_SECONDS)
         if self.recorder.steps and not self.arrivals.late_steps:
-            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.with_sizes)
+            arrival = self.arrivals.begin(self.recorder.steps, self.counter.with_sizes)
             if arrival.arrives(DEVICE_SECONDS):
                 self.recorder.take()
                 self.arrivals.read_early += self._measured(arrival)

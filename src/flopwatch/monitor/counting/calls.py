@@ -101,7 +101,7 @@ class RootCalls:
         regions.listen(None)
 
     def remove_global_hook(self) -> None:
-        """Where code is compiled, only its calls are recorded. A hook for all modules would be compiled into it."""
+        """Remove the hook for all modules, because it would be compiled into the code of a process that compiles."""
         if self._place is not None and not compiled_graphs():
             self._place.table.pop(self._place.key, None)
 
@@ -115,7 +115,7 @@ class RootCalls:
         return threading.get_ident() == self._thread
 
     def take(self) -> list[tuple[CallKind, int]]:
-        """The calls since the last time, each with the number of operations that autograd has recorded in it."""
+        """The calls since the last `take`, each with the number of operations that autograd has recorded in it."""
         calls, self.calls, nodes, self.nodes = self.calls, [], self.nodes, []
         return list(zip(calls, nodes, strict=True))
 

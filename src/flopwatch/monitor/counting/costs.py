@@ -125,10 +125,10 @@ class StepCosts:
         elif trace.estimates is not None:
             flops, reason = self._estimated(trace, batch_sizes)
         elif trace.kind is None:
-            flops, reason = None, trace.doubt
+            flops, reason = None, trace.reason
         else:
             flops, reason = self._counted(trace, step, batch_sizes)
-            reason = trace.doubt or reason or self.repeated
+            reason = trace.reason or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
         return StepCost(flops, *self._peak_seconds(flops), reason)
@@ -164,10 +164,10 @@ class StepCosts:
         costs = [trace.estimates.cost(batch) for batch in batch_sizes or ()]
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
-            return None, trace.doubt
+            return None, trace.reason
         cost = sum_of_costs(known)
         model = cost.needed.forward + cost.needed.backward
-        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.doubt
+        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.reason
 
     def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
         if flops is None:

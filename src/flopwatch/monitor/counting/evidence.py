@@ -27,7 +27,7 @@ _NODES, _BACKWARDS, _UNKNOWN = "nodes", "backwards", "unknown"
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What every step shows of itself, counted or not.
+    """The kind of a step, counted or not. Steps of one kind are expected to run the same FLOPs.
 
     Attributes:
         calls: The outermost calls of modules.
@@ -125,12 +125,12 @@ class StepTrace:
     """What a step ran.
 
     Attributes:
-        kind: What every step shows of itself; None if steps are not counted as they run.
+        kind: The kind of the step; None if steps are not counted as they run.
         evidence: What was known of the model when the step ran.
         count: The step's FLOPs, if it was counted as it ran.
         was_counted: Whether counting has slowed the step down.
         is_partial: Whether something may have run before the count began.
-        doubt: Why the FLOPs are not exact or not known; None if no such reason is known.
+        reason: Why the FLOPs are not exact or not known; None if no such reason is known.
         estimates: Estimates of `model(batch)`, if steps are not counted as they run.
     """
 
@@ -139,7 +139,7 @@ class StepTrace:
     count: StepCount | None = None
     was_counted: bool = False
     is_partial: bool = False
-    doubt: str | None = None
+    reason: str | None = None
     estimates: EstimatedCosts | None = None
 
 
@@ -393,7 +393,7 @@ class Evidence:
 
 
 def _batches(kind: StepKind) -> tuple[CallKind, ...]:
-    """The batches of the monitor among the calls; they come last, and are not known for the first step of a run."""
+    """The batches among the calls; they come last, and are not known for the first step of a run."""
     return tuple(call for call in kind.calls if call.name == BATCH)
 
 

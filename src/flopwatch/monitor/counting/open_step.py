@@ -27,7 +27,7 @@ class OpenStep:
         live: Its count while that runs; None otherwise.
         is_late: Whether the count began with the first call of a module, and not with the step.
         began_without_model: Whether the model was not known when it began.
-        doubt: Why its FLOPs are not exact.
+        reason: Why its FLOPs are not exact.
         optimizer_call: The optimizer step that is under way, with its arguments.
     """
 
@@ -37,7 +37,7 @@ class OpenStep:
     nodes_outside = 0
     may_count = is_wanted = is_late = began_without_model = False
     live: LiveStep | ObservedStep | None = None
-    doubt: str | None = None
+    reason: str | None = None
     optimizer_call: tuple[Any, ...] | None = None
 
     def __init__(self, batch: Any = None) -> None:

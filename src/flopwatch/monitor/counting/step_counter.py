@@ -299,10 +299,10 @@ class StepCounter:
 
     # --- A step runs --------------------------------------------------------------------------------------------------
 
-    def doubt_step(self, reason: str) -> None:
+    def call_inexact(self, reason: str) -> None:
         """Say why the step that ends now is not exact."""
         if self._step is not None:
-            self._step.doubt = reason
+            self._step.reason = reason
 
     def optimizer_begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._step
@@ -431,7 +431,7 @@ class StepCounter:
             kind is None
             or not opened.may_count
             or opened.live is not None
-            or opened.doubt
+            or opened.reason
             or opened.began_without_model
         ):
             return False
@@ -459,10 +459,10 @@ class StepCounter:
         has_evaluated |= had_evaluation
         usual, was_counted = self.evidence.usual, count is not None and self._config.count != "every"
         if count is None:
-            if usual is not None and kind == usual.kind and not has_evaluated and not opened.doubt:
+            if usual is not None and kind == usual.kind and not has_evaluated and not opened.reason:
                 return self._usual_trace(opened, usual)
             self._schedule.note_step(self._callbacks.clock() - opened.began)
-        elif not has_evaluated and opened.doubt is None:
+        elif not has_evaluated and opened.reason is None:
             self._compiled.note(kind)
             count = self._add_count(opened, kind, step, count)
         needs_count = self.evidence.needs_count(kind)
@@ -477,8 +477,8 @@ class StepCounter:
         self._estimates.examples.clear()
         is_partial = opened.is_late and count is not None and not self.evidence.starts_with_call
         count = None if has_evaluated else count
-        trace = StepTrace(kind, self.evidence, count, was_counted, is_partial, opened.doubt)
-        is_plain = not (self._schedule.wants_next or was_counted or count or opened.doubt)
+        trace = StepTrace(kind, self.evidence, count, was_counted, is_partial, opened.reason)
+        is_plain = not (self._schedule.wants_next or was_counted or count or opened.reason)
         self.evidence.usual = trace if is_plain else None
         return trace
 
@@ -555,7 +555,7 @@ class StepCounter:
         model, estimates = self.model, self._estimates
         if model is None:
             estimates.examples.clear()
-            return StepTrace(doubt=NO_MODEL)
+            return StepTrace(reason=NO_MODEL)
         estimates.is_used = True
         while estimates.examples:
             error = failure_of(estimates.estimate_next, model)
@@ -564,7 +564,7 @@ class StepCounter:
                 if self._config.strict:
                     raise error
         why = obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
-        return StepTrace(estimates=estimates, doubt=ESTIMATED if self._config.mode == "estimate" else why)
+        return StepTrace(estimates=estimates, reason=ESTIMATED if self._config.mode == "estimate" else why)
 
 
 def _counted_every(config: MonitorConfig) -> int:

@@ -23,7 +23,7 @@ _BEFORE, _PHASE, _MONITOR = "before", "phase", "monitor"
 """Further states of the loop: before the first step, in a phase, and in the monitor after the end of a step."""
 
 Segment = tuple[str, Any, Any]
-"""Use, and the marks of start and end."""
+"""What the time was used for, and the marks of its start and end."""
 
 
 class StepParts(NamedTuple):
