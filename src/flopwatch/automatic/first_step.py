@@ -21,7 +21,7 @@ from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 _MOST_CALLS = 1000
 _WARNING_OF_HOOKS = r"Using `torch.compile\(module\)` when there are global hooks"
-"""The calls of a module from `torch.compile` warn of our hook for all modules."""
+"""Torch warns so if a compiled module is called while our hook for all modules exists."""
 MAYBE_EVALUATED = (
     "before the first step, a module was called without gradients that the step does not train; whether that was an "
     "evaluation or belongs to the step is not known"

@@ -226,7 +226,7 @@ class Span:
     _peak_flops_per_s: float | None = None
     _report: RankReport | None = None
     _sums: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    """Sums of the steps by the values that they have, because some rates leave out the steps that lack a value."""
+    """Sums of steps, by the names of the values that these steps have. A rate leaves out steps that lack its value."""
 
     def add(self, window: Window, peak_flops_per_s: float | None, world_size: int = 1, *, exact: bool = True) -> None:
         self.rows += 1

@@ -198,7 +198,7 @@ class TrainingMonitor:
         self._own_seconds = 0.0
         self._exit: SystemExit | None = None
         self._guard = Guard("log_step", self._failed)
-        """For what runs on every step."""
+        """Catches errors of calls that are made on every step."""
         if is_switched_off():
             return
         rank, world_size = rank_and_world_size()

@@ -13,7 +13,7 @@ _FREE_SECONDS = 2.0
 SHARE_OF_TIME = 0.005
 """Counting may take two seconds and this share of the run's time; counts of the first steps are not limited."""
 _EXTRA, _SHARE_EXTRA = 32, 0.002
-"""Most counts of steps because they are new: 32 and 0.2 % of all steps; with several ranks, 32 on each."""
+"""Limit for counts of new steps: 32 and 0.2 % of all steps; with several ranks, 32 on each."""
 _RATIO_OF_RANKS = 2.0
 _MOST_EXPECTED = 64
 _SHARE_FROM_THE_START = 0.25
@@ -61,7 +61,7 @@ class Schedule:
         return index >= self.next_index
 
     def expect(self, kind: Hashable, index: int) -> None:
-        """Expect a kind that needs another count to come again after as many steps as the last time."""
+        """Note that a kind needs another count. If it comes every few steps, expect it after as many steps again."""
         if len(self._met) >= _MOST_EXPECTED:
             self._met, self.expected = {}, set()
         gap = index - self._met.get(kind, index)
@@ -75,7 +75,7 @@ class Schedule:
         return steps >= self._first and self.extra < most
 
     def begins_early(self) -> bool:
-        """Whether a count begins with the step, although nothing has run before the first call in earlier steps."""
+        """Whether a count begins with the step and not with its first call, to see what runs before that."""
         return self._chance.random() < _SHARE_FROM_THE_START
 
     def note_extra(self) -> None:

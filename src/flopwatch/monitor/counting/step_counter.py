@@ -48,7 +48,7 @@ _TIMED_BEFORE_COUNT = 32
 
 
 class PassListener(Protocol):
-    """What times forward and backward passes."""
+    """An object that times forward and backward passes."""
 
     def forward_begins(self) -> None: ...
 
@@ -146,7 +146,7 @@ class StepCounter:
         self._schedule.every = steps
 
     def check_model(self) -> None:
-        """Once per logging window: of a model with other parameters, the next step is counted."""
+        """Count the next step if the model has other parameters than before; called once per logging window."""
         if self._trained is not None and self._trained.has_other_parameters():
             self._schedule.wants_next = True
             if self._estimates.is_used:
@@ -168,7 +168,7 @@ class StepCounter:
             self._trained.stop()
 
     def facts(self) -> FlopFacts | None:
-        """How the FLOPs are found; None while they are not."""
+        """How the FLOPs are found; None until some are known."""
         facts = self.evidence.facts(self._config.attention)
         if facts is None and self._estimates.is_used:
             return FlopFacts("estimate", False, self._config.attention, None, self._estimates.notes)
@@ -551,7 +551,7 @@ class StepCounter:
             self._calls.kinds.reads_numbers |= any(call.numbers for call in kind.calls)
 
     def _estimate(self) -> StepTrace:
-        """A step whose FLOPs are those of `model(batch)`: an estimate."""
+        """The trace of a step whose FLOPs are estimated as those of `model(batch)`."""
         model, estimates = self.model, self._estimates
         if model is None:
             estimates.examples.clear()
