@@ -20,7 +20,7 @@ from flopwatch.torch_internals.modules import compiled_call
 
 _MOST_BATCHES = 1000
 _MOST_STEPS_WITHOUT_END = 100
-"""After so many steps of another optimizer, without one of the optimizer that ends steps, the other one ends steps."""
+"""If the optimizer that ends steps pauses during so many steps of another one, that one ends steps from then on."""
 
 
 class Optimizers:

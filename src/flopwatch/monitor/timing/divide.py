@@ -271,7 +271,7 @@ class Division:
             self._gap.has_other_work = True
 
     def _open_first(self, now: float, mark: Any, fact: tuple[float, int], _: Any) -> None:
-        """The first step began before there was a tape: `fact` has the seconds since its first batch, and its batches.
+        """The first step began before there was a tape. `fact`: seconds since its first batch, number of micro-batches.
 
         On an accelerator, its time stays unknown: no event was recorded when it began.
         """
