@@ -58,13 +58,13 @@ from flopwatch.automatic import session
 from flopwatch.automatic.watcher import TABLE, Watcher
 from flopwatch.cli import main
 
-pairs, take = set(), Watcher.take
+pairs, handle = set(), Watcher.handle
 
 def noted(self, event, *what):
     pairs.add((self.state.name, event.name))
-    take(self, event, *what)
+    handle(self, event, *what)
 
-Watcher.take = noted
+Watcher.handle = noted
 main()
 session._active.stop()
 print("PAIRS", sorted(pairs))

@@ -179,7 +179,7 @@ class TestErrors:
         assert torch.equal(parameters, expected)
         parts = [record.args[0] for record in caplog.records if record.name == "flopwatch"]
         assert len(parts) == len(set(parts))
-        assert {"on_step_begin", "_see", "on_step_end", "on_log", "on_evaluate", "on_save", "end"} <= set(parts)
+        assert {"on_step_begin", "_read_batch", "on_step_end", "on_log", "on_evaluate", "on_save", "end"} <= set(parts)
         assert not traces_on(trainer)
 
     def test_strict_raises_it(self, tmp_path):

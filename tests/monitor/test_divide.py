@@ -25,14 +25,14 @@ def events(draw):
     """Events in any order, also one that no training has, and the time in phases, of which the tape nests none."""
     now, began, apart_seconds = 0.0, None, 0.0
     made = [(tape.START, now, now, True, now)]
-    for code in [*draw(st.lists(st.sampled_from(CODES), max_size=60)), tape.BACK, tape.END]:
+    for code in [*draw(st.lists(st.sampled_from(CODES), max_size=60)), tape.PHASE_END, tape.END]:
         now += draw(st.sampled_from([0.0, 0.001, 0.01, 0.2, 3.0]))
         fact = draw(FACTS.get(code, st.none()))
-        if code in (tape.APART, tape.BACK) and (began is None) == (code == tape.BACK):
+        if code in (tape.PHASE, tape.PHASE_END) and (began is None) == (code == tape.PHASE_END):
             continue
-        if code == tape.APART:
+        if code == tape.PHASE:
             began = now
-        elif code == tape.BACK:
+        elif code == tape.PHASE_END:
             fact, began, apart_seconds = began, None, apart_seconds + now - began
         made.append((code, now, now, fact, now))
     return made, apart_seconds

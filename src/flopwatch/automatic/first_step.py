@@ -21,7 +21,7 @@ from flopwatch.torch_internals.ops import dispatch_mode_stack
 
 _MOST_CALLS = 1000
 _WARNING_OF_HOOKS = r"Using `torch.compile\(module\)` when there are global hooks"
-"""The calls of a module from `torch.compile` warn of our hook for all modules."""
+"""Torch warns so if a compiled module is called while our hook for all modules exists."""
 MAYBE_EVALUATED = (
     "before the first step, a module was called without gradients that the step does not train; whether that was an "
     "evaluation or belongs to the step is not known"
@@ -29,7 +29,7 @@ MAYBE_EVALUATED = (
 
 
 class FirstStep:
-    """Listens to calls, counts what runs since the step has begun, and hands both over to the monitor.
+    """Records the calls of the first step, counts what it runs, and hands both over to the monitor.
 
     Attributes:
         evaluated: What may have been evaluated before the step.
@@ -64,20 +64,20 @@ class FirstStep:
         return len(self._calls.calls) <= _MOST_CALLS
 
     def _begin_count(self) -> None:
-        is_apart = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
-        if obstacle() is None and not is_apart and not regions.state.is_calling:
+        is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
+        if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
             self._live = LiveStep(self._attention)
-            if self._optimizer is not None:  # the call comes from its closure
+            if self._optimizer is not None:  # the call comes from the optimizer's closure
                 self._live.enter_optimizer(*self._optimizer)
 
     def note_batch(self, kind: CallKind, batch: Reading | None) -> None:
         if batch is not None:
             self._batches.append(kind.module)
             if self._live is not None and kind.module == self._batches[0]:
-                self._live.set_axes(batch.plan.axes)
+                self._live.set_axes(batch.layout.axes)
 
     def leave_out(self, kept: int | None = 0) -> None:
-        """What ran so far belongs to no step, except for this number of the newest calls; None keeps all calls."""
+        """Leave out what ran so far, except for this number of the newest calls; None keeps all calls."""
         if self.evaluated.began is None:
             self.evaluated.began = self._began
         self._began = None
@@ -89,7 +89,7 @@ class FirstStep:
             del self._calls.calls[:left_out], self._calls.nodes[:left_out]
 
     def was_evaluated(self, kind: CallKind, module: nn.Module | None) -> bool:
-        """Whether the step may have begun only with this call, as its model was evaluated before."""
+        """Whether a model that is called was evaluated before, so that the step may begin only with this call."""
         if module is None:  # where the step is counted as it runs, the counter leaves out evaluations itself
             return self._live is None and kind.module in self.evaluated.regions
         return any(share_parameters(module, each) for each in self.evaluated.modules)
@@ -105,7 +105,7 @@ class FirstStep:
             self._live.leave_optimizer()
 
     def stop(self) -> None:
-        """Give up the first step. A mode can only be left outside of a backward pass, so that this is called again."""
+        """Give up the first step. Its count cannot be ended in a backward pass; then this must be called again."""
         if self._live is not None and current_graph_task_id() == -1:
             self._live.end()
             self._live = None
@@ -118,10 +118,10 @@ class FirstStep:
         live, calls, self._live, self._calls = self._live, self._calls, None, None
         if calls is not None:
             self._warn_again()
-            run.counter.adopt(live, calls, self._nodes)
+            run.counter.take_over(live, calls, self._nodes)
 
-    def why_in_doubt(self, calls: TrainedCalls) -> str | None:
-        is_unclear = self.evaluated.began is not None and any(map(calls.are_apart_from, self.evaluated.modules))
+    def why_inexact(self, calls: TrainedCalls) -> str | None:
+        is_unclear = self.evaluated.began is not None and any(map(calls.share_nothing_with, self.evaluated.modules))
         return MAYBE_EVALUATED if is_unclear else None
 
     def note_times(self, run: MonitoredRun) -> None:
@@ -133,7 +133,9 @@ class FirstStep:
             run.tape.add(FIRST, (self._ended - self._began, micro_batches))
 
     def _warn_again(self) -> None:
-        if self._filter in warnings.filters and not may_compile():  # otherwise the hook stays
+        if (
+            self._filter in warnings.filters and not may_compile()
+        ):  # in a process that compiles the hook stays, and so must the filter
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 
@@ -142,7 +144,7 @@ class _Evaluated:
 
     Attributes:
         modules: Modules that were called without gradients, in evaluation mode.
-        regions: The same for compiled code, whose module and mode are not seen: numbers of the models it belongs to.
+        regions: Numbers of the models whose compiled code was called without gradients; their mode is not seen.
     """
 
     def __init__(self) -> None:

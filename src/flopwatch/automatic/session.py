@@ -114,7 +114,7 @@ class WatchedProcess:
         atexit.register(self._say_if_nothing_was_seen)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """The script runs as without flopwatch even if flopwatch fails."""
+        """Call `action`; if it fails, report that and let the script run as without flopwatch."""
         try:
             action()
         except Exception as error:
@@ -190,11 +190,11 @@ class WatchedProcess:
             except FileExistsError:  # another process, which started in the same second, has created it
                 return self._next_output_dir()
             except OSError:
-                pass  # the monitor reports that it cannot write
+                pass  # the monitor will report that it cannot write
         return folder
 
     def _settings(self) -> "MonitorConfig":
-        """What the configuration file says; the monitor reports its mistakes."""
+        """The settings of the configuration file; the monitor reports mistakes in it."""
         from flopwatch.monitor.config import read_config
 
         return read_config(self._options.get("config"), self._options.get("preset"))[0]
@@ -203,7 +203,7 @@ class WatchedProcess:
         """The options, with a console on stderr, because stdout is the script's."""
         options, settings = dict(self._options), self._settings()
         wanted = options.get("sinks")
-        if wanted is None:  # a list that is passed on to the monitor replaces that of the file
+        if wanted is None:  # the list that is passed on would replace that of the file
             wanted = settings.sinks
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         options["sinks"] = [sink for sink in wanted if sink != "console"]

@@ -20,14 +20,14 @@ from flopwatch.torch_internals.modules import compiled_call
 
 _MOST_BATCHES = 1000
 _MOST_STEPS_WITHOUT_END = 100
-"""If the optimizer that ends steps pauses for so many steps of another one, the other one ends steps from then on."""
+"""If the optimizer that ends steps pauses during so many steps of another one, that one ends steps from then on."""
 
 
 class Optimizers:
     """Knows the optimizers of the process, and which of them ends a step.
 
     Attributes:
-        has_changed: Whether an optimizer is new since somebody has set this to False.
+        has_changed: Whether a new optimizer has stepped. Whoever has looked for its model sets this to False.
     """
 
     def __init__(self) -> None:
@@ -46,28 +46,28 @@ class Optimizers:
         return None if self._last is None else self._last()
 
     def begins(self, optimizer: Optimizer) -> bool:
-        """Note that its `step` begins; whether it is the first time."""
+        """Note that a `step` begins. Returns whether it is the first one of this optimizer."""
         self._depths[id(optimizer)] += 1
         is_new = optimizer not in self._known
         self._known.add(optimizer)
         return is_new
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """Note that its `step` ends. False if `step` of its class has called that of the class above, which ends."""
+        """Note that a `step` ends. False if it is that of a parent class, called by the optimizer's own `step`."""
         depth = self._depths.pop(id(optimizer), 1) - 1
         if depth > 0:
             self._depths[id(optimizer)] = depth
         return depth <= 0
 
-    def none_runs(self) -> None:
-        """An optimizer that has raised an exception did not end."""
+    def forget_running(self) -> None:
+        """Forget the steps that are under way; an optimizer that has raised an exception did not end its step."""
         self._depths.clear()
 
     def parameters(self) -> list[torch.Tensor]:
         return [p for optimizer in self._stepped for group in optimizer.param_groups for p in group["params"]]
 
     def stepped(self, optimizer: Optimizer) -> bool | None:
-        """Whether this step of an optimizer ends a step; None if that is not known before it steps again."""
+        """Whether this optimizer step ends a step of the training; None if that is not known before its next one."""
         is_first, last = optimizer not in self._stepped, self.last
         self._stepped.add(optimizer)
         if is_first:
@@ -98,10 +98,10 @@ class TrainedCalls:
         """Modules with trained parameters that the step has called, by number."""
         self._count = 0
         self._usual: Counter[int] = Counter()
-        """How many steps have called trained modules how often."""
+        """By the number of calls of trained modules in a step, how many steps had so many."""
 
     def is_batch(self, kind: CallKind, module: nn.Module) -> bool:
-        """Note a call; whether it is of the first module with trained parameters in the step."""
+        """Note a call. Returns whether it is of the first module with trained parameters in the step."""
         if kind.module not in self.owners:
             trained = set(map(id, self._optimizers.parameters()))
             self.owners[kind.module] = any(id(p) in trained for p in module.parameters())
@@ -114,7 +114,7 @@ class TrainedCalls:
         """Keep the sizes of a batch until the optimizer of its module has stepped."""
         if not kind.has_parameters or self.names or len(self._unclear) >= _MOST_BATCHES:
             return None
-        with suppress(Exception):  # the monitor reports it when it reads the batch of the next step
+        with suppress(Exception):  # if this fails, the monitor reports it when it reads the next batch
             reading, _ = self._reader.read_checked(batch())
             self._unclear.append((kind, weakref.ref(module), reading))
             return reading
@@ -125,13 +125,13 @@ class TrainedCalls:
         kept, self._unclear = self._unclear, []
         return [reading for kind, ref, reading in kept if (module := ref()) is not None and self.is_batch(kind, module)]
 
-    def are_apart_from(self, module: nn.Module) -> bool:
+    def share_nothing_with(self, module: nn.Module) -> bool:
         """Whether a module shares no parameters with those whose batches are kept."""
         kept = (ref() for _, ref, _ in self._unclear)
         return not any(each is not None and share_parameters(module, each) for each in kept)
 
     def end_step(self) -> bool:
-        """Whether the step was several: a GradScaler does not call the optimizer after an overflow."""
+        """End a step. Returns whether it was several, because a GradScaler skips the optimizer after an overflow."""
         count = self._count
         self.forget()
         usual = self._usual.most_common(1)[0][0] if self._usual else 0
@@ -147,7 +147,7 @@ def share_parameters(one: nn.Module, other: nn.Module) -> bool:
     return not set(map(id, nn.Module.parameters(one))).isdisjoint(map(id, nn.Module.parameters(other)))
 
 
-class TrainedModel:
+class FoundModel:
     """The model that is trained, and the hook that reads its batches if its process compiles."""
 
     def __init__(self, called: Callable[..., None]) -> None:
@@ -286,7 +286,7 @@ _calls: list[Call] = []
 
 def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook. It must stay a plain function, and do no more than this."""
-    if torch.is_grad_enabled():  # the batches of an evaluation would stay in memory until the next step
+    if torch.is_grad_enabled():  # batches of an evaluation would only fill the memory until the next step
         _calls.append((module, args, kwargs))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from flopwatch.automatic.first_step import FirstStep
-from flopwatch.automatic.trained import Optimizers, TrainedCalls, TrainedModel, find_trained_modules, has_optimizer
+from flopwatch.automatic.trained import FoundModel, Optimizers, TrainedCalls, find_trained_modules, has_optimizer
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.counting.calls import CallKind, batch_of_call
 from flopwatch.monitor.run import MonitoredRun
@@ -105,13 +105,13 @@ class Watcher:
         """Steps of the training that have ended, whether measured or not."""
         self._optimizers = Optimizers()
         self._calls = TrainedCalls(self._optimizers)
-        self._model = TrainedModel(partial(self.hear, self._model_called))
+        self._model = FoundModel(partial(self.run_hook, self._model_called))
         self._first = FirstStep(self, attention)
-        self._handles = [register_optimizer_step_pre_hook(lambda *call: self.hear(self._optimizer_begins, *call))]
+        self._handles = [register_optimizer_step_pre_hook(lambda *call: self.run_hook(self._optimizer_begins, *call))]
 
     def stop(self) -> None:
         """Remove all hooks and close the monitor."""
-        self.hear(self.take, Event.STOPPED)
+        self.run_hook(self.handle, Event.STOPPED)
         self._close()
         for handle in self._handles:
             handle.remove()
@@ -122,8 +122,8 @@ class Watcher:
             self.monitor.close()
         self._model.remove_hook()
 
-    def take(self, event: Event, *what: Any) -> None:
-        """Do what the table says. An action may cause a further event, which then decides about the next state."""
+    def handle(self, event: Event, *what: Any) -> None:
+        """Handle an event as the table says. If the action causes a further event, that one decides the next state."""
         before = self.state
         row = TABLE.get((before, event))
         if row is not None:
@@ -132,32 +132,32 @@ class Watcher:
 
     # --- Hooks: what happens becomes an event -------------------------------------------------------------------------
 
-    def hear(self, hook: Callable[..., None], *args: Any) -> None:
+    def run_hook(self, hook: Callable[..., None], *args: Any) -> None:
         """Call a hook, except while code is compiled and in forked processes. If it fails, stop watching."""
-        # First, so that the compiler looks at nothing that changes: it would compile again.
+        # This test comes first, because the compiler would compile again after a change of anything that it has read.
         if torch.compiler.is_compiling() or self.state is State.OFF or os.getpid() != self._home[0]:
             return
         try:
             hook(*args)
         except Exception as error:
-            self.take(Event.FAILED, error)
+            self.handle(Event.FAILED, error)
 
     def about_to_call(self) -> None:
-        self._optimizers.none_runs()
-        self.hear(self.take, Event.CALL_COMES)
+        self._optimizers.forget_running()
+        self.run_hook(self.handle, Event.CALL_COMES)
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.hear(self._called, kind, module, partial(batch_of_call, module, args, kwargs))
+        self.run_hook(self._called, kind, module, partial(batch_of_call, module, args, kwargs))
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
-        self.hear(self._called, kind, None, None)
+        self.run_hook(self._called, kind, None, None)
         return None if kind.has_grad else lambda output: self.returned(kind, output)
 
     def returned(self, kind: CallKind, output: Any) -> None:
-        self.hear(self.take, Event.RETURNED)
+        self.run_hook(self.handle, Event.RETURNED)
 
     def _called(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
-        self.take(self._event_of(kind, module), kind, module, batch)
+        self.handle(self._event_of(kind, module), kind, module, batch)
 
     def _event_of(self, kind: CallKind, module: nn.Module | None) -> Event:
         if self.monitor is not None:
@@ -170,7 +170,7 @@ class Watcher:
             return Event.EVALUATED_CALL if self._first.was_evaluated(kind, module) else Event.GRAD_CALL
         if not kind.has_parameters:
             return Event.PLAIN_CALL if module is None else Event.LOSS_CALL
-        if module is None:  # its mode is not seen
+        if module is None:  # the mode of compiled code is not seen
             return Event.MAYBE_EVALUATION
         if kind.is_training or not any(each.requires_grad for each in nn.Module.parameters(module)):
             return Event.PLAIN_CALL
@@ -179,8 +179,8 @@ class Watcher:
     def _model_called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A model that is or contains compiled code is called; calls of other modules are not seen then."""
         if threading.get_ident() == self._home[1] and torch.is_grad_enabled():
-            self.take(Event.CALL_COMES)
-            self.take(Event.GRAD_CALL, None, model, partial(batch_of_call, model, args, kwargs))
+            self.handle(Event.CALL_COMES)
+            self.handle(Event.GRAD_CALL, None, model, partial(batch_of_call, model, args, kwargs))
 
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() != self._home[1]:
@@ -189,7 +189,7 @@ class Watcher:
         if self._optimizers.begins(optimizer):
             # This hook, and not one for all optimizers, ends steps: making a monitor adds hooks for all optimizers,
             # while torch would iterate over them.
-            ended = optimizer.register_step_post_hook(lambda stepped, *_: self.hear(self._optimizer_ended, stepped))
+            ended = optimizer.register_step_post_hook(lambda stepped, *_: self.run_hook(self._optimizer_ended, stepped))
             self._handles.append(ended)
 
     def _optimizer_ended(self, optimizer: Optimizer) -> None:
@@ -199,15 +199,15 @@ class Watcher:
         if not self._optimizers.ends(optimizer):
             return
         if self._has_other_monitor():
-            self.take(Event.OTHER_MONITOR)
+            self.handle(Event.OTHER_MONITOR)
             return
         ends_step, is_in_backward = self._optimizers.stepped(optimizer), current_graph_task_id() != -1
         if ends_step is None:
-            self.take(Event.UNCLEAR_IN_BACKWARD if is_in_backward else Event.UNCLEAR)
+            self.handle(Event.UNCLEAR_IN_BACKWARD if is_in_backward else Event.UNCLEAR)
         elif ends_step:
-            self.take(Event.STEPPED_IN_BACKWARD if is_in_backward else Event.STEPPED)
+            self.handle(Event.STEPPED_IN_BACKWARD if is_in_backward else Event.STEPPED)
         else:
-            self.take(Event.OTHER_STEPPED)
+            self.handle(Event.OTHER_STEPPED)
 
     def _has_other_monitor(self) -> bool:
         """Whether the script has a monitor of its own; one that was forgotten may only wait for the collector."""
@@ -226,12 +226,12 @@ class Watcher:
     def note_call(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
         """The call, and what runs from it on, belong to the first step."""
         if not self._first.note_call(module):
-            self.take(Event.TOO_MANY_CALLS)
+            self.handle(Event.TOO_MANY_CALLS)
         elif kind.has_grad and module is not None and batch is not None:
             self._first.note_batch(kind, self._calls.keep(kind, module, batch))
 
     def note_maybe_evaluation(self, kind: CallKind, module: nn.Module | None, batch: Batch | None) -> None:
-        """The call may be a teacher's, with which the first step begins. Its model is remembered."""
+        """The call is an evaluation, or that of a teacher in the first step. Its model is remembered."""
         self.note_call(kind, module, batch)
         self._first.evaluated.add(kind, module)
 
@@ -255,15 +255,15 @@ class Watcher:
         if optimizer is None or not self._has_monitor():
             return
         assert self.monitor is not None
-        doubt = self._first.why_in_doubt(self._calls) if is_first else None
+        reason = self._first.why_inexact(self._calls) if is_first else None
         if is_first:
             self._act("first_step", self._first.hand_over)
         self._find_model(optimizer)
-        self._act("batches", partial(self._complete, is_first=is_first, doubt=doubt))
+        self._act("batches", partial(self._complete, is_first=is_first, reason=reason))
         number, self.steps = self.steps, self.steps + 1
         self.monitor.log_step(number, learning_rate=optimizer.param_groups[0].get("lr"))
 
-    def _complete(self, run: MonitoredRun, *, is_first: bool, doubt: str | None) -> None:
+    def _complete(self, run: MonitoredRun, *, is_first: bool, reason: str | None) -> None:
         """Add to the step what is known only now."""
         for reading in self._calls.take_kept():
             run.recorder.add_reading(reading)
@@ -275,9 +275,9 @@ class Watcher:
             names = ", ".join(dict.fromkeys(self._calls.names.values()))
             run.outlets.notify("warning", "several_models", SEVERAL_MODELS.format(models=names))
             run.recorder.drop_batches()
-        doubt = SKIPPED if self._calls.end_step() else doubt
-        if doubt is not None:
-            run.counter.doubt_step(doubt)
+        reason = SKIPPED if self._calls.end_step() else reason
+        if reason is not None:
+            run.counter.call_inexact(reason)
 
     def drop_step(self, why: str = SEVERAL_OPTIMIZERS, *, finds_model: bool = False) -> None:
         """The step is not measured, as a notice says."""
@@ -317,10 +317,10 @@ class Watcher:
     def leave_to_other(self) -> None:
         """That monitor measures the training from here on, as a message says."""
         if self.monitor is None:
-            self._make_monitor()  # says that nothing is added
+            self._make_monitor()  # prints that flopwatch adds nothing
         else:
             self._act("notify", lambda run: run.outlets.notify("info", "own_monitor", OWN_MONITOR))
-            self.take(Event.STOPPED)
+            self.handle(Event.STOPPED)
         self._close()
 
     def report_failure(self, error: Exception) -> None:
@@ -335,7 +335,7 @@ class Watcher:
         if self.monitor is None:
             self.monitor = self._make_monitor()
             if self.monitor is None:
-                self.take(Event.OTHER_MONITOR)
+                self.handle(Event.OTHER_MONITOR)
                 return False
             self.monitor.says_what_was_not_given(False)
             self._act("counter", self._listen)

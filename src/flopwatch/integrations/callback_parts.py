@@ -162,7 +162,7 @@ class MonitorOwner:
 
 
 def _leave_rows_to_framework(run: MonitoredRun) -> None:
-    """The framework prints rows with our values, unless several ranks make them known too late for that."""
+    """Print no rows, because the framework prints our values. With several ranks, these are too late for its rows."""
     if run.rows.layout.world_size == 1:
         run.outlets.print_no_rows()
 

@@ -17,7 +17,7 @@ _callbacks = require("transformers.trainer_callback", "hf")
 _log = logging.getLogger("flopwatch")
 
 _PRINTED = ("perf/mfu", "perf/tokens_per_second")
-"""What the lines show that the `Trainer` prints; trackers get more."""
+"""The metrics in the lines that the `Trainer` prints; trackers get more."""
 
 
 class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
@@ -179,14 +179,14 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         self.totals = {} if self.monitor is None else self.monitor.state_dict()
 
     def _step(self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._see(inputs)
+        self._read_batch(inputs)
         return training_step(model, inputs, *args, **kwargs)
 
     def _fetch(self, get_batch_samples: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         return get_batch_samples(TimedIterator(epoch_iterator, self), *args, **kwargs)
 
     @harmless
-    def _see(self, inputs: Any) -> None:
+    def _read_batch(self, inputs: Any) -> None:
         if self.monitor is not None:
             self.monitor.micro_batch(inputs)
 

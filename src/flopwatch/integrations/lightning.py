@@ -88,7 +88,7 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         folder, is_new = _log_folder(trainer), trainer.global_step == 0
-        # The monitor never logs before Lightning does. With several ranks their windows end where Lightning logs.
+        # With one step more, the monitor never logs before Lightning. With several ranks, windows end where it logs.
         every = trainer.log_every_n_steps or None
         if every is not None and trainer.world_size == 1:
             every += 1
@@ -193,12 +193,12 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
     def _log_metrics(
         self, trainer: Any, log_metrics: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add our values to the row of Lightning's loggers; what is logged with `log_dict` reaches callbacks too."""
+        """Add our values to the row of Lightning's loggers. With `log_dict` they would reach the callbacks too."""
         is_due, self._is_row_due = self._is_row_due, False
         added = (self._row(trainer, metrics) or {}) if is_due else {}
         logged = log_metrics({**metrics, **added}, *args, **kwargs)
         for key in added:
-            trainer.logged_metrics.pop(key, None)  # it is for the script, and has only tensors
+            trainer.logged_metrics.pop(key, None)  # the script reads this dict, and expects only tensors in it
         return logged
 
     @harmless
@@ -243,7 +243,7 @@ class AutomaticCallback(FlopwatchCallback):
 
 
 def _log_folder(trainer: Any) -> str | Path:
-    """What `trainer.log_dir` says, which itself waits for all ranks: forever, if one of them has no callback."""
+    """The folder `trainer.log_dir`. Reading that itself waits for all ranks, forever if one has no callback."""
     logger = next(iter(trainer.loggers), None)
     return getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or Path(trainer.default_root_dir)
 

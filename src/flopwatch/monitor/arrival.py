@@ -6,7 +6,7 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.counting.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.counting.batch_reader import BatchSizes, Reading, sizes_from
 from flopwatch.monitor.counting.costs import StepCost
 from flopwatch.monitor.counting.step_counter import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
@@ -54,28 +54,28 @@ class Arrival:
         steps: Sequence[RecordedStep],
         parts: Sequence[StepParts],
         timer: StepTimer,
-        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+        with_sizes: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes the batch sizes that `log_step` left for later."""
+        """Begin to copy the values to the host. `with_sizes` computes batch sizes that `log_step` has deferred."""
         self.steps, self.parts = steps, parts
         self._timer = timer
         self.left_out: set[str] = set()
         self.batch_failure: Exception | None = None
-        self._readings = [self._looked_at(step.readings, look_at) for step in steps]
+        self._readings = [self._all_with_sizes(step.readings, with_sizes) for step in steps]
         self._scalars = LateValues(
             [kept.value for step in steps for _, kept in step.scalars() if isinstance(kept, Kept)]
         )
         self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
 
-    def _looked_at(
-        self, readings: Sequence[Reading], look_at: Callable[[Reading], Reading | None]
+    def _all_with_sizes(
+        self, readings: Sequence[Reading], with_sizes: Callable[[Reading], Reading | None]
     ) -> list[Reading] | None:
         """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
-        looked_at: list[Reading | None] = [None]
+        computed: list[Reading | None] = [None]
         with Guard("batch", self._fail):  # for example, a dtype or tensor class does not support an op used here
-            looked_at = [look_at(reading) for reading in readings]
-        known = [reading for reading in looked_at if reading is not None]
-        if len(known) == len(looked_at):
+            computed = [with_sizes(reading) for reading in readings]
+        known = [reading for reading in computed if reading is not None]
+        if len(known) == len(computed):
             return known
         if self.batch_failure is None:
             self.left_out.add("batch")
@@ -103,14 +103,14 @@ class Arrival:
         )  # a step that ends in a phase has no segments
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
-    def measured(self, cost: Callable[[RecordedStep, list[Work] | None], StepCost]) -> tuple[MeasuredStep, ...]:
+    def measured(self, cost: Callable[[RecordedStep, list[BatchSizes] | None], StepCost]) -> tuple[MeasuredStep, ...]:
         """Read all values; `cost` finds the FLOPs. Call this only after `arrives` has returned True."""
         scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
         measured = []
         for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
-            works = None if readings is None else [as_work(reading, integers) for reading in readings]
+            batch_sizes = None if readings is None else [sizes_from(reading, integers) for reading in readings]
             values = self._values(step, scalars)
-            measured.append(_measured(step, parts, self._timer, works, values, cost(step, works)))
+            measured.append(_measured(step, parts, self._timer, batch_sizes, values, cost(step, batch_sizes)))
         return tuple(measured)
 
     def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
@@ -138,17 +138,17 @@ def _measured(
     step: RecordedStep,
     parts: StepParts,
     timer: StepTimer,
-    works: list[Work] | None,
+    batch_sizes: list[BatchSizes] | None,
     values: dict[str, float],
     cost: StepCost,
 ) -> MeasuredStep:
     flops, is_counted = cost.flops, step.trace.was_counted
     return MeasuredStep(
         step.step,
-        samples=_sum_known([work.samples for work in works or ()]),
-        tokens=_sum_known([work.tokens for work in works or ()]),
-        real_tokens=_sum_known([work.real_tokens for work in works or ()]),
-        trainable_tokens=_sum_known([work.trainable_tokens for work in works or ()]),
+        samples=_sum_known([batch.samples for batch in batch_sizes or ()]),
+        tokens=_sum_known([batch.tokens for batch in batch_sizes or ()]),
+        real_tokens=_sum_known([batch.real_tokens for batch in batch_sizes or ()]),
+        trainable_tokens=_sum_known([batch.trainable_tokens for batch in batch_sizes or ()]),
         model_flops=None if flops is None else flops.model,
         hardware_flops=None if flops is None else flops.hardware,
         recompute_flops=None if flops is None else flops.recompute,
@@ -179,9 +179,9 @@ class Arrivals:
     """The steps that are on their way from the tape to a window.
 
     Attributes:
-        begun: Steps of the current window whose values were already read when a checkpoint was saved.
+        read_early: Steps of the current window whose values were read early, when a checkpoint was saved.
         datasets: Sums by dataset, which arrive late too.
-        outside_seconds: Time of gaps between steps that was not spent waiting for a batch.
+        outside_seconds: Time of gaps that belong to no step.
         count_seconds: Time that the training's thread has spent counting FLOPs.
     """
 
@@ -191,7 +191,7 @@ class Arrivals:
         self._parts: list[StepParts] = []
         """The parts of the recorded steps that are in no `Arrival` yet."""
         self._late: deque[tuple[Arrival, list[MeasuredStep], float | None]] = deque()
-        self.begun: list[MeasuredStep] = []
+        self.read_early: list[MeasuredStep] = []
         self.datasets = DatasetMetrics()
         self.outside_seconds = self.count_seconds = 0.0
 
@@ -202,23 +202,24 @@ class Arrivals:
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
-        """Divide what the tape has, and return it."""
+        """Take the tape's events, and return what they show."""
         divided = self.division.divide(self._tape.take())
         self._parts += divided.steps
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
         return divided
 
-    def arrival(self, steps: Sequence[RecordedStep], look_at: Callable[[Reading], Reading | None]) -> Arrival:
+    def begin(self, steps: Sequence[RecordedStep], with_sizes: Callable[[Reading], Reading | None]) -> Arrival:
+        """Begin to copy the values of these recorded steps to the host."""
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
-        return Arrival(steps, parts, self._tape.timer, look_at)
+        return Arrival(steps, parts, self._tape.timer, with_sizes)
 
-    def wait_for(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
-        """End the current window, whose last steps are those of the arrival."""
-        self._late.append((arrival, self.begun, busy_seconds_per_step))
-        self.begun = []
+    def end_window(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
+        """End the current window: the steps that were read early and those of `arrival`, whose values come later."""
+        self._late.append((arrival, self.read_early, busy_seconds_per_step))
+        self.read_early = []
 
     def take_arrived(self, wait_seconds: float) -> Iterator[tuple[Arrival, list[MeasuredStep], float | None]]:
-        """The windows whose values are there: their late steps, the steps before these, and the busy time."""
+        """The windows whose values have arrived: the arrival, the steps that were read early, and the busy time."""
         while self._late and self._late[0][0].arrives(wait_seconds):
             yield self._late.popleft()
 
@@ -229,7 +230,8 @@ class Arrivals:
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
         late = [
-            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(begun) for arrival, begun, _ in self._late
+            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(read_early)
+            for arrival, read_early, _ in self._late
         ]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)
 

@@ -48,7 +48,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "process": process.own_identity(),
         "device": str(device),
     }
-    with suppress(InputError):  # torch does not say what identifies the device in the file of measured peaks
+    with suppress(InputError):  # torch does not say enough to identify the device
         facts = read_device(device)
         environment |= {"device_name": facts.name, "device_units": facts.unit_count}
     return {**_torchrun_job(), **environment, "threads": torch.get_num_threads()}
@@ -81,7 +81,7 @@ def device_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def what_ran() -> dict[str, Any]:
-    """What this process runs; what cannot be found out is left out. Takes up to some seconds, where git is slow."""
+    """What this process runs, as far as it can be found out. Takes some seconds if git is slow."""
     script = Path(sys.argv[0] if sys.argv else "")
     names = [name.replace("_", "-") for name in _PACKAGES if name in sys.modules]
     facts: dict[str, Callable[[], Any]] = {

@@ -93,7 +93,7 @@ def not_a_model(model: object) -> str:
 
 
 def nothing_to_count(*, has_model: bool, has_batch: bool, is_counted: bool = False) -> NoticeText:
-    """Make one notice about a missing model, a missing batch, or both. FLOPs that are counted live need no batch."""
+    """Make one notice about a missing model, a missing batch, or both. A live count needs no batch."""
     ways = {
         "model": "model= to TrainingMonitor (or call set_model)",
         "batch": "batch= to step() or log_step(), or each one to micro_batch()",
@@ -132,9 +132,9 @@ def doubt_of_rank(rank: int) -> str:
 
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:
-    # The texts about unknown peaks name the argument of `peak_flops`, which the monitor calls by another name.
+    # Texts about unknown peaks use the argument name of `peak_flops`; the monitor's argument has another name.
     why = why.replace("override_flops_per_s=...", "peak_flops_per_s=... (`flopwatch run --peak-tflops ...`)")
     why = " ".join(why.replace("override_flops_per_s", "peak_flops_per_s").split()).rstrip(".")
-    if why.startswith("The peak"):  # a wrong dtype= or peak is to be corrected instead
+    if why.startswith("The peak"):  # otherwise the user must correct dtype= or the peak
         why += "; or give it afterwards, such as `flopwatch why --peak-tflops 312`"
     return notice("peak_unknown", dtype=dtype, why=why[0].lower() + why[1:])

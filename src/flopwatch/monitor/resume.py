@@ -1,4 +1,4 @@
-"""Finds in the log of a run where its earlier session ended, and seeds the totals of this session with that."""
+"""Finds the totals of earlier sessions in the log of a run, so that this session continues them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

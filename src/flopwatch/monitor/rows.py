@@ -59,7 +59,7 @@ class Exactness:
     def doubt(self, steps: Sequence[tuple[int, int]], reason: str, *, by_other_rank: bool = False) -> None:
         """Say why uncounted steps in these ranges are not exact after all, although their rows may be written.
 
-        What another rank doubts holds for steps that were counted on this rank too.
+        A doubt of another rank also holds for steps that this rank has counted.
         """
         doubts = self._doubts_of_ranks if by_other_rank else self.doubts
         doubts += [(first, last, reason) for first, last in steps]
@@ -93,7 +93,7 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class NewestRow:
-    """What is known of the newest row, but not in its record.
+    """The newest row, with what its record does not contain.
 
     Attributes:
         values: All its values; percentiles only if the row is detailed or was made on request.
@@ -110,7 +110,7 @@ class NewestRow:
 
 
 class AskedWindows:
-    """Values of the windows that a framework ends, each of which may be several rows."""
+    """Windows whose values a framework has asked for; each may be several rows of the log."""
 
     def __init__(self) -> None:
         self.last_steps: list[int] = []
@@ -120,7 +120,7 @@ class AskedWindows:
         self._answers: list[tuple[int, dict[str, Number]]] = []
 
     def answer(self, newest: NewestRow, layout: JobLayout) -> None:
-        """Answer for the window that ends with the newest row; windows of which a row has only a part get no answer."""
+        """Answer the request that ends with the newest row. A request that ends inside of a row gets no answer."""
         last = -1 if newest.step is None else newest.step
         due = [step for step in self.last_steps if step <= last]
         if not due:
@@ -174,7 +174,7 @@ class RowMaker:
         rest = iter(known)
         windows = [replace(window, steps=tuple(islice(rest, len(window.steps)))) for window in self._held]
         self._held, self._steps_seen = [], self._steps_seen + len(steps)
-        self.totals.expect(known)
+        self.totals.announce(known)
         return windows
 
     def _marked(self, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
@@ -185,13 +185,13 @@ class RowMaker:
         count = wanted - self._steps_seen
         return [step._replace(is_warm_up=True) if index < count else step for index, step in enumerate(steps)]
 
-    def so_far(self, begun: Sequence[MeasuredStep]) -> PartialRow | None:
+    def so_far(self, read_early: Sequence[MeasuredStep]) -> PartialRow | None:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
         Args:
-            begun: Steps of the current window. In the row, they follow the steps of ended windows that have no row yet.
+            read_early: Steps of the current window that were read early. In the row they come last.
         """
-        steps = self._marked([*(step for window in self._held for step in window.steps), *begun])
+        steps = self._marked([*(step for window in self._held for step in window.steps), *read_early])
         last_step = steps[-1].step if steps else self.newest.step
         if last_step is None:
             return None
@@ -249,7 +249,7 @@ class RowMaker:
         )
 
     def _rates(self, window: Window, peak: Peak | None, report: RankReport | None, *, exact: bool) -> dict[str, Number]:
-        """Add a window to the sums of which rates are made, and return its own; those of all ranks from `report`."""
+        """Return the rates of a window, those of all ranks if there is a report. Also add the window to the sums."""
         layout, flops_per_s = self.layout, None if peak is None else peak.flops_per_s
         for span in (self.totals.of_session, self.asked.span):
             span.add(window, flops_per_s, layout.world_size, exact=exact)
@@ -261,7 +261,7 @@ class RowMaker:
         return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
     def ask(self, last_step: int) -> None:
-        """Ask for the values of all steps since the last time up to this one, in as many rows as they are."""
+        """Ask for the values of all steps from the last request up to this step, even if they are in several rows."""
         self.asked.last_steps.append(last_step)
         self.asked.answer(self.newest, self.layout)
 

@@ -15,7 +15,7 @@ from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
 from flopwatch.monitor.config import MonitorConfig, json_ready
-from flopwatch.monitor.counting.batch_reader import Work
+from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.costs import StepCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, StepCounter
@@ -98,7 +98,7 @@ class MonitoredRun:
             passes=PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
-            off_the_clock=lambda: self.phase("count"),
+            in_count_phase=lambda: self.phase("count"),
             notify=self._notify,
         )
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
@@ -139,9 +139,9 @@ class MonitoredRun:
         if not self.ranks.has_started:
             self._start(step)
         if self.trace.is_on:
-            with self.phase("pause", is_marked=False):  # writing a trace takes seconds, which are not those of a step
+            with self.phase("pause", is_marked=False):  # writing a trace takes seconds, which belong to no step
                 self.trace.step_ended(step)
-        if len(self.recorder.steps) == 1 and not self.arrivals.begun:
+        if len(self.recorder.steps) == 1 and not self.arrivals.read_early:
             self.recorder.began = now
         if self.ranks.link is not None:
             self._take_from_ranks()
@@ -165,11 +165,11 @@ class MonitoredRun:
         if self.recorder.steps:
             busy = self._busy_seconds_per_step()
             self.counter.check_model()
-            arrival = self.arrivals.arrival(self.recorder.take(), self.counter.sizes_of)
-            self.arrivals.wait_for(arrival, busy)
-        elif self.arrivals.begun:
-            self.rows.add(Window(tuple(self.arrivals.begun)))
-            self.arrivals.begun = []
+            arrival = self.arrivals.begin(self.recorder.take(), self.counter.with_sizes)
+            self.arrivals.end_window(arrival, busy)
+        elif self.arrivals.read_early:
+            self.rows.add(Window(tuple(self.arrivals.read_early)))
+            self.arrivals.read_early = []
         self._take_arrived(wait_seconds)
         for window in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(window.steps, self.config.log_every, self.config.log_seconds)
@@ -177,7 +177,7 @@ class MonitoredRun:
         self._send_rows(now=now)
 
     def _divide(self) -> list[tuple[str, float]]:
-        """From what was recorded since the last time to the times of steps and phases; return those of phases."""
+        """Compute the times of steps and phases from the events since the last call; return those of phases."""
         divided = self.arrivals.divide()
         for phase, seconds in divided.spent:
             self.rows.totals.ledger.add_phase(phase, seconds)
@@ -193,8 +193,8 @@ class MonitoredRun:
         return divided.spent
 
     def _take_arrived(self, wait_seconds: float) -> None:
-        for arrival, begun, busy in self.arrivals.take_arrived(wait_seconds):
-            self.rows.add(Window((*begun, *self._measured(arrival)), busy_seconds_per_step=busy))
+        for arrival, read_early, busy in self.arrivals.take_arrived(wait_seconds):
+            self.rows.add(Window((*read_early, *self._measured(arrival)), busy_seconds_per_step=busy))
 
     def _measured(self, arrival: Arrival) -> tuple[MeasuredStep, ...]:
         steps = arrival.measured(self._cost)
@@ -208,9 +208,9 @@ class MonitoredRun:
             self.outlets.send(provenance)
         return steps
 
-    def _cost(self, step: RecordedStep, works: list[Work] | None) -> StepCost:
+    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> StepCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
-            cost = self.costs.cost(step.trace, step.step, works, step.user_flops)
+            cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
             decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
             return cost
@@ -227,7 +227,7 @@ class MonitoredRun:
             later = self.arrivals.later_seconds()
             row = self.rows.row(window, self.costs.peak, values, with_percentiles=now, later_seconds=later)
             self.outlets.send(row)
-            # With several ranks no notice is given, but the reasons are in the row's notes.
+            # With several ranks there is no notice; the row's notes have the reasons.
             if row.exact is False and self.ranks.world_size == 1 and row.notes != (NO_MODEL,):
                 self._notify(*notices.notice("not_exact", reasons="; ".join(row.notes)), row.step)
             self._tell_alarms(row.step)
@@ -239,7 +239,7 @@ class MonitoredRun:
         if self.ranks.waits_for_plan:
             return False
         is_late = self.tape.clock() - self.recorder.began >= self.config.log_seconds
-        return is_late or len(self.arrivals.begun) + len(self.recorder.steps) >= self.config.log_every
+        return is_late or len(self.arrivals.read_early) + len(self.recorder.steps) >= self.config.log_every
 
     def _busy_seconds_per_step(self) -> float | None:
         """Processor time of the training's thread in a typical step; None if it is not measured."""
@@ -285,7 +285,7 @@ class MonitoredRun:
         mark = self.trace.outside_steps() if is_marked else nullcontext()
         began = self.tape.begin_phase()
         try:
-            with mark, self.counter.not_listening():
+            with mark, self.counter.ignoring_calls():
                 yield
         finally:
             seconds = self.tape.end_phase(began)
@@ -308,13 +308,15 @@ class MonitoredRun:
         """Add values to the newest step, for frameworks that report them only at the end of a window."""
         given = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
         given = {name: value for name, value in given.items() if value is not None}
-        begun = self.arrivals.begun
-        if not self.recorder.add_to_last_step(given) and begun:  # a checkpoint has read the step's values already
+        read_early = self.arrivals.read_early
+        if not self.recorder.add_to_last_step(given) and read_early:  # a checkpoint has read the step's values already
             known: dict[str, Any] = {name: read_now(value) for name, value in given.items()}
-            begun[-1] = begun[-1]._replace(**{name: value for name, value in known.items() if value is not None})
+            read_early[-1] = read_early[-1]._replace(
+                **{name: value for name, value in known.items() if value is not None}
+            )
 
     def ask_for_window(self) -> None:
-        """Ask for the values of the steps since the last time, for the row of a framework that ends a window here."""
+        """Ask for the values of the steps since the last request, for a framework that logs a row here."""
         if self.ranks.is_logging and self.recorder.last_step is not None:
             self.rows.ask(self.recorder.last_step)
 
@@ -341,7 +343,7 @@ class MonitoredRun:
             self.ranks.leave()
 
     def _cut_at_windows(self, window_steps: int) -> None:
-        """Divide the steps so far into windows of the length that the logging rank has just sent."""
+        """Cut the steps so far into windows of the length that the logging rank has just sent."""
         self._divide()
         recorded, previous = self.recorder.take(), None
         for step in recorded:
@@ -359,7 +361,7 @@ class MonitoredRun:
         self.costs.repeated = notices.repeated_weights(repeated) if repeated else None
 
     def _doubt_rows(self, doubt: Doubt, *, by_other_rank: bool = False) -> None:
-        """A live count differs from earlier ones of the same kind: the rows since then are called exact no longer."""
+        """Call rows exact no longer, because the count of a later step of the same kind differs."""
         level, code, message = notices.rows_in_doubt(doubt.steps, doubt.shown)
         self.outlets.notify(level, code, message, step=self.recorder.last_step, doubted=doubt.steps)
         self.rows.exactness.doubt(doubt.steps, message, by_other_rank=by_other_rank)
@@ -422,11 +424,11 @@ class MonitoredRun:
         self._divide()
         self._take_arrived(DEVICE_SECONDS)
         if self.recorder.steps and not self.arrivals.late_steps:
-            arrival = self.arrivals.arrival(self.recorder.steps, self.counter.sizes_of)
+            arrival = self.arrivals.begin(self.recorder.steps, self.counter.with_sizes)
             if arrival.arrives(DEVICE_SECONDS):
                 self.recorder.take()
-                self.arrivals.begun += self._measured(arrival)
-        so_far = self.rows.so_far(self.arrivals.begun)
+                self.arrivals.read_early += self._measured(arrival)
+        so_far = self.rows.so_far(self.arrivals.read_early)
         if so_far is not None and so_far.steps:
             self.outlets.send_to_log(so_far)
         if self.ranks.has_started:

@@ -25,7 +25,7 @@ from flopwatch.stats import percentile
 _TOTALS = AMOUNTS[:-1]
 _SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 _ENOUGH_COUNTED = 3
-"""Of so many counted steps, the first can be compared with the others."""
+"""This many counted steps are needed to compare the first of them with the others."""
 _TYPICAL_STEPS = 64
 """A step is stalled if it takes much longer than the median of the last 64 steps."""
 _PERCENTILE_STEPS = 512
@@ -71,30 +71,30 @@ class Ledger:
             if step.seconds is not None and step.work_seconds is not None:
                 if step.model_flops is not None:
                     self.timed_flops.update(_by_use(step, step.model_flops, step.hardware_flops, floordiv))
-                self.spend(use_of_peak(step) if at_peak is None else {})
+                self.add_seconds(use_of_peak(step) if at_peak is None else {})
                 self._add_time(step, step.seconds, step.work_seconds, typical_seconds)
             if step.input_wait_seconds is not None:
-                self.spend({"input_wait": step.input_wait_seconds})
+                self.add_seconds({"input_wait": step.input_wait_seconds})
             elif step.seconds is not None:
-                self.spend({"wait_unknown": step.seconds})
+                self.add_seconds({"wait_unknown": step.seconds})
         if self._typical_counted is not None or len(self._counted) >= _ENOUGH_COUNTED:
             self.divide_counted(typical_seconds)
-        self.spend(at_peak or {})
+        self.add_seconds(at_peak or {})
 
     def _add_time(self, step: MeasuredStep, seconds: float, work_seconds: float, typical: float | None) -> None:
-        self.spend({"train": seconds})
+        self.add_seconds({"train": seconds})
         if step.is_counted:
             self._counted.append(work_seconds)
             return
         if step.is_warm_up:
-            self.spend({"warm_up": seconds})
+            self.add_seconds({"warm_up": seconds})
             self._not_compared.append(work_seconds)
         elif not self._lose(work_seconds, typical, is_warm_up=False) and step.optimizer_seconds is not None:
             host = step.host_seconds or 0.0
-            self.spend({"divided": work_seconds, "optimizer": step.optimizer_seconds, "host": host})
+            self.add_seconds({"divided": work_seconds, "optimizer": step.optimizer_seconds, "host": host})
             if step.passes_seconds is not None:
                 outside = max(work_seconds - (step.optimizer_seconds + host + step.passes_seconds), 0.0)
-                self.spend({"passes_timed": work_seconds, "outside_passes": outside})
+                self.add_seconds({"passes_timed": work_seconds, "outside_passes": outside})
         if typical is not None:
             for waiting in self._not_compared:
                 self._lose(waiting, typical, is_warm_up=True)
@@ -103,7 +103,7 @@ class Ledger:
     def _lose(self, work_seconds: float, typical: float | None, *, is_warm_up: bool) -> float:
         """Add to the lost time what a step took too long; return it in seconds."""
         loss = loss_in_step(work_seconds, typical, is_warm_up=is_warm_up)
-        self.spend({} if loss is None else {loss[0]: loss[1]})
+        self.add_seconds({} if loss is None else {loss[0]: loss[1]})
         return 0.0 if loss is None else loss[1]
 
     @property
@@ -114,8 +114,8 @@ class Ledger:
     def divide_counted(self, typical: float | None) -> None:
         """Divide the time of counted steps into that of a typical step, of counting its FLOPs, and what was lost.
 
-        Nothing is divided while the typical time is unknown. What the first counted steps took longer than the others
-        is not counting: they compile or fill caches. If only one step was counted, both are taken for counting.
+        Nothing is divided while the typical time is unknown. If the first counted steps took longer than later ones,
+        because they compile or fill caches, that excess is lost time. If only one was counted, all excess is counting.
         """
         if typical is None or not self._counted:
             return
@@ -128,8 +128,8 @@ class Ledger:
             lost = self._lose(work_seconds, max(self._typical_counted, typical), is_warm_up=index < first)
             counting = max(0.0, work_seconds - lost - typical)
             if index < first:
-                self.spend({"warm_up": work_seconds - counting})
-            self.spend({"train": -counting, "count": counting})
+                self.add_seconds({"warm_up": work_seconds - counting})
+            self.add_seconds({"train": -counting, "count": counting})
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Add samples, tokens and FLOPs, such as those of a whole window."""
@@ -137,9 +137,9 @@ class Ledger:
 
     def add_phase(self, phase: str, seconds: float) -> None:
         """Add time outside steps. A phase without a metric of its own is added to `pause`."""
-        self.spend({phase if phase in APART else "pause": seconds})
+        self.add_seconds({phase if phase in APART else "pause": seconds})
 
-    def spend(self, uses: Mapping[str, float]) -> None:
+    def add_seconds(self, uses: Mapping[str, float]) -> None:
         for name, seconds in uses.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
@@ -226,7 +226,7 @@ class Span:
     _peak_flops_per_s: float | None = None
     _report: RankReport | None = None
     _sums: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    """Sums of the steps by the values that they have, because some rates leave out the steps that lack a value."""
+    """Sums of steps, by the names of the values that these steps have. A rate leaves out steps that lack its value."""
 
     def add(self, window: Window, peak_flops_per_s: float | None, world_size: int = 1, *, exact: bool = True) -> None:
         self.rows += 1
@@ -285,7 +285,7 @@ class Totals:
         self._process_start = self._began_unix_time = _session_start(now)
         self.ledger, self.of_session = Ledger(), Span()
         self._carried_seconds: dict[str, float] = {}
-        self._unbooked_seconds = self.stalled_seconds = 0.0
+        self._announced_seconds = self.stalled_seconds = 0.0
         self._last_work: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._last_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
         self.resumed_after: int | None = None
@@ -311,12 +311,12 @@ class Totals:
             self._began_unix_time = max(self._began_unix_time, ended)
             ledger.first_start_unix_time = then.first_start_unix_time
             ledger.seconds = carried_seconds(ledger.seconds, then.seconds)
-            ledger.spend({"restart": self._began_unix_time - ended})
+            ledger.add_seconds({"restart": self._began_unix_time - ended})
         # If this host's clock is behind the end of the earlier session, it goes on from there.
         self._offset_seconds += max(self._began_unix_time - self._unix_time(), 0.0)
         own = {name: spent - self._carried_seconds.get(name, 0.0) for name, spent in self.ledger.seconds.items()}
         self._carried_seconds = dict(ledger.seconds)
-        ledger.spend({phase: seconds for phase, seconds in own.items() if phase in APART})
+        ledger.add_seconds({phase: seconds for phase, seconds in own.items() if phase in APART})
         self.ledger, self.resumed_after = ledger, last_step
 
     def begin(self, first_step_began: float | None, seconds_before_first_step: float) -> None:
@@ -330,12 +330,12 @@ class Totals:
             self.ledger.first_start_unix_time = self._began_unix_time
         began = self._unix_time(first_step_began)
         seconds = began - self._began_unix_time - seconds_before_first_step
-        self.ledger.spend({"start_up": max(seconds, 0.0)})
+        self.ledger.add_seconds({"start_up": max(seconds, 0.0)})
         self.ledger.set_wall(began)
 
-    def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that are added later; until then, their time is left out of the wall time of rows."""
-        self._unbooked_seconds += _seconds_of(steps)
+    def announce(self, steps: Sequence[MeasuredStep]) -> None:
+        """Announce steps that are added later. Until then, the wall time of rows does not include their time."""
+        self._announced_seconds += _seconds_of(steps)
         self._last_work.extend(typical_work(steps))
 
     def add_window(
@@ -346,7 +346,7 @@ class Totals:
         of_all_ranks: Mapping[str, int] | None = None,
         peak_flops_per_s: float | None = None,
     ) -> None:
-        """Add the steps of a window, which were announced with `expect`, to the totals.
+        """Add the steps of a window, which were announced with `announce`, to the totals.
 
         Args:
             steps: The steps of this rank.
@@ -355,7 +355,7 @@ class Totals:
             of_all_ranks: Samples, tokens and FLOPs of all ranks.
             peak_flops_per_s: Peak of one device, mean over ranks.
         """
-        self._unbooked_seconds -= _seconds_of(steps)
+        self._announced_seconds -= _seconds_of(steps)
         self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         ledger, at_peak, amounts = self.ledger, None, of_all_ranks or {}
         if report is not None:
@@ -368,7 +368,7 @@ class Totals:
         stalled_before = ledger.seconds.get("stall", 0.0)
         ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += ledger.seconds.get("stall", 0.0) - stalled_before
-        ledger.set_wall(self._unix_time() - self._unbooked_seconds - later_seconds)
+        ledger.set_wall(self._unix_time() - self._announced_seconds - later_seconds)
 
     def up_to_now(self, *, are_last: bool = False) -> Ledger:
         """Return the totals up to the newest row. Only the wall time includes the time since that row."""
@@ -394,5 +394,5 @@ def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
 
 
 def typical_work(steps: Sequence[MeasuredStep]) -> list[float]:
-    """Times of the steps without input wait, for what is typical of a step."""
+    """Times of the steps without input wait; warm-up steps are left out. Their median is a typical step."""
     return [step.work_seconds for step in steps if step.work_seconds is not None and not step.is_warm_up]

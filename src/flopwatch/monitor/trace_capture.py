@@ -52,9 +52,9 @@ class TraceCapture:
             self._wanted = max(1, min(steps, MOST_STEPS))
 
     def look_for_request(self) -> None:
-        """Do soon what a new request from outside asks for, such as one of `flopwatch trace`.
+        """Let a thread look for a request from outside, such as one of `flopwatch trace`.
 
-        Another thread looks, because a file server that does not answer must not stop the training.
+        The training's thread does not look itself, because a file server that does not answer must not stop it.
         """
         if self._requests.is_closed:
             return
@@ -66,7 +66,7 @@ class TraceCapture:
         self._look.set()
 
     def close(self, step: int) -> None:
-        """Look for requests no more; end and write the trace, if one is recorded."""
+        """Take no more requests, and write the trace that is being recorded, if there is one."""
         self._requests.is_closed = True
         if self._look is not None:
             self._look.set()
@@ -110,7 +110,7 @@ class TraceCapture:
             return
         self._wanted = 0
         profiler, self._profiler = self._profiler, None
-        # After them there is the mark of a step that has not ended, if the run has ended early.
+        # Readers need the number of steps, because after an early end there is one more mark, of an unfinished step.
         profiler.add_metadata_json(OWN_ENTRY, json.dumps({"steps": self._done, "device": self._device_type()}))
         profiler.stop()
         path = self._folder / trace_name(step, self._ranks["rank"])
@@ -159,7 +159,7 @@ class TraceCapture:
         profiler, self._profiler = self._profiler, None
         self._mark.pop_all()
         self._wanted = 0
-        # Torch has one session for all profilers. A later one has taken it over, and to stop it would empty that one.
+        # All profilers share one session of torch. If another profiler has taken it over, stopping ours would empty it.
         if profiler is not None and not _is_profiling(profiler):
             failures: list[str] = []
             with Guard("trace", lambda _, error: failures.append(first_line(error))):
@@ -184,7 +184,7 @@ def _answer_requests(
 
 
 def _wait_for_device() -> None:
-    """Let the device finish, so that its work of the traced steps, and no other, lies between their marks."""
+    """Wait until the device is idle, so that only its work of the traced steps lies between their marks."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -198,7 +198,7 @@ class TrainingMonitor:
         self._own_seconds = 0.0
         self._exit: SystemExit | None = None
         self._guard = Guard("log_step", self._failed)
-        """For what runs on every step."""
+        """Catches errors of calls that are made on every step."""
         if is_switched_off():
             return
         rank, world_size = rank_and_world_size()
@@ -556,12 +556,12 @@ def act_on_run(monitor: TrainingMonitor, part: str, action: Callable[[MonitoredR
 
 
 def note_exit(monitor: TrainingMonitor, code: Any) -> None:
-    """Say with what code the script has called `sys.exit`, which Python, unlike other exceptions, keeps nowhere."""
+    """Note the code with which the script has called `sys.exit`, because Python does not keep this exception."""
     monitor._exit = SystemExit(code)
 
 
 def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Number]]]:
-    """The windows that a framework has asked for and that are complete since the last call, by their last step."""
+    """Last step and values of each window that a framework has asked for and that is newly complete."""
     run = monitor._started_run
     return [] if run is None else run.rows.asked.take()
 

@@ -166,7 +166,7 @@ class ConsoleSink(Sink):
         self._last_row: Row | None = None
         self._bar_is_drawn = False
         self._has_said_why = False
-        """Whether a line has said why it has no rates."""
+        """Whether a row without rates was already explained."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):

@@ -14,7 +14,7 @@ from flopwatch.files import is_full_disk
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, is_doubted
 
 _MOST_WAITING_BYTES = 8 << 20
-"""While the disk is full, lines of this size wait in memory; then the oldest rows are dropped."""
+"""While the disk is full, this many bytes of lines wait in memory. If there are more, the oldest rows are dropped."""
 
 _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -153,7 +153,7 @@ class _AppendedFile:
     """A file to which one session appends lines, and in which it changes some of them.
 
     Attributes:
-        is_line_cut: Whether a full disk has cut the last line; then its rest is the first line that waits.
+        is_line_cut: Whether a full disk has cut the last line. If so, its rest is the first of the waiting lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,7 +180,7 @@ class _AppendedFile:
             del lines[:written]
 
     def patch(self, patches: Callable[[bytes], Iterable[tuple[int, bytes]]]) -> None:
-        """Write into the lines of this session: `patches` says what, and where in the line."""
+        """Change the lines of this session. `patches` yields, for a line, positions and the text to write there."""
         if self._descriptor is None or self.was_removed():
             return
         # A descriptor of its own: Linux appends whatever is written to one with O_APPEND, even with a position.
@@ -210,13 +210,13 @@ class _AppendedFile:
 _ROW_STARTS = (b'{"type":"row"', b'{"type":"partial_row"')
 _ROWS_LOST = b'"code":"log_rows_lost"'
 _EXACT_WHEN_WRITTEN = b',"exact":true ,'
-"""Has a space, so that `false` fits into its place. No other `true` in a line of the log is followed by a space."""
+"""The space makes room for `false`. No other `true` in a line of the log is followed by a space."""
 _EXACT_VALUE = re.compile(rb'(?<=[{,])"perf/exact":1(?=[,}])')
 _STEPS = re.compile(rb'(?:^\{"type":"(?:partial_)?row","step":|"steps":\{"step":\[)(-?\d+(?:,-?\d+)*)')
 
 
 def _patches(line: bytes, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-    """Yield where to write what in a line, so that a row with a step in the ranges is not exact."""
+    """Yield position and text of each change that makes a row with a step in the ranges not exact."""
     place = line.rfind(_EXACT_WHEN_WRITTEN)
     if place < 0 or not is_doubted([int(step) for found in _STEPS.findall(line) for step in found.split(b",")], ranges):
         return

@@ -1,6 +1,6 @@
 """Creates sinks by name, and runs each in its own thread with a bounded queue.
 
-Therefore a sink that hangs or fails affects neither the training nor the other sinks.
+So a sink that hangs or fails affects neither the training nor the other sinks.
 """
 
 import time
@@ -60,7 +60,7 @@ class SinkThread:
         self._on_failure = on_failure
         self._queue_size = queue_size
         self._gather_seconds: float = getattr(sink, "gather_seconds", gather_seconds)
-        self._turned_away = 0
+        self._rejected = 0
         self._wake = Event()
         # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
@@ -73,7 +73,7 @@ class SinkThread:
     @property
     def dropped_rows(self) -> int:
         """Records dropped because the queue was full, or rows that the sink itself had to drop (`lost_rows`)."""
-        return self._turned_away + int(getattr(self._sink, "lost_rows", 0))
+        return self._rejected + int(getattr(self._sink, "lost_rows", 0))
 
     def put(self, record: Record) -> bool:
         """Queue a record without blocking; never raises. Returns False if the record is dropped."""
@@ -81,7 +81,7 @@ class SinkThread:
             return False
         is_row = isinstance(record, Row)
         if self._queue.qsize() >= (self._queue_size if is_row else 2 * self._queue_size):
-            self._turned_away += 1
+            self._rejected += 1
             return False
         self._queue.put(record)
         if not is_row or self._queue.qsize() >= _MOST_GATHERED:

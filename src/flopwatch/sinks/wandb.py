@@ -159,7 +159,7 @@ class WandbSink(Sink):
 
 
 def _shared_id(wandb: Any) -> str:
-    """What W&B calls the place of this process, if it ignores `id` there and gives all runs of a process one id."""
+    """`sweep` or `launch` if W&B has started this process in one, where all runs get the same id; otherwise empty."""
     settings = wandb.setup().settings
     return "sweep" if settings.sweep_id else "launch" if settings.launch else ""
 

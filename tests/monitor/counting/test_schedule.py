@@ -105,6 +105,6 @@ def test_nothing_is_counted_before_the_first_step_that_may_be():
 
 
 def test_some_counts_begin_with_the_step_though_nothing_ran_there_so_far():
-    looks = [Schedule().looks_before() for _ in range(400)]
+    looks = [Schedule().begins_early() for _ in range(400)]
 
     assert 50 < sum(looks) < 150

@@ -28,7 +28,7 @@ except ImportError:  # torch works without numpy
 
 
 _CUMULATIVE_LENGTHS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
-_MOST_PLANS = 4096
+_MOST_LAYOUTS = 4096
 _MOST_ITEMS = 512
 
 
@@ -67,25 +67,25 @@ class Reading(NamedTuple):
         trainable: Number of labels that are not -100.
         targets: Length of each row of a decoder's target, up to the last label that is not -100.
         known_documents: The documents, if the user gave their lengths.
-        held: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
+        deferred: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
             change increases.
     """
 
-    plan: BatchLayout
+    layout: BatchLayout
     row_lengths: Tensor | None = None
     documents: Tensor | None = None
     cumulative: Tensor | None = None
     trainable: Tensor | int | None = None
     targets: Tensor | None = None
     known_documents: Documents | None = None
-    held: Mapping[str, tuple[Tensor, int]] | None = None
+    deferred: Mapping[str, tuple[Tensor, int]] | None = None
 
     def tensors(self) -> list[Tensor]:
         fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.targets)
         return [tensor for tensor in fields if isinstance(tensor, Tensor)]
 
 
-class Work(NamedTuple):
+class BatchSizes(NamedTuple):
     """The sizes of one micro-batch, as integers.
 
     Attributes:
@@ -95,7 +95,7 @@ class Work(NamedTuple):
         target_lengths: Length of each row of a decoder's target, up to the last label that is not -100.
     """
 
-    plan: BatchLayout
+    layout: BatchLayout
     lengths: tuple[int, ...] | None = None
     documents: Documents | None = None
     trainable_tokens: int | None = None
@@ -103,11 +103,11 @@ class Work(NamedTuple):
 
     @property
     def samples(self) -> int:
-        return self.documents.count if self.documents and self.lengths is None else self.plan.batch_size
+        return self.documents.count if self.documents and self.lengths is None else self.layout.batch_size
 
     @property
     def tokens(self) -> int | None:
-        return None if self.plan.seq_len is None else self.plan.batch_size * self.plan.seq_len
+        return None if self.layout.seq_len is None else self.layout.batch_size * self.layout.seq_len
 
     @property
     def real_tokens(self) -> int | None:
@@ -121,17 +121,17 @@ class BatchReader:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
         reads_targets: Whether the lengths of labels are read in later batches, because the FLOPs depend on them.
         has_new: True once a batch of a new shape was read; whoever checks its values sets it to False.
-        may_hold: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
+        may_defer: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
             overwritten a batch that was kept.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Any, BatchLayout] = {}
+        self._layouts: dict[Any, BatchLayout] = {}
         self._last_key: list[Any] | None = None
-        self._last_plan: BatchLayout | None = None
+        self._last_layout: BatchLayout | None = None
         self._uses_positions = True
         self.masks_are_plain = True
-        self.may_hold = True
+        self.may_defer = True
         self.has_new = False
         self.reads_targets = False
 
@@ -149,23 +149,23 @@ class BatchReader:
         for name, value in tensors.items():
             key += name, value.shape if isinstance(value, Tensor) else _inner_sizes(value)
         if key == self._last_key:
-            plan = self._last_plan
+            layout = self._last_layout
         else:
             quick = tuple(key)
-            plan = self._plans.get(quick) or self._new_plan(quick, batch, tensors)
-            self._last_key, self._last_plan = key, plan
-        assert plan is not None
-        documents = None if lengths is None else _checked(plan, lengths)
-        if self.may_hold:
-            held = {}
-            for name in plan.named:
+            layout = self._layouts.get(quick) or self._new_layout(quick, batch, tensors)
+            self._last_key, self._last_layout = key, layout
+        assert layout is not None
+        documents = None if lengths is None else _checked(layout, lengths)
+        if self.may_defer:
+            deferred = {}
+            for name in layout.named:
                 tensor = tensors[name]
                 if not tensor.is_cpu or tensor.is_inference():
-                    return self._measured(plan, tensors, documents)
-                held[name] = tensor, tensor_version(tensor)
+                    return self._measured(layout, tensors, documents)
+                deferred[name] = tensor, tensor_version(tensor)
             # `tuple.__new__` takes 5 µs less than `Reading()`, which runs a Python function.
-            return tuple.__new__(Reading, (plan, None, None, None, None, None, documents, held))
-        return self._measured(plan, tensors, documents)
+            return tuple.__new__(Reading, (layout, None, None, None, None, None, documents, deferred))
+        return self._measured(layout, tensors, documents)
 
     def read_checked(self, batch: Any, lengths: Sequence[int] | None = None) -> tuple[Reading, str | None]:
         """Read a batch, and check its values if its shape is new; also returns the warning of `check_values`."""
@@ -173,48 +173,48 @@ class BatchReader:
         if not self.has_new:
             return reading, None
         self.has_new = False
-        remark = self.check_values(batch, reading.plan)
+        remark = self.check_values(batch, reading.layout)
         return self.read(batch, lengths), remark  # mask and positions may be read in another way now
 
-    def sizes_of(self, reading: Reading) -> Reading | None:
+    def with_sizes(self, reading: Reading) -> Reading | None:
         """Compute the sizes that `read` left for later; None if the training has overwritten the batch since then."""
-        if reading.held is None:
+        if reading.deferred is None:
             return reading
-        if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):
-            self.may_hold = False
+        if any(tensor_version(tensor) != version for tensor, version in reading.deferred.values()):
+            self.may_defer = False
             return None
-        tensors = {name: tensor for name, (tensor, _) in reading.held.items()}
-        return self._measured(reading.plan, tensors, reading.known_documents)
+        tensors = {name: tensor for name, (tensor, _) in reading.deferred.items()}
+        return self._measured(reading.layout, tensors, reading.known_documents)
 
-    def _measured(self, plan: BatchLayout, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
+    def _measured(self, layout: BatchLayout, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
         trainable: Tensor | int | None = None
-        if plan.labels is not None:
-            labels = tensors[plan.labels]
+        if layout.labels is not None:
+            labels = tensors[layout.labels]
             if labels.is_cpu and np is not None:  # on small tensors numpy is three times as fast as torch
                 trainable = int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
             else:
                 trainable = (labels != IGNORED_LABEL).sum()
         if documents is not None:
-            return Reading(plan, trainable=trainable, known_documents=documents)
-        if plan.cumulative is not None:
-            return Reading(plan, cumulative=tensors[plan.cumulative].clone(), trainable=trainable)
-        mask = None if plan.mask is None else tensors[plan.mask]
-        if plan.positions is not None and self._uses_positions:
-            return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
+            return Reading(layout, trainable=trainable, known_documents=documents)
+        if layout.cumulative is not None:
+            return Reading(layout, cumulative=tensors[layout.cumulative].clone(), trainable=trainable)
+        mask = None if layout.mask is None else tensors[layout.mask]
+        if layout.positions is not None and self._uses_positions:
+            return Reading(layout, documents=_documents(tensors[layout.positions], mask), trainable=trainable)
         row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
-        targets = target_lengths(tensors[plan.target]) if plan.target and self.reads_targets else None
-        return Reading(plan, row_lengths, trainable=trainable, targets=targets)
+        targets = target_lengths(tensors[layout.target]) if layout.target and self.reads_targets else None
+        return Reading(layout, row_lengths, trainable=trainable, targets=targets)
 
-    def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
+    def check_values(self, batch: Any, layout: BatchLayout) -> str | None:
         """Check the values of mask and positions; return a warning for the user, or None.
 
         Called once per shape, because reading them may wait for the device.
         """
         tensors = named(plain_batch(batch))
-        mask = tensors[plan.mask] if plan.mask is not None else None
+        mask = tensors[layout.mask] if layout.mask is not None else None
         if mask is not None:
             self.masks_are_plain = bool(((mask == 0) | (mask == 1)).all())
-        if plan.positions is None or _start_at_zero(tensors[plan.positions], mask):
+        if layout.positions is None or _start_at_zero(tensors[layout.positions], mask):
             return None
         self._uses_positions = False
         return (
@@ -222,9 +222,9 @@ class BatchReader:
             "pass lengths= if rows contain several documents"
         )
 
-    def _new_plan(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> BatchLayout:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
+    def _new_layout(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> BatchLayout:
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts.clear()
         batch_size, seq_len = read_shape(batch)
         if seq_len is None and "attention_mask" in tensors and tensors["attention_mask"].dim() == 2:
             batch_size, seq_len = tensors["attention_mask"].shape
@@ -236,10 +236,10 @@ class BatchReader:
         if mask and isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point():
             target, target_len = "labels", given.shape[1] if self.reads_targets else None
         names = tuple(dict.fromkeys(filter(None, (mask, positions, cumulative, labels, target))))
-        plan = BatchLayout(batch_size, seq_len, mask, positions, cumulative, labels, target, target_len, names)
-        self._plans[key] = plan
+        layout = BatchLayout(batch_size, seq_len, mask, positions, cumulative, labels, target, target_len, names)
+        self._layouts[key] = layout
         self.has_new = True
-        return plan
+        return layout
 
 
 def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None) -> str | None:
@@ -281,7 +281,7 @@ def _documents(positions: Tensor, mask: Tensor | None) -> Tensor:
     return torch.stack([first.sum(), tokens, odd.sum()])
 
 
-def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
+def sizes_from(reading: Reading, values: Iterator[Sequence[int]]) -> BatchSizes:
     """Convert a reading to integers; `values` has the contents of `Reading.tensors`, each as a flat list."""
     row_lengths = tuple(next(values)) if reading.row_lengths is not None else None
     documents = Documents(*next(values)) if reading.documents is not None else reading.known_documents
@@ -291,20 +291,20 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     if ends is not None:
         # Some packers pad the list of ends by repeating its last entry, so documents of length 0 are left out.
         documents = Documents.of_lengths([end - start for start, end in pairwise(ends) if end > start])
-    rows, seq_len = reading.plan.batch_size, reading.plan.seq_len or 0
+    rows, seq_len = reading.layout.batch_size, reading.layout.seq_len or 0
     if documents == Documents(rows, rows * seq_len, rows * seq_len**2):
         documents = None
-    if row_lengths is not None and all(length == reading.plan.seq_len for length in row_lengths):
+    if row_lengths is not None and all(length == reading.layout.seq_len for length in row_lengths):
         is_whole = targets is None or len(set(targets)) == 1
         row_lengths = None if is_whole else row_lengths
     if row_lengths is not None:
         documents = Documents.of_lengths(row_lengths)
-    return Work(reading.plan, row_lengths, documents, trainable, targets)
+    return BatchSizes(reading.layout, row_lengths, documents, trainable, targets)
 
 
-def _checked(plan: BatchLayout, given: Sequence[int]) -> Documents:
+def _checked(layout: BatchLayout, given: Sequence[int]) -> Documents:
     lengths = [int(length) for length in given]
-    positions = plan.batch_size * (plan.seq_len or 0)
+    positions = layout.batch_size * (layout.seq_len or 0)
     if not lengths or min(lengths) < 1 or sum(lengths) > positions > 0:
         raise InputError(
             f"lengths= must be positive and sum to at most the {positions} positions of the batch; got {len(lengths)} "

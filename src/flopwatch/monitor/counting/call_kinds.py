@@ -1,4 +1,4 @@
-"""Tells of what kind a call of a module is: what shapes its cost, without reading a value."""
+"""Finds the kind of a module's call: all that its FLOPs depend on, without reading values of tensors."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
@@ -69,7 +69,11 @@ class CallKinds:
         facts: list[Any] = [is_grad_enabled(), module.training, current_autocast() if is_inside_autocast() else None]
         for value in args:
             if isinstance(value, Tensor) and not value.is_nested and value.layout is _STRIDED:
-                facts += shape_of(value), value.dtype, value.requires_grad  # without a call of a function
+                facts += (
+                    shape_of(value),
+                    value.dtype,
+                    value.requires_grad,
+                )  # inlined, because a function call would take longer
             else:
                 _add_facts(value, facts, numbers, shape_of, _DEEPEST)
         if kwargs:
@@ -99,13 +103,13 @@ class CallKinds:
         sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
         model = -1 - region.number if weight is None else id(weight)
         key = COMPILED, region.number, has_grad, model, sizes
-        # Without gradients, it may be an evaluation: whether the module is in training mode is not seen.
+        # The module's mode is not seen. A call without gradients may be an evaluation, so it counts as evaluation mode.
         return self._known.get(key) or self._keep(
             key, CallKind(key[:3], sizes, model, COMPILED, has_grad, has_grad, weight is not None)
         )
 
     def of_batch(self, batch: Any) -> CallKind:
-        """The kind of a batch of the monitor, as if it were a call."""
+        """The kind of a batch that was passed to the monitor, as if it were a call."""
         facts: list[Any] = []
         _add_facts(batch, facts, [], _shape, _DEEPEST)
         key = BATCH, *facts
@@ -122,7 +126,7 @@ class CallKinds:
 
 
 class KindOfLast:
-    """Of what kind the last call of one module was; `number` tells modules apart."""
+    """The kind of one module's last call; `number` identifies the module."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -143,7 +147,7 @@ def _divided(facts: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
 def _add_facts(
     value: Any, facts: list[Any], numbers: list[float], shape_of: Callable[[Tensor], torch.Size], depth: int
 ) -> None:
-    """Add what shapes the cost of a call with this argument. Texts and the values of numbers do not."""
+    """Add what the cost of a call depends on in this argument; texts and the values of numbers are left out."""
     kind = type(value)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not _STRIDED:

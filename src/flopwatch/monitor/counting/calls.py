@@ -31,7 +31,7 @@ _MOST_MODULES = _MOST_CALLS = 4096
 
 
 class CallListener(Protocol):
-    """What wants to know of the outermost calls as they happen."""
+    """An object that is told of outermost calls as they happen."""
 
     def about_to_call(self) -> None: ...
 
@@ -40,11 +40,11 @@ class CallListener(Protocol):
     def returned(self, kind: CallKind, output: Any) -> None: ...
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
-        """Compiled code is called; what is returned is called with its outputs."""
+        """Compiled code is called. Returns a function to call with its outputs, or None."""
 
 
 def failure_of(action: Callable[..., object], *arguments: Any) -> Exception | None:
-    """Call what may run code of the user, which may raise anything and must not stop the training."""
+    """Call a function that may run code of the user. Returns the exception, which must not stop the training."""
     try:
         action(*arguments)
     except Exception as error:
@@ -83,11 +83,11 @@ class RootCalls:
         regions.install()
         regions.listen(self._note_region)
         self._is_on = True
-        if self.inside is not None:  # a call that ended by Ctrl-C, after which torch calls no hooks
+        if self.inside is not None:  # Ctrl-C has ended a call, and torch has not called its hook
             self.inside.remove()
             self.inside = None
         if may_compile():
-            self.leave_modules()
+            self.remove_global_hook()
             return
         if self._place is None:
             self._place = _place_of(register_module_forward_pre_hook(_GlobalHook(self)))
@@ -100,8 +100,8 @@ class RootCalls:
         self._is_on = False
         regions.listen(None)
 
-    def leave_modules(self) -> None:
-        """Where code is compiled, only its calls are recorded. A hook for all modules would be compiled into it."""
+    def remove_global_hook(self) -> None:
+        """Remove the hook for all modules, because it would be compiled into the code of a process that compiles."""
         if self._place is not None and not compiled_graphs():
             self._place.table.pop(self._place.key, None)
 
@@ -115,12 +115,12 @@ class RootCalls:
         return threading.get_ident() == self._thread
 
     def take(self) -> list[tuple[CallKind, int]]:
-        """The calls since the last time, each with the number of operations that autograd has recorded in it."""
+        """The calls since the last `take`, each with the number of operations that autograd has recorded in it."""
         calls, self.calls, nodes, self.nodes = self.calls, [], self.nodes, []
         return list(zip(calls, nodes, strict=True))
 
     def note(self, module: nn.Module, args: tuple[Any, ...], depth: int) -> None:
-        """Record a call and listen again when it returns. Calls in a backward pass recompute activations only."""
+        """Record a call, and ignore the calls inside of it. Calls in a backward pass, which recompute, are left out."""
         if threading.get_ident() != self._thread or not self.is_listening or current_graph_task_id() != -1:
             return
         listener, place = self.listener, self._place
@@ -134,7 +134,7 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
-        # Torch runs such a layer by another kernel if it has a hook, so that its parts are recorded instead.
+        # With a hook on this layer, torch would not use its fused kernel. So calls of its parts are recorded instead.
         if place is not None and not isinstance(module, nn.TransformerEncoderLayer):
             place.table.pop(place.key, None)
             self._began = recorded_operations() or 0
@@ -144,7 +144,7 @@ class RootCalls:
         if listener is not None:
             listener.called(kind, module, args, kwargs)
 
-    def came_back(self, kind: CallKind | None, output: Any) -> None:
+    def call_ended(self, kind: CallKind | None, output: Any) -> None:
         self.inside = None
         if self.calls and self.calls[-1] is kind:
             self.nodes[-1] = (recorded_operations() or 0) - self._began
@@ -209,11 +209,13 @@ class _GlobalHook:
         if calls is None:
             return
         if may_compile():
-            calls.leave_modules()
+            calls.remove_global_hook()
             return
         try:
             calls.note(module, args, 1)
-        except Exception as error:  # the call is not recorded; the number of autograd's operations still shows it
+        except (
+            Exception
+        ) as error:  # without this call, autograd's number of operations still shows that the step differs
             caught("a call of a module", error)
 
 
@@ -239,7 +241,7 @@ class _ReturnHook:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         for table, _ in self.tables:
             (table() or {}).pop(self.key, None)
-        failure_of(self._calls.came_back, self.last.kind, output)
+        failure_of(self._calls.call_ended, self.last.kind, output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., Any]:  # a module that is copied inside of its own call
         return nullcontext().__exit__

@@ -24,17 +24,17 @@ _MOST_BATCHES = 4096
 
 
 class CompiledSteps:
-    """What steps of a process that compiles show beside their calls.
+    """What is known of steps in a process that compiles, besides their calls.
 
     Attributes:
         batches: The batches that the monitor was given in the step.
     """
 
     def __init__(
-        self, attention: AttentionConvention, off_the_clock: Callable[[], AbstractContextManager[None]]
+        self, attention: AttentionConvention, in_count_phase: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.batches: list[CallKind] = []
-        self._attention, self._off_the_clock = attention, off_the_clock
+        self._attention, self._in_count_phase = attention, in_count_phase
         self._met: Counter[CallKind] = Counter()
         self._graphs_before = 0
         self._ran_nothing_else = False
@@ -59,7 +59,9 @@ class CompiledSteps:
         if len(self._met) >= _MOST_BATCHES:
             self._met.clear()
         self._met[batch] += 1
-        return self._met[batch] <= ENOUGH + 1  # the first may be compiled, which makes it unlike the others
+        return (
+            self._met[batch] <= ENOUGH + 1
+        )  # one more, because the first step may compile code and then differs from the others
 
     def counted(self, live: LiveStep | ObservedStep, count: StepCount, axes: Axes | None) -> StepCount:
         """Add to a count what compiled code ran in it."""
@@ -68,7 +70,7 @@ class CompiledSteps:
             return count
         once = all(seen.backwards == seen.has_grad and seen.phase == "forward" for seen in live.region_calls)
         self._ran_nothing_else = once and not count.phases.total and not count.uncounted and not count.doubt
-        with self._off_the_clock():
+        with self._in_count_phase():
             return with_regions(count, live.region_calls, self._attention, axes)
 
     def has_evaluated(self, count: StepCount) -> bool:
@@ -80,15 +82,15 @@ class CompiledSteps:
         return may_compile() and bool(count.before_grad) and before != [count.before_grad] * 2
 
     def note(self, kind: StepKind) -> None:
-        """Note of what kind the step was whose count came last."""
+        """Note that the newest count is of a step of this kind."""
         self._known[_families(kind)] = self._ran_nothing_else and self._known.get(_families(kind), True)
 
     def by_graphs(self, kind: StepKind, readings: Sequence[Reading]) -> StepCount | None:
-        """The FLOPs of a step with new sizes, if all that such steps run is compiled: those of its graphs."""
+        """Count a step that runs only compiled code from the graphs of this code; None if that fails."""
         compiled = [call for call in kind.calls if call.name == COMPILED]
         found = [(regions.by_number.get(call.family[1]), call) for call in compiled]  # type: ignore[index]
-        # Each micro-batch makes equally many of the calls.
-        axes = [reading.plan.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
+        # All micro-batches make the same number of calls, so the calls are divided evenly among them.
+        axes = [reading.layout.axes for reading in readings] if readings and not len(found) % len(readings) else [None]
         seen = []
         for index, (region, call) in enumerate(found):
             if region is None:
@@ -97,7 +99,7 @@ class CompiledSteps:
             seen.append(
                 SeenRegion(region, call.sizes, call.has_grad, "forward", own, False, backwards=int(call.has_grad))
             )
-        with self._off_the_clock():
+        with self._in_count_phase():
             count = with_regions(StepCount(PhaseFlops()), seen, self._attention, axes_of(readings))
         return count if count.failure is None else None
 
@@ -112,5 +114,5 @@ def _families(kind: StepKind) -> Any:
 
 def axes_of(readings: Sequence[Reading]) -> Axes | None:
     """The shape of the step's micro-batches; None if they differ."""
-    shapes = {reading.plan.axes for reading in readings}
+    shapes = {reading.layout.axes for reading in readings}
     return shapes.pop() if len(shapes) == 1 else None

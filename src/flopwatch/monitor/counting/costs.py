@@ -12,7 +12,7 @@ from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flop
 from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.counting.batch_reader import Work
+from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.estimates import sum_of_costs
 from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
 from flopwatch.monitor.counting.peaks import Peaks, device_of, weights_dtype
@@ -108,35 +108,37 @@ class StepCosts:
         self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
         self.peaks.look_ahead()
 
-    def cost(self, trace: StepTrace, step: int, works: Sequence[Work] | None, user_flops: int | None) -> StepCost:
+    def cost(
+        self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None, user_flops: int | None
+    ) -> StepCost:
         """Compute the FLOPs of a step.
 
         Args:
             trace: What the step ran.
             step: The step's number.
-            works: Sizes of the step's batches; None if one of them could not be read.
+            batch_sizes: Sizes of the step's batches; None if one of them could not be read.
             user_flops: FLOPs by the user's `flops_fn`; None without such a function.
         """
         if user_flops is not None:
             flops: StepFlops | None = StepFlops(user_flops)
             reason: str | None = "the FLOPs are those of the user's flops_fn"
         elif trace.estimates is not None:
-            flops, reason = self._estimated(trace, works)
+            flops, reason = self._estimated(trace, batch_sizes)
         elif trace.kind is None:
-            flops, reason = None, trace.doubt
+            flops, reason = None, trace.reason
         else:
-            flops, reason = self._counted(trace, step, works)
-            reason = trace.doubt or reason or self.repeated
+            flops, reason = self._counted(trace, step, batch_sizes)
+            reason = trace.reason or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
         return StepCost(flops, *self._peak_seconds(flops), reason)
 
     def _counted(
-        self, trace: StepTrace, step: int, works: Sequence[Work] | None
+        self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None
     ) -> tuple[StepFlops | None, str | None]:
         assert trace.kind is not None
         assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.starts_free is not True:
+        if trace.count is not None and trace.is_partial and self._counter.starts_with_call is not True:
             verdict = Verdict(trace.count, PARTIAL)
         elif trace.count is not None:
             lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
@@ -146,24 +148,26 @@ class StepCosts:
         count = verdict.count
         if count is None:
             return None, verdict.reason
-        if works is None:
+        if batch_sizes is None:
             return None, "the step's batch was overwritten before it was read"
-        if all(work.documents is None for work in works):
+        if all(batch.documents is None for batch in batch_sizes):
             if self._last is None or self._last[0] is not count:
                 self._last = count, _flops_of(count, 0)
             return self._last[1], verdict.reason
-        padding, unclear = _padding(count, works, trace.kind, trace.evidence)
+        padding, unclear = _padding(count, batch_sizes, trace.kind, trace.evidence)
         return _flops_of(count, padding), verdict.reason or unclear
 
-    def _estimated(self, trace: StepTrace, works: Sequence[Work] | None) -> tuple[StepFlops | None, str | None]:
+    def _estimated(
+        self, trace: StepTrace, batch_sizes: Sequence[BatchSizes] | None
+    ) -> tuple[StepFlops | None, str | None]:
         assert trace.estimates is not None
-        costs = [trace.estimates.cost(work) for work in works or ()]
+        costs = [trace.estimates.cost(batch) for batch in batch_sizes or ()]
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
-            return None, trace.doubt
+            return None, trace.reason
         cost = sum_of_costs(known)
         model = cost.needed.forward + cost.needed.backward
-        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.doubt
+        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.reason
 
     def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
         if flops is None:
@@ -219,7 +223,7 @@ class StepCosts:
         return tuple(dict.fromkeys(self.peaks.name(kind) for kind in (self._main_type, *self._types)))
 
     def _achievable_flops_per_s(self) -> float | None:
-        """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""
+        """The rate of the fastest matrix product on the device. None if it was not measured well, or ranks share it."""
         peak = self.peak
         if peak is None or peak.kind in ("measured", "override") or self.peaks.ranks > 1:
             return None
@@ -239,14 +243,18 @@ def _flops_of(count: StepCount, padding: int) -> StepFlops:
     return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total))
 
 
-def _padding(count: StepCount, works: Sequence[Work], kind: StepKind, evidence: Evidence) -> tuple[int, str | None]:
-    """The needed FLOPs of a count that its documents would not need alone; or 0, and why they are not known."""
+def _padding(
+    count: StepCount, batch_sizes: Sequence[BatchSizes], kind: StepKind, evidence: Evidence
+) -> tuple[int, str | None]:
+    """FLOPs that the step's documents would not need without padding; or 0, and why these FLOPs are not known."""
     needed = count.phases.total - count.phases.recompute
-    batches = [batch for batch in map(_row_lengths, works) if batch is not None]
-    if len(batches) < len(works):
+    batches = [batch for batch in map(_row_lengths, batch_sizes) if batch is not None]
+    if len(batches) < len(batch_sizes):
         return 0, PADDED
     by_scale = count.by_scale
-    if any(scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale):  # of a formula
+    if any(
+        scale.axes is None and scale.kind in _BY_LENGTH for scale in by_scale
+    ):  # the count comes from a fitted formula
         axes = [batch.axes for batch in batches]
         parts = [by_scale] if len(set(axes)) == 1 else evidence.divided(kind, axes)
         if parts is None:
@@ -268,15 +276,15 @@ def _with_axes(parts: Sequence[Mapping[Scale, int]], axes: Sequence[Axes]) -> di
     return sums
 
 
-def _row_lengths(work: Work) -> RowLengths | None:
-    axes = work.plan.axes
+def _row_lengths(batch: BatchSizes) -> RowLengths | None:
+    axes = batch.layout.axes
     if axes is None:
         return None
-    rows = [work.lengths or (axes.lengths[0],) * axes.batch]
+    rows = [batch.lengths or (axes.lengths[0],) * axes.batch]
     if len(axes.lengths) > 1:
-        rows.append(work.target_lengths or (axes.lengths[1],) * axes.batch)
-    elif work.documents is not None and work.lengths is None:
-        documents = work.documents
+        rows.append(batch.target_lengths or (axes.lengths[1],) * axes.batch)
+    elif batch.documents is not None and batch.lengths is None:
+        documents = batch.documents
         return RowLengths(axes, (documents.tokens,), {(0, 0): documents.squares}, documents.count)
     pairs = {
         (one, other): sum(a * b for a, b in zip(rows[one], rows[other], strict=True))

@@ -22,7 +22,7 @@ from flopwatch.flops.tracing.counter import phases_of
 from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models import dummy_batch
-from flopwatch.monitor.counting.batch_reader import BatchLayout, Work
+from flopwatch.monitor.counting.batch_reader import BatchLayout, BatchSizes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 
 PACKING = (
@@ -59,33 +59,33 @@ class EstimatedCosts:
     """
 
     def __init__(
-        self, attention: AttentionConvention, off_the_clock: Callable[[], AbstractContextManager[None]]
+        self, attention: AttentionConvention, in_count_phase: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.examples: list[tuple[Any, BatchLayout]] = []
         self.is_used = False
-        self._attention, self._off_the_clock = attention, off_the_clock
+        self._attention, self._in_count_phase = attention, in_count_phase
         self._laws: dict[Any, FlopLaw] = {}
         self._known: dict[int, tuple[BatchLayout, _Estimate | None]] = {}
         """By the id of a `BatchLayout`, because different shapes can have equal layouts."""
 
     def anew(self) -> "EstimatedCosts":
-        """Those of a model that has changed."""
-        fresh = EstimatedCosts(self._attention, self._off_the_clock)
+        """New estimates for a model that has changed, with the same examples."""
+        fresh = EstimatedCosts(self._attention, self._in_count_phase)
         fresh.examples = self.examples
         return fresh
 
-    def note(self, batch: Any, plan: BatchLayout) -> None:
-        if id(plan) not in self._known:
-            self.examples.append((batch, plan))
+    def note(self, batch: Any, layout: BatchLayout) -> None:
+        if id(layout) not in self._known:
+            self.examples.append((batch, layout))
 
-    def learn(self, model: nn.Module) -> None:
+    def estimate_next(self, model: nn.Module) -> None:
         """Estimate the FLOPs of the next example. The model may raise anything."""
-        batch, plan = self.examples.pop(0)
-        if id(plan) in self._known:
+        batch, layout = self.examples.pop(0)
+        if id(layout) in self._known:
             return
-        self._known[id(plan)] = plan, None  # if it fails, it is not tried again with such batches
-        with self._off_the_clock():
-            self._known[id(plan)] = plan, self._estimate(model, *example_batch(model, batch, plan))
+        self._known[id(layout)] = layout, None  # if it fails, it is not tried again with such batches
+        with self._in_count_phase():
+            self._known[id(layout)] = layout, self._estimate(model, *example_batch(model, batch, layout))
 
     def _estimate(self, model: nn.Module, example: Any, remark: str | None) -> _Estimate:
         description = describe(example)
@@ -104,17 +104,17 @@ class EstimatedCosts:
     def notes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(note for law in self._laws.values() for note in law.notes))
 
-    def cost(self, work: Work) -> BatchCost | None:
+    def cost(self, batch: BatchSizes) -> BatchCost | None:
         """The FLOPs of a batch; None if they are not known."""
-        _, estimate = self._known.get(id(work.plan), (None, None))
+        _, estimate = self._known.get(id(batch.layout), (None, None))
         if estimate is None:
             return None
-        needed, executed, unclear = _needed(estimate, work)
+        needed, executed, unclear = _needed(estimate, batch)
         return BatchCost(needed, executed, estimate.remark or unclear)
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
-    """The FLOPs of a batch by a formula; None if it has not been verified for such sizes."""
+    """The FLOPs of a batch by a law; None if the law has not been verified for such sizes."""
     values = law.layout.match(description) if law.layout is not None and law.coefficients else None
     if values is None:
         return None
@@ -124,27 +124,27 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     return _Estimate(law.cost(shape), law, shape, remark)
 
 
-def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
+def _needed(estimate: _Estimate, batch: BatchSizes) -> tuple[PhaseFlops, PhaseFlops, str | None]:
     """FLOPs without padding, executed FLOPs, and why padding could not be left out, or None."""
     executed, law, shape = estimate.executed, estimate.law, estimate.shape
-    if work.documents is None:
+    if batch.documents is None:
         return executed, executed, None
     unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
     if law is None or shape is None or shape.seq_len is None:
         return executed, executed, unclear
     try:
-        if work.lengths is not None:
-            rows = [{"s": length, **dict(shape.others)} for length in work.lengths]
+        if batch.lengths is not None:
+            rows = [{"s": length, **dict(shape.others)} for length in batch.lengths]
             return law.phase_flops_of_rows(rows, image_grids=shape.grids or None), executed, None
         alone = law.phase_flops_of_documents(
-            work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+            batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
         )
     except FlopwatchError:
         return executed, executed, unclear
     return alone, executed, None
 
 
-def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any, str | None]:
+def example_batch(model: nn.Module, batch: Any, layout: BatchLayout) -> tuple[Any, str | None]:
     """The batch without arguments that `forward` does not accept or that describe packed documents, and a remark.
 
     If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
@@ -157,7 +157,7 @@ def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any,
             if name not in PACKING or (isinstance(value, Tensor) and value.dim() > 2)
         }
         if set(tensors) <= {"attention_mask"}:
-            return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1), MADE_UP
+            return dummy_batch(unwrap(model), layout.batch_size, layout.seq_len or 1), MADE_UP
         parameters = _parameters(model)
         if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             tensors = {name: value for name, value in tensors.items() if name in parameters}

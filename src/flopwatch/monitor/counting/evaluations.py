@@ -28,37 +28,37 @@ class Evaluations:
         """Whether a call is part of an evaluation; `before` are the calls since the last step."""
         if kind.has_grad or any(call.has_grad for call in before):
             return False
-        if kind.is_training:  # a loss that is a module has no evaluation mode
-            return not kind.has_parameters and any(self._is_odd(call) for call in before)
-        return self._is_odd(kind)
+        if kind.is_training:  # a loss module stays in training mode, even in an evaluation
+            return not kind.has_parameters and any(self._is_irregular(call) for call in before)
+        return self._is_irregular(kind)
 
-    def _is_odd(self, call: CallKind) -> bool:
+    def _is_irregular(self, call: CallKind) -> bool:
         return not call.is_training and not self._is_regular(call.module)
 
     def left_out(self, noted: Sequence[tuple[CallKind, int]]) -> tuple[list[CallKind], int, bool]:
-        """Leave out evaluations: the step's calls, the operations of the others, and whether there was an evaluation.
+        """Return the calls without evaluations, the operations of the calls left out, and whether any were left out.
 
         Args:
             noted: The calls since the last step, each with the number of operations that autograd has recorded in it.
         """
         calls = [call for call, _ in noted]
         trained_in_mode = {call.module for call in calls if call.has_grad and call.is_training}
-        # A module that the step also calls in training mode is evaluated before, even if gradients are on.
+        # If the step also calls a module in training mode, earlier calls of it are an evaluation, even with gradients.
         is_begin = [call.has_grad and (call.is_training or call.module not in trained_in_mode) for call in calls]
         first = is_begin.index(True) if True in is_begin else len(calls)
         before = {call.module for call in calls[:first] if not call.is_training}
         self._note_step(before, {call.module for call in calls[first:] if call.has_grad})
-        odd = {module for module in before if not self._is_regular(module)}
-        if odd:  # a loss that is a module has no evaluation mode
-            odd |= {call.module for call in calls[:first] if not call.has_parameters}
-        is_kept = [index >= first or call.module not in odd for index, call in enumerate(calls)]
+        irregular = {module for module in before if not self._is_regular(module)}
+        if irregular:  # a loss module stays in training mode, even in an evaluation
+            irregular |= {call.module for call in calls[:first] if not call.has_parameters}
+        is_kept = [index >= first or call.module not in irregular for index, call in enumerate(calls)]
         nodes = sum(nodes for (_, nodes), keeps in zip(noted, is_kept, strict=True) if not keeps)
-        return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(odd)
+        return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(irregular)
 
     def note_opened(self, calls: Sequence[CallKind]) -> None:
         """Note a step that the loop has opened, with its calls."""
-        apart = {call.module for call, _ in self.before if not call.has_grad and not call.is_training}
-        self._note_step(apart, {call.module for call in calls if call.has_grad})
+        evaluated = {call.module for call, _ in self.before if not call.has_grad and not call.is_training}
+        self._note_step(evaluated, {call.module for call in calls if call.has_grad})
 
     def _note_step(self, before: set[int], trained: set[int]) -> None:
         self.steps += 1

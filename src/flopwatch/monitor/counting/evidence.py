@@ -1,8 +1,8 @@
-"""What live counts prove about the FLOPs of steps (pure).
+"""What live counts prove about the FLOPs of steps (pure). A live count is made op by op, while the step runs.
 
 Steps that make the same calls with the same sizes are of one kind, and cost what was counted for their kind. For sizes
-that were not counted, a formula fitted to the counts is used (`formula.py`). Both are believed after counts agreed with
-each other, and are doubted, backwards, when a later count differs.
+that were not counted, a formula fitted to the counts is used (`flops/live_formula.py`). Both are called exact once
+counts agree with each other. If a later count differs, the steps since the last one that agreed are doubted.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,7 +27,7 @@ _NODES, _BACKWARDS, _UNKNOWN = "nodes", "backwards", "unknown"
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What every step shows of itself, counted or not.
+    """The kind of a step, counted or not. Steps of one kind are expected to run the same FLOPs.
 
     Attributes:
         calls: The outermost calls of modules.
@@ -46,7 +46,7 @@ class StepKind:
 
 
 class _Claims:
-    """Uncounted steps that were called exact since a count agreed the last time.
+    """Uncounted steps that were called exact since the last count that agreed.
 
     Attributes:
         first: The first such step of the run; None if there was none.
@@ -125,12 +125,12 @@ class StepTrace:
     """What a step ran.
 
     Attributes:
-        kind: What every step shows of itself; None if steps are not counted as they run.
+        kind: The kind of the step; None if steps are not counted as they run.
         evidence: What was known of the model when the step ran.
         count: The step's FLOPs, if it was counted as it ran.
         was_counted: Whether counting has slowed the step down.
-        is_partial: Whether it was not known if something ran before the count began.
-        doubt: Why the FLOPs are not exact or not known; None if no such reason is known.
+        is_partial: Whether something may have run before the count began.
+        reason: Why the FLOPs are not exact or not known; None if no such reason is known.
         estimates: Estimates of `model(batch)`, if steps are not counted as they run.
     """
 
@@ -139,7 +139,7 @@ class StepTrace:
     count: StepCount | None = None
     was_counted: bool = False
     is_partial: bool = False
-    doubt: str | None = None
+    reason: str | None = None
     estimates: EstimatedCosts | None = None
 
 
@@ -181,15 +181,15 @@ class Evidence:
         uncounted: Names of ops without a formula that counted steps ran.
         coverage: The smallest share of products with a formula in a counted step.
         ops: Names of ops that counted steps ran.
-        failure: Why the last step that could not be counted could not be; None if all could.
-        starts_free: Whether counted steps ran nothing before their first call of a module, so that a count may begin
-            there; None if that is not known.
-        usual: What the last step ran, if it was not counted and needs no count: an equal step is not looked at again.
+        failure: Why the newest count that failed has failed; None if none has.
+        starts_with_call: Whether counted steps ran nothing before their first call of a module; None if unknown. If so,
+            a count may begin with that call.
+        usual: What the last step ran, if it was not counted and needs no count. An equal step is not examined.
     """
 
     def __init__(self) -> None:
         self.counts = 0
-        self.starts_free: bool | None = None
+        self.starts_with_call: bool | None = None
         self.usual: StepTrace | None = None
         self.uncounted: tuple[str, ...] = ()
         self.coverage = 1.0
@@ -198,7 +198,7 @@ class Evidence:
         self._known: dict[StepKind, _Known] = {}
         self._fits: dict[Hashable, tuple[FormulaFit, _Claims]] = {}
         self._changed: dict[Hashable, int] = {}
-        """How often equal calls of these families have changed their cost. What changes in one kind may in another."""
+        """By families of calls, how often equal calls have changed their cost. Other kinds with them may change too."""
         self.settled_calls: set[CallKind] = set()
         """Calls with which a step began whose FLOPs need no further count."""
 
@@ -211,7 +211,7 @@ class Evidence:
         return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
 
     @property
-    def formulas(self) -> list[Formula]:
+    def fitted_formulas(self) -> list[Formula]:
         return [fit.formula for fit, _ in self._fits.values() if fit.formula is not None]
 
     def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
@@ -226,7 +226,7 @@ class Evidence:
         self.uncounted = tuple(sorted({*self.uncounted, *count.uncounted}))
         self.coverage = min(self.coverage, count.coverage)
         self.ops |= count.by_op.keys()
-        predicted = self._by_formula(kind)
+        predicted = self._predicted_count(kind)
         known = self._known.get(kind)
         if known is None:
             if len(self._known) >= _MOST_KINDS:
@@ -244,7 +244,7 @@ class Evidence:
         if is_late:
             known.claims.add(step)
         if predicted is not None and not predicted.agrees(count):
-            # A count of other sizes proves nothing about these, so that all that the formula has claimed is in doubt.
+            # The formula was wrong here, so all steps that are called exact because of it are in doubt.
             claims = [self._fit_of(key)[1] for key in _keys(kind)]
             doubted = [each for claim in claims for each in claim.take()]
             for claim in (*claims, known.claims):
@@ -262,13 +262,15 @@ class Evidence:
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
         ranges = known.claims.take()
-        if known.changes > 1 and known.claims.first is not None:  # it changes back and forth, so no bracket holds
+        if (
+            known.changes > 1 and known.claims.first is not None
+        ):  # it comes and goes, so no step between two counts is proven
             ranges = ((known.claims.first, step - 1),)
             known.claims.first = None
         return Doubt(ranges, _shown(step, before, count)) if ranges else None
 
     def unproven(self) -> Doubt | None:
-        """At the end of a run: steps of kinds whose cost has changed, as far as no later count proves them.
+        """At the end of a run, the steps that no later count proves, of kinds whose cost has changed.
 
         These are the steps after the last count. If too few counts agreed since the change, the cost may come and go,
         so that two counts prove nothing of the steps between them: then all steps before the change are doubted.
@@ -288,19 +290,19 @@ class Evidence:
         known = self._known.get(kind)
         if known is not None:
             return known.agreeing < min(known.needed, 2 * ENOUGH) and not self._is_predicted(kind, known)
-        return self._by_formula(kind) is None
+        return self._predicted_count(kind) is None
 
     def knows_call(self, call: CallKind) -> bool:
         """Whether a step that begins with this call needs no count because of its sizes."""
         if call in self.settled_calls:
             return True
-        return any(formula.covers(call.family, call.sizes) for formula in self.formulas)
+        return any(formula.covers(call.family, call.sizes) for formula in self.fitted_formulas)
 
     def verdict(self, kind: StepKind, step: int) -> Verdict:
-        """The FLOPs of an uncounted step; if they are called exact, that is remembered."""
+        """The FLOPs of an uncounted step. If they are called exact, the step is noted, to be doubted if necessary."""
         known = self._known.get(kind) or self._alike(kind)
         if known is None:
-            count = self._by_formula(kind)
+            count = self._predicted_count(kind)
             if count is None:
                 return Verdict(None, self._why_unknown(kind))
             claims = self._fit_of(_keys(kind)[0])[1]
@@ -323,7 +325,7 @@ class Evidence:
         return Verdict(count, f"such a step was counted {times} so far")
 
     def _alike(self, kind: StepKind) -> _Known | None:
-        """What was counted of steps like one of which less was seen: the first, or one in which code was compiled."""
+        """What was counted of matching steps, for a step that shows less: the first one, or one that compiled code."""
         if kind.backwards != UNKNOWN and kind.nodes is not None:
             return None
         found = [
@@ -336,8 +338,8 @@ class Evidence:
         return found[0] if found and all(each.count.agrees(found[0].count) for each in found) else None
 
     def _is_predicted(self, kind: StepKind, known: _Known) -> bool:
-        """Whether a formula gives the only count of this kind."""
-        predicted = None if known.changes else self._by_formula(kind)
+        """Whether a fitted formula predicts the only count of this kind."""
+        predicted = None if known.changes else self._predicted_count(kind)
         return predicted is not None and predicted.agrees(known.count)
 
     def _why_unknown(self, kind: StepKind) -> str:
@@ -354,11 +356,11 @@ class Evidence:
         return f"no step {what} was counted so far (it calls {names})"
 
     def divided(self, kind: StepKind, axes: Sequence[Axes]) -> list[Mapping[Scale, int]] | None:
-        """How the FLOPs that a formula gives depend on lengths, for each micro-batch of these shapes alone.
+        """How the FLOPs of each micro-batch depend on lengths, by the formula; `axes` are the micro-batches' shapes.
 
-        None if the formula does not hold for each of them alone, or the calls do not show which of them they belong to.
+        None if the formula does not hold for one of them alone, or if it is not known which calls belong to which.
         """
-        found = self._formula_of(kind)
+        found = self._fitted_formula(kind)
         parts = divided_calls(kind.sized_calls(), len(axes))
         if found is None or parts is None:
             return None
@@ -368,11 +370,11 @@ class Evidence:
         each = [found[0].values(part) for part in parts]
         return None if None in each else [_count_of(values).by_scale for values in each if values is not None]
 
-    def _by_formula(self, kind: StepKind) -> StepCount | None:
-        found = self._formula_of(kind)
+    def _predicted_count(self, kind: StepKind) -> StepCount | None:
+        found = self._fitted_formula(kind)
         return None if found is None else _count_of(found[1])
 
-    def _formula_of(self, kind: StepKind) -> tuple[Formula, Mapping[Hashable, int]] | None:
+    def _fitted_formula(self, kind: StepKind) -> tuple[Formula, Mapping[Hashable, int]] | None:
         """The formula that holds for a step, and its values."""
         for key in _keys(kind):
             fit = self._fits.get(key)
@@ -391,7 +393,7 @@ class Evidence:
 
 
 def _batches(kind: StepKind) -> tuple[CallKind, ...]:
-    """The batches of the monitor among the calls; they come last, and are not known for the first step of a run."""
+    """The batches among the calls; they come last, and are not known for the first step of a run."""
     return tuple(call for call in kind.calls if call.name == BATCH)
 
 
@@ -400,7 +402,7 @@ def _families(kind: StepKind) -> Hashable:
 
 
 def _keys(kind: StepKind) -> tuple[Hashable, Hashable]:
-    """What steps of one formula have in common: often also how many operations autograd recorded."""
+    """Keys of the formulas for such steps: one for the same number of autograd's operations, and one for any."""
     return (_families(kind), kind.nodes, kind.backwards), _families(kind)
 
 

@@ -14,30 +14,30 @@ from flopwatch.records.flops import AttentionConvention
 
 
 class OpenStep:
-    """A step that has begun. Most steps keep all values of the class, so that a new one costs nothing.
+    """A step that has begun. Its defaults are attributes of the class, so that a new step costs little.
 
     Attributes:
         batch: The batch, if the loop has passed it when it opened the step.
-        plan: The layout of the micro-batch that runs, as far as it is known.
+        layout: The layout of the micro-batch that runs; None if it is unknown.
         began: When it began.
-        nodes_before: How many operations autograd had recorded before.
-        nodes_apart: How many of those since then belong to no step.
+        nodes_before: How many operations autograd had recorded when the step began.
+        nodes_outside: How many of those since then belong to no step.
         may_count: Whether it may be counted as it runs.
-        is_wanted: Whether it is to be counted.
-        live: Its count.
+        is_wanted: Whether the schedule wants it to be counted.
+        live: Its count while that runs; None otherwise.
         is_late: Whether the count began with the first call of a module, and not with the step.
-        is_adopted: Whether the model was not known when it began.
-        doubt: Why its FLOPs are not exact.
+        began_without_model: Whether the model was not known when it began.
+        reason: Why its FLOPs are not exact.
         optimizer_call: The optimizer step that is under way, with its arguments.
     """
 
-    plan: BatchLayout | None = None
+    layout: BatchLayout | None = None
     began = 0.0
     nodes_before: int | None = None
-    nodes_apart = 0
-    may_count = is_wanted = is_late = is_adopted = False
+    nodes_outside = 0
+    may_count = is_wanted = is_late = began_without_model = False
     live: LiveStep | ObservedStep | None = None
-    doubt: str | None = None
+    reason: str | None = None
     optimizer_call: tuple[Any, ...] | None = None
 
     def __init__(self, batch: Any = None) -> None:
@@ -54,20 +54,20 @@ class OpenStep:
         return None if live is None else live.end(axes)
 
     def read_axes(self, reader: BatchReader) -> None:
-        """Tell the count which shape the micro-batch has that the loop has passed."""
+        """Tell the count the shape of the micro-batch that the loop has passed."""
         if self.live is not None and self.batch is not None:  # a failure is reported when the step ends
 
             def read() -> None:
-                self.plan = reader.read(self.batch).plan
+                self.layout = reader.read(self.batch).layout
 
             failure_of(read)
         if self.live is not None:
-            self.live.set_axes(None if self.plan is None else self.plan.axes)
+            self.live.set_axes(None if self.layout is None else self.layout.axes)
 
     def read_axes_of_call(
         self, reader: BatchReader, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """A loop that passes its batch after the step: the count takes the shape from the call, if that is a batch."""
+        """Tell the count the shape of a call's arguments, for a loop that passes its batch only after the step."""
         live = self.live
-        if live is not None and self.plan is None:
-            failure_of(lambda: live.set_axes(reader.read(batch_of_call(module, args, kwargs)).plan.axes))
+        if live is not None and self.layout is None:
+            failure_of(lambda: live.set_axes(reader.read(batch_of_call(module, args, kwargs)).layout.axes))

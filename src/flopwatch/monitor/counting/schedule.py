@@ -13,7 +13,7 @@ _FREE_SECONDS = 2.0
 SHARE_OF_TIME = 0.005
 """Counting may take two seconds and this share of the run's time; counts of the first steps are not limited."""
 _EXTRA, _SHARE_EXTRA = 32, 0.002
-"""Counts of steps that are new: at most 32 and 0.2 % of all steps; with ranks, 32 on each."""
+"""Limit for counts of new steps: 32 and 0.2 % of all steps; with several ranks, 32 on each."""
 _RATIO_OF_RANKS = 2.0
 _MOST_EXPECTED = 64
 _SHARE_FROM_THE_START = 0.25
@@ -23,8 +23,8 @@ _SHARE_FROM_THE_START = 0.25
 class Schedule:
     """Decides which steps are counted.
 
-    All ranks of a training plan to count the same steps, because all wait for the slowest: they draw from equal
-    generators and do not look at times. Only a step that is new to a rank is counted on that rank alone.
+    All ranks of a training count the same steps, because each rank waits for the slowest one. So they draw from random
+    generators with the same seed and use no times. Only a step that is new to a rank is counted on that rank alone.
 
     Attributes:
         next_index: The next step that is counted whatever happens.
@@ -33,8 +33,8 @@ class Schedule:
         observes: Whether steps are counted by torch's own observers.
         steps: Steps so far.
         futile: Counted steps in which nothing ran.
-        wants_next: Whether the next step is new.
-        expected: Steps that are new because they are of a kind that comes every few steps and needs another count.
+        wants_next: Whether the next step is to be counted as a new one.
+        expected: Indexes of coming steps that are probably of a kind that needs another count.
     """
 
     is_alone: bool = True
@@ -61,7 +61,7 @@ class Schedule:
         return index >= self.next_index
 
     def expect(self, kind: Hashable, index: int) -> None:
-        """Plan to count a kind of steps that needs it when it is due again, if it comes every few steps."""
+        """Note that a kind needs another count. If it comes every few steps, expect it after as many steps again."""
         if len(self._met) >= _MOST_EXPECTED:
             self._met, self.expected = {}, set()
         gap = index - self._met.get(kind, index)
@@ -74,8 +74,8 @@ class Schedule:
         most = _EXTRA + (_SHARE_EXTRA * steps if self.is_alone else 0)
         return steps >= self._first and self.extra < most
 
-    def looks_before(self) -> bool:
-        """Whether a count begins with the step, and not with its first call, though nothing ran before that so far."""
+    def begins_early(self) -> bool:
+        """Whether a count begins with the step and not with its first call, to see what runs before that."""
         return self._chance.random() < _SHARE_FROM_THE_START
 
     def note_extra(self) -> None:
@@ -88,7 +88,9 @@ class Schedule:
 
     def note_count(self, index: int, seconds: float) -> None:
         """Plan the next count after the step `index`, which took `seconds` while it was counted."""
-        if not self.is_alone and not self.is_due(index):  # other ranks have not counted it, and keep to the plan
+        if not self.is_alone and not self.is_due(
+            index
+        ):  # only this rank has counted this step, so the common plan stays
             return
         usual = self._typical_seconds
         if self.is_alone and usual:

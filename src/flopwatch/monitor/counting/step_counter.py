@@ -1,4 +1,4 @@
-"""Counts the training's own steps: begins and ends live counts, and records what every step shows of itself."""
+"""Counts some steps of the training as they run, and records of every step which modules it has called."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import is_inference_mode_enabled, nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import InputError
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
     RISKY,
@@ -45,11 +44,11 @@ ESTIMATED = "the FLOPs are estimated from the model's shapes"
 _FUTILE = 2
 """After so many counted steps in which nothing ran, no further step is counted."""
 _TIMED_BEFORE_COUNT = 32
-"""So many steps before a count show how long a usual step takes."""
+"""This many steps before a count are timed, to know how long an uncounted step takes."""
 
 
 class PassListener(Protocol):
-    """What times forward and backward passes."""
+    """An object that times forward and backward passes."""
 
     def forward_begins(self) -> None: ...
 
@@ -61,8 +60,8 @@ class PassListener(Protocol):
 
 
 @dataclass(frozen=True)
-class _Around:
-    """What the counter tells others, and asks them."""
+class _Callbacks:
+    """Functions of the run that the counter calls."""
 
     clock: Clock
     on_call: Callable[[bool], None]
@@ -73,10 +72,10 @@ class _Around:
 
 
 class StepCounter:
-    """Says when a step begins and ends, when it is counted, and what it shows.
+    """Decides which steps are counted, counts them, and records what every step ran.
 
-    A loop either opens its steps (`begin_step`), or a step lasts from the end of one to the end of the next. Between
-    steps, calls without gradients of modules in evaluation mode that come only now and then are evaluations.
+    If the loop opens its steps (`begin_step`), a step begins there; otherwise it begins when the step before has ended.
+    Between steps, a module in evaluation mode that is called without gradients only now and then is being evaluated.
 
     Attributes:
         evidence: What is known about the FLOPs of the current model. A changed model gets new evidence.
@@ -98,19 +97,19 @@ class StepCounter:
         passes: PassListener,
         on_evaluation: Callable[[], None],
         on_doubt: Callable[[Doubt], None],
-        off_the_clock: Callable[[], AbstractContextManager[None]],
+        in_count_phase: Callable[[], AbstractContextManager[None]],
         notify: Notify,
     ) -> None:
         self._config = config
-        self._around = _Around(clock, on_call, passes, on_evaluation, on_doubt, notify)
+        self._callbacks = _Callbacks(clock, on_call, passes, on_evaluation, on_doubt, notify)
         self.evidence = Evidence()
         self._reader = BatchReader()
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
         self._schedule = Schedule(is_alone, _counted_every(config), first, stops=not config.calibration_enabled)
-        self._compiled = CompiledSteps(config.attention, off_the_clock)
-        self._estimates = EstimatedCosts(config.attention, off_the_clock)
+        self._compiled = CompiledSteps(config.attention, in_count_phase)
+        self._estimates = EstimatedCosts(config.attention, in_count_phase)
         self._trained: TrainedModel | None = None
         self._opens_steps: bool | None = None
         """Whether the loop opens its steps; None until the first step has begun or ended."""
@@ -123,8 +122,8 @@ class StepCounter:
         return None if self._trained is None else self._trained.model()
 
     @property
-    def starts_free(self) -> bool | None:
-        return self.evidence.starts_free
+    def starts_with_call(self) -> bool | None:
+        return self.evidence.starts_with_call
 
     def set_model(self, model: nn.Module) -> None:
         known = self.model
@@ -135,10 +134,10 @@ class StepCounter:
             self._schedule.next_index = min(self._schedule.next_index, self._schedule.steps + 1)
         if self._trained is not None:
             self._trained.stop()
-        self._trained = TrainedModel(model, self._around.passes.gradient_arrived)
+        self._trained = TrainedModel(model, self._callbacks.passes.gradient_arrived)
         self._reader.reads_targets |= bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         if self._step is not None:
-            self._step.is_adopted = True
+            self._step.began_without_model = True
         elif self._opens_steps is None:  # a loop without `step()` begins its first step with a call of a module
             self._calls.start()
 
@@ -147,19 +146,19 @@ class StepCounter:
         self._schedule.every = steps
 
     def check_model(self) -> None:
-        """Once per logging window: of a model with other parameters, the next step is counted."""
+        """Count the next step if the model has other parameters than before; called once per logging window."""
         if self._trained is not None and self._trained.has_other_parameters():
             self._schedule.wants_next = True
             if self._estimates.is_used:
                 self._estimates = self._estimates.anew()
                 message = "the model has changed, so its FLOPs are counted again"
-                self._around.notify("info", "flops_counted_anew", message)
+                self._callbacks.notify("info", "flops_counted_anew", message)
 
     def doubt_unproven(self) -> None:
         """At the end of the run, doubt what no later count can prove."""
         doubt = self.evidence.unproven()
         if doubt is not None:
-            self._around.on_doubt(doubt)
+            self._callbacks.on_doubt(doubt)
 
     def close(self) -> None:
         if self._step is not None:
@@ -169,7 +168,7 @@ class StepCounter:
             self._trained.stop()
 
     def facts(self) -> FlopFacts | None:
-        """How the FLOPs are found; None while they are not."""
+        """How the FLOPs are found; None until some are known."""
         facts = self.evidence.facts(self._config.attention)
         if facts is None and self._estimates.is_used:
             return FlopFacts("estimate", False, self._config.attention, None, self._estimates.notes)
@@ -181,21 +180,21 @@ class StepCounter:
         """Read the sizes of a batch that the step runs from now on."""
         reading, remark = self._reader.read_checked(batch, lengths)
         if remark:
-            self._around.notify("warning", "positions_not_understood", remark)
-        step, plan = self._step, reading.plan
+            self._callbacks.notify("warning", "positions_not_understood", remark)
+        step, layout = self._step, reading.layout
         if step is not None:
-            step.plan = plan
+            step.layout = layout
             if step.live is not None:
-                step.live.set_axes(plan.axes)
-        if may_compile():  # calls of modules are not seen, and what they cost follows the sizes of the batch
+                step.live.set_axes(layout.axes)
+        if may_compile():  # calls of modules are not seen, so the batch shows of what kind the step is
             self._compiled.batches.append(self._calls.kinds.of_batch(batch))
-        # At the end of the first steps it is known whether anything runs here, and whether ranks share the model.
+        # The first steps show whether the training runs in this thread. Until then, batches are kept for estimates.
         if self.is_on and (step is None or not step.may_count or self._schedule.steps < _FUTILE):
-            self._estimates.note(batch, plan)
+            self._estimates.note(batch, layout)
         return reading
 
-    def sizes_of(self, reading: Reading) -> Reading | None:
-        return self._reader.sizes_of(reading)
+    def with_sizes(self, reading: Reading) -> Reading | None:
+        return self._reader.with_sizes(reading)
 
     # --- A step begins ------------------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class StepCounter:
         self._open(batch)
 
     def await_step(self) -> None:
-        """After a step of a loop that opens no steps: what runs from now on belongs to the next step."""
+        """In a loop that opens no steps, begin the next step, because the one before has ended."""
         if not self._opens_steps:
             self._opens_steps = False
             self._open()
@@ -240,7 +239,7 @@ class StepCounter:
             calls.take()
             if self.listener is None:
                 calls.stop()
-            else:  # which needs the batches
+            else:  # it reads the batches from the calls
                 calls.start()
             return
         step.may_count = True
@@ -251,24 +250,24 @@ class StepCounter:
         if compiles:
             self._compiled.begin_step()
         step.nodes_before = recorded_operations()
-        step.began = self._around.clock()
+        step.began = self._callbacks.clock()
         if compiles or not calls.is_ready():
             calls.start()
         is_due = schedule.is_due(schedule.steps)
         if is_due or schedule.wants_next or schedule.steps in schedule.expected or compiles:
-            self._look_at_schedule(step, is_due, compiles)
+            self._decide_on_count(step, is_due, compiles)
 
-    def _look_at_schedule(self, step: OpenStep, is_due: bool, compiles: bool) -> None:
+    def _decide_on_count(self, step: OpenStep, is_due: bool, compiles: bool) -> None:
         """Decide whether a step is counted, and whether its count begins now or with its first call."""
         schedule = self._schedule
         is_new = schedule.wants_next or schedule.steps in schedule.expected
         if not is_new and compiles and step.batch is not None:  # in compiled code, a call cannot begin a count
             is_new = self._compiled.is_new(self._calls.kinds.of_batch(step.batch))
         step.is_wanted = is_due or (is_new and schedule.may_add(schedule.steps))
-        # In compiled code, no call of a module shows that a step begins.
-        looks_before = self.evidence.starts_free is not True or compiles or (is_due and schedule.looks_before())
-        # Torch forgets a mode that begins in a call of compiled code, so that the next step is counted instead.
-        if step.is_wanted and (self._opens_steps or looks_before) and not regions.state.is_calling:
+        # In a process that compiles, calls of modules are not seen, so none of them shows that a step begins.
+        begins_early = self.evidence.starts_with_call is not True or compiles or (is_due and schedule.begins_early())
+        # Torch drops a dispatch mode that is entered inside of compiled code, so the next step is counted instead.
+        if step.is_wanted and (self._opens_steps or begins_early) and not regions.state.is_calling:
             self._begin_count(step)
 
     def _can_count(self) -> bool:
@@ -277,13 +276,13 @@ class StepCounter:
         return self.counts_without_model or self.model is not None
 
     def _begin_count(self, step: OpenStep, *, is_late: bool = False) -> None:
-        # A training that leaves its own mode within a step of unknown begin or end would leave ours instead.
-        is_framed = self._opens_steps and not is_late
-        if is_capturing() or (not is_framed and dispatch_mode_stack()):
+        # If the training leaves a dispatch mode of its own while ours is entered, torch would leave ours instead.
+        covers_step = self._opens_steps and not is_late
+        if is_capturing() or (not covers_step and dispatch_mode_stack()):
             return
-        # Torch forgets a mode that is entered in an inference mode when that ends: the next count begins with the step.
-        if not is_framed and is_inference_mode_enabled():
-            self.evidence.starts_free = None
+        # Torch drops a mode that is entered in inference mode when that ends. So the next count begins with its step.
+        if not covers_step and is_inference_mode_enabled():
+            self.evidence.starts_with_call = None
             return
         if not self._schedule.is_due(self._schedule.steps):
             self._schedule.note_extra()
@@ -291,19 +290,19 @@ class StepCounter:
         step.begin_count(self._config.attention, self.model, observes=self._schedule.observes)
         step.read_axes(self._reader)
 
-    def adopt(self, live: LiveStep | None, calls: RootCalls, nodes: int | None) -> None:
+    def take_over(self, live: LiveStep | None, calls: RootCalls, nodes: int | None) -> None:
         """Take over a step that was begun before there was a monitor, and ends now."""
         step = self._step = OpenStep()
-        step.is_late = step.is_adopted = True
+        step.is_late = step.began_without_model = True
         step.live, step.nodes_before = live, nodes
         self._calls, calls.listener = calls, self
 
     # --- A step runs --------------------------------------------------------------------------------------------------
 
-    def doubt_step(self, reason: str) -> None:
+    def call_inexact(self, reason: str) -> None:
         """Say why the step that ends now is not exact."""
         if self._step is not None:
-            self._step.doubt = reason
+            self._step.reason = reason
 
     def optimizer_begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._step
@@ -324,14 +323,14 @@ class StepCounter:
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is called, outside of other modules."""
-        step, around, trained, evidence = self._step, self._around, self._trained, self.evidence
+        step, callbacks, trained, evidence = self._step, self._callbacks, self._trained, self.evidence
         clear_left_behind()
         if trained is not None and trained.model() is module:
-            around.on_call(kind.has_grad)
+            callbacks.on_call(kind.has_grad)
         if step is None:
             if self._opens_steps:  # between two steps
                 return
-        elif step.live is None and step.may_count and len(self._calls.calls) == 1 and evidence.starts_free:
+        elif step.live is None and step.may_count and len(self._calls.calls) == 1 and evidence.starts_with_call:
             is_new = kind not in evidence.settled_calls and not evidence.knows_call(kind)
             if step.is_wanted or (is_new and self._schedule.may_add(self._schedule.steps)):
                 self._begin_count(step, is_late=True)
@@ -339,35 +338,35 @@ class StepCounter:
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
         if self._calls.inside is not None and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
-            around.passes.forward_begins()
+            callbacks.passes.forward_begins()
 
     def _count_call(
         self, step: OpenStep, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether the count under way goes on with this call."""
+        """Add a call to the running count. Returns False if the count has ended, because the call is an evaluation."""
         assert step.live is not None
         step.live.note_call()
         if kind.has_grad and kind.has_parameters:
             step.read_axes_of_call(self._reader, module, args, kwargs)
         if self.is_evaluation(kind):
-            step.end_count()  # the step that follows is counted another time
+            step.end_count()  # the count would include the evaluation, so the next step is counted instead
             self._schedule.wants_next = True
         return step.live is not None
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
         if kind.has_grad:
-            return self._around.passes.region_begins()
-        model = self.model  # the call does not show in which mode its module is
+            return self._callbacks.passes.region_begins()
+        model = self.model  # the call does not show whether its module is in training mode
         is_in_mode = model is not None and not unwrap(model).training
         return self._region_evaluated if is_in_mode and self.is_evaluation(kind) else None
 
     def _region_evaluated(self, output: Any) -> None:
-        failure_of(self._around.on_evaluation)
+        failure_of(self._callbacks.on_evaluation)
 
     def returned(self, kind: CallKind, output: Any) -> None:
-        self._around.passes.forward_ends(output)
+        self._callbacks.passes.forward_ends(output)
         if not kind.has_grad and self.is_evaluation(kind):
-            self._around.on_evaluation()
+            self._callbacks.on_evaluation()
         if self.listener is not None:
             self.listener.returned(kind, output)
 
@@ -376,7 +375,7 @@ class StepCounter:
         return (self._step is None or not self._opens_steps) and self._evaluations.has(kind, self._calls.calls)
 
     @contextmanager
-    def not_listening(self) -> Iterator[None]:
+    def ignoring_calls(self) -> Iterator[None]:
         """A context for phases such as evaluation, whose calls of the model belong to no step."""
         was, before = self._calls.is_listening, recorded_operations()
         self._listen(False)
@@ -384,8 +383,8 @@ class StepCounter:
             yield
         finally:
             self._listen(was)
-            if was and self._step is not None:  # otherwise another such context is around, which adds these operations
-                self._step.nodes_apart += (recorded_operations() or 0) - (before or 0)
+            if was and self._step is not None:  # contexts can be nested; only the outermost one adds its operations
+                self._step.nodes_outside += (recorded_operations() or 0) - (before or 0)
 
     def _listen(self, listens: bool) -> None:
         self._calls.is_listening = listens
@@ -412,25 +411,31 @@ class StepCounter:
         usual, schedule = self.evidence.usual, self._schedule
         schedule.steps += 1
         if opened is None or usual is None or not self._is_usual(opened, usual):
-            return self._ended(opened, readings, step)
+            return self._trace(opened, readings, step)
         self._calls.calls.clear()
         self._calls.nodes.clear()
         self._evaluations.steps += 1
-        return self._as_before(opened, usual)
+        return self._usual_trace(opened, usual)
 
-    def _as_before(self, opened: OpenStep, usual: StepTrace) -> StepTrace:
+    def _usual_trace(self, opened: OpenStep, usual: StepTrace) -> StepTrace:
         schedule = self._schedule
         schedule.wants_next = False
         if schedule.next_index - schedule.steps < _TIMED_BEFORE_COUNT:
-            schedule.note_step(self._around.clock() - opened.began)
+            schedule.note_step(self._callbacks.clock() - opened.began)
         return usual
 
     def _is_usual(self, opened: OpenStep, usual: StepTrace) -> bool:
-        """Whether a step shows the same as the one before, and nothing more."""
+        """Whether a step ran the same calls and operations as the one before, and nothing more."""
         kind, trained = usual.kind, self._trained
-        if kind is None or not opened.may_count or opened.live is not None or opened.doubt or opened.is_adopted:
+        if (
+            kind is None
+            or not opened.may_count
+            or opened.live is not None
+            or opened.reason
+            or opened.began_without_model
+        ):
             return False
-        nodes = (recorded_operations() or 0) - (opened.nodes_before or 0) - opened.nodes_apart
+        nodes = (recorded_operations() or 0) - (opened.nodes_before or 0) - opened.nodes_outside
         if nodes != kind.nodes or not kind.calls or kind.calls != tuple(self._calls.calls) or may_compile():
             return False
         first = kind.calls[0]
@@ -439,27 +444,27 @@ class StepCounter:
             return False
         return not trained.has_changed()
 
-    def _ended(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
-        now = recorded_operations()  # before graphs are counted, which records operations
+    def _trace(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
+        now = recorded_operations()  # read before graphs are counted, because counting them records operations too
         count = None if opened is None else self._end_count(opened, readings)
         has_evaluated = count is not None and self._compiled.has_evaluated(count) and not self._opens_steps
         if self._opens_steps and (may_compile() or (opened is not None and not opened.may_count)):
-            self._calls.stop()  # otherwise evaluations are heard
+            self._calls.stop()  # so that calls of evaluations are not recorded
         can_count = self._can_count()
-        if opened is None and can_count:  # the first step of a loop that opens none
+        if opened is None and can_count:  # the first step of a loop that opens no steps
             self._schedule.futile += self._schedule.steps == 1
         if opened is None or not can_count:
-            return self._untold()
-        kind, has_calls_apart = self._kind_of(opened, now, readings)
-        has_evaluated |= has_calls_apart
+            return self._estimate()
+        kind, had_evaluation = self._kind_of(opened, now, readings)
+        has_evaluated |= had_evaluation
         usual, was_counted = self.evidence.usual, count is not None and self._config.count != "every"
         if count is None:
-            if usual is not None and kind == usual.kind and not has_evaluated and not opened.doubt:
-                return self._as_before(opened, usual)
-            self._schedule.note_step(self._around.clock() - opened.began)
-        elif not has_evaluated and opened.doubt is None:
+            if usual is not None and kind == usual.kind and not has_evaluated and not opened.reason:
+                return self._usual_trace(opened, usual)
+            self._schedule.note_step(self._callbacks.clock() - opened.began)
+        elif not has_evaluated and opened.reason is None:
             self._compiled.note(kind)
-            count = self._take_in(opened, kind, step, count)
+            count = self._add_count(opened, kind, step, count)
         needs_count = self.evidence.needs_count(kind)
         if needs_count and count is None:
             count = self._by_graphs(kind, step, readings)
@@ -468,33 +473,35 @@ class StepCounter:
             self._schedule.expect(kind, self._schedule.steps - 1)
         self._schedule.wants_next = has_evaluated or needs_count
         if self._schedule.futile >= _FUTILE:
-            return self._untold()
+            return self._estimate()
         self._estimates.examples.clear()
-        is_partial = opened.is_late and count is not None and not self.evidence.starts_free
+        is_partial = opened.is_late and count is not None and not self.evidence.starts_with_call
         count = None if has_evaluated else count
-        trace = StepTrace(kind, self.evidence, count, was_counted, is_partial, opened.doubt)
-        is_plain = not (self._schedule.wants_next or was_counted or count or opened.doubt)
+        trace = StepTrace(kind, self.evidence, count, was_counted, is_partial, opened.reason)
+        is_plain = not (self._schedule.wants_next or was_counted or count or opened.reason)
         self.evidence.usual = trace if is_plain else None
         return trace
 
     def _kind_of(self, opened: OpenStep, now: int | None, readings: Sequence[Reading]) -> tuple[StepKind, bool]:
-        """Of what kind a step is, and whether calls were left out that were an evaluation."""
+        """The kind of a step, and whether calls of an evaluation were left out of it."""
         noted, trained = self._calls.take(), self._trained
-        calls, nodes_apart, has_evaluated = [call for call, _ in noted], opened.nodes_apart, False
+        calls, nodes_outside, has_evaluated = [call for call, _ in noted], opened.nodes_outside, False
         if self._opens_steps:
             self._evaluations.note_opened(calls)
         else:
-            calls, more_apart, has_evaluated = self._evaluations.left_out(noted)
-            nodes_apart += more_apart
-        nodes = None if now is None or opened.nodes_before is None else now - opened.nodes_before - nodes_apart
+            calls, more_outside, has_evaluated = self._evaluations.left_out(noted)
+            nodes_outside += more_outside
+        nodes = None if now is None or opened.nodes_before is None else now - opened.nodes_before - nodes_outside
         if self._compiled.has_compiled():
             nodes = None
-        sizes = () if calls else tuple((reading.plan.batch_size, reading.plan.seq_len) for reading in readings)
+        sizes = () if calls else tuple((reading.layout.batch_size, reading.layout.seq_len) for reading in readings)
         calls += self._compiled.take_batches()
         if trained is None:
-            return StepKind(tuple(calls), nodes, UNKNOWN if opened.is_adopted else 0, (0, *sizes)), has_evaluated
+            return StepKind(
+                tuple(calls), nodes, UNKNOWN if opened.began_without_model else 0, (0, *sizes)
+            ), has_evaluated
         trained.has_changed()
-        backwards, trained.backwards = UNKNOWN if opened.is_adopted else trained.backwards, 0
+        backwards, trained.backwards = UNKNOWN if opened.began_without_model else trained.backwards, 0
         return StepKind(tuple(calls), nodes, backwards, (trained.state, *sizes)), has_evaluated
 
     def _end_count(self, opened: OpenStep, readings: Sequence[Reading]) -> StepCount | None:
@@ -502,10 +509,10 @@ class StepCounter:
         count = opened.end_count(axes)
         return None if live is None or count is None else self._compiled.counted(live, count, axes)
 
-    def _take_in(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
-        """Add a count to the evidence; None if it is not complete."""
-        schedule, evidence, notify = self._schedule, self.evidence, self._around.notify
-        schedule.note_count(schedule.steps - 1, self._around.clock() - opened.began)
+    def _add_count(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
+        """Plan the next count, and add this one to the evidence. Returns None if this count is not complete."""
+        schedule, evidence, notify = self._schedule, self.evidence, self._callbacks.notify
+        schedule.note_count(schedule.steps - 1, self._callbacks.clock() - opened.began)
         if count.failure == RISKY:
             schedule.observes, schedule.next_index = True, schedule.steps
             return None
@@ -519,54 +526,48 @@ class StepCounter:
         if count.optimizer:
             notify(*notices.notice("optimizer_products", flops=count.optimizer))
         if not opened.is_late:
-            evidence.starts_free = evidence.starts_free is not False and not count.before_calls
-        elif not evidence.starts_free:  # the first step of `flopwatch run`, whose beginning was not seen
+            evidence.starts_with_call = evidence.starts_with_call is not False and not count.before_calls
+        elif not evidence.starts_with_call:  # the first step of `flopwatch run`, whose beginning was not seen
             return count
-        self._add(kind, step, count, is_late=opened.is_late)
+        self._add_to_evidence(kind, step, count, is_late=opened.is_late)
         return count
 
     def _by_graphs(self, kind: StepKind, step: int, readings: Sequence[Reading]) -> StepCount | None:
-        """The FLOPs of a step with new sizes, if all that such steps run is compiled: those of its graphs."""
+        """Count a step of new sizes from its compiled graphs; None unless such steps run compiled code only."""
         if not self._compiled.runs_nothing_else(kind) or not self._schedule.may_add(self._schedule.steps):
             return None
         self._schedule.note_extra()
         count = self._compiled.by_graphs(kind, readings)
         if count is not None:
-            self._add(kind, step, count, is_late=True)  # a later count of the step itself proves or doubts it
+            self._add_to_evidence(
+                kind, step, count, is_late=True
+            )  # a later count of the step itself proves or doubts it
         return count
 
-    def _add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool) -> None:
+    def _add_to_evidence(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool) -> None:
         doubt = self.evidence.add(kind, step, count, is_late=is_late)
         if doubt is not None:
-            self._around.on_doubt(doubt)
+            self._callbacks.on_doubt(doubt)
             self._calls.kinds.reads_numbers |= any(call.numbers for call in kind.calls)
 
-    def _untold(self) -> StepTrace:
-        """A step whose FLOPs are those of `model(batch)`: an estimate."""
+    def _estimate(self) -> StepTrace:
+        """The trace of a step whose FLOPs are estimated as those of `model(batch)`."""
         model, estimates = self.model, self._estimates
         if model is None:
             estimates.examples.clear()
-            return StepTrace(doubt=NO_MODEL)
+            return StepTrace(reason=NO_MODEL)
         estimates.is_used = True
         while estimates.examples:
-            error = failure_of(estimates.learn, model)
+            error = failure_of(estimates.estimate_next, model)
             if error is not None:
-                self._around.notify(*notices.notice("flops_unknown", why=error))
+                self._callbacks.notify(*notices.notice("flops_unknown", why=error))
                 if self._config.strict:
                     raise error
         why = obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
-        return StepTrace(estimates=estimates, doubt=ESTIMATED if self._config.mode == "estimate" else why)
+        return StepTrace(estimates=estimates, reason=ESTIMATED if self._config.mode == "estimate" else why)
 
 
 def _counted_every(config: MonitorConfig) -> int:
     if config.count == "every":
         return 1
     return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
-
-
-def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:
-    """Call the user's function with a batch; raise if its result is not a positive finite number."""
-    flops = flops_fn(batch)
-    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
-        raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
-    return int(flops)

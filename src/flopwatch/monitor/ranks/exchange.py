@@ -32,7 +32,7 @@ from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, add_
 from flopwatch.text import first_line
 
 _ABSENT_SECONDS = 30.0
-"""A rank below this one that has not joined the run by then is left out."""
+"""If a rank below this one has not joined the run after this time, it is left out."""
 _BEAT_SECONDS, _LOST_SECONDS = 20.0, 120.0
 """A rank with nothing to report says after 20 s that it is alive. After 120 s without a sign of life it is left out."""
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 10.0
@@ -61,7 +61,7 @@ class RankLink:
         self._waiting: deque[RankReport] = deque()
         """Reports of this rank for its thread."""
         self._doubt: RankDoubt | None = None
-        """What this rank and those below it in the tree doubt, and have not sent to the rank above."""
+        """The earliest doubt of this rank and those below it in the tree that was not yet sent to the rank above."""
         self.merged: deque[RankReport] = deque()
         self.window_steps: int | None = None
         self.failure: str | None = None
@@ -97,7 +97,7 @@ class RankLink:
             self._changed.notify_all()
 
     def add_doubt(self, doubt: RankDoubt | None) -> None:
-        """Doubt steps that were called exact, also those of windows that were sent."""
+        """Tell the rank above that steps are not exact after all, even if their windows were sent."""
         with self._changed:
             self._doubt = earliest(self._doubt, doubt)
 
@@ -109,7 +109,7 @@ class RankLink:
     def finish(self, seconds: float) -> bool:
         """End this rank's reports and wait for the other ranks; False if they took longer than `seconds`."""
         self._finish()
-        # After `give_up` this rank sends no more reports, and its thread may be waiting for the store.
+        # After `give_up` there is nothing to wait for: this rank sends no more reports.
         if not self._is_given_up.is_set():
             self._thread.join(seconds)
         # If all reports are there, the thread waits for the store and not for a rank.
@@ -215,8 +215,8 @@ class _Below:
         self.is_here, self.is_over = True, message.is_last
         self.silent_seconds, self.next_look_seconds = 0.0, _FIRST_LOOK_SECONDS
 
-    def listen(self, store: Any, rank: int, waited_seconds: float) -> None:
-        """Look, from time to time, whether the silent rank is alive."""
+    def look_for_life(self, store: Any, rank: int, waited_seconds: float) -> None:
+        """Look from time to time whether this silent rank is alive; if it is not, leave it out."""
         self.silent_seconds += waited_seconds
         if self.silent_seconds < self.next_look_seconds:
             return
@@ -361,7 +361,7 @@ class Exchange:
         messages = job_store.read_slots(self.store, list(missing))
         for rank, below in missing.items():
             if (message := messages.get(rank)) is None:
-                below.listen(self.store, rank, waited_seconds)
+                below.look_for_life(self.store, rank, waited_seconds)
             else:
                 below.take(message)
                 self._link.add_doubt(message.doubt)

@@ -130,7 +130,7 @@ def pauses(ranks: int, longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Itera
 
 
 def alive(rank: int) -> str:
-    """The counter by which a rank says that it has joined the run, and then that it is alive."""
+    """Key of the counter that a rank increases to show that it has joined the run, and later that it is alive."""
     return f"alive/{rank}"
 
 

@@ -135,7 +135,7 @@ class Rank:
             self.link.add_doubt(RankDoubt(first_step, self.rank))
 
     def take_doubt(self) -> RankDoubt | None:
-        """On the logging rank, what other ranks doubt since the last call."""
+        """On the logging rank, the earliest doubt of other ranks since the last call; None without one."""
         return self.link.take_doubt() if self.link is not None and self.is_logging else None
 
     def complete(self, *, give_up: bool = False) -> Iterator[Window]:
@@ -148,9 +148,9 @@ class Rank:
                 if steps:  # there are none if the monitor has failed on this rank only
                     yield Window(steps, report)
             if link.failure is not None:
-                self._leave(f"the connection to the other ranks has failed: {link.failure}")
+                self._leave_because(f"the connection to the other ranks has failed: {link.failure}")
             elif len(self._incomplete) > _MOST_INCOMPLETE:
-                self._leave(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
+                self._leave_because(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
         while self._incomplete and (self.link is None or give_up):
             yield self._incomplete.popleft()
 
@@ -174,7 +174,7 @@ class Rank:
         if self.link is not None:
             self.link.give_up()
 
-    def _leave(self, why: str) -> None:
+    def _leave_because(self, why: str) -> None:
         if self.is_logging:
             self._notify(*notices.notice("ranks_lost", rank=self.rank, why=why))
         self.leave()

@@ -19,11 +19,11 @@ from flopwatch.monitor.timing.usual_gaps import UsualGaps
 
 WORK, GAP, WAIT, OPTIMIZER, PASS, OWN = "work", "gap", "wait", "optimizer", "pass", "own"
 """What a segment of a step was used for. `GAP` is not decided yet; `OWN` is work of the monitor in a gap."""
-_BEFORE, _APART, _MONITOR = "before", "apart", "monitor"
+_BEFORE, _PHASE, _MONITOR = "before", "phase", "monitor"
 """Further states of the loop: before the first step, in a phase, and in the monitor after the end of a step."""
 
 Segment = tuple[str, Any, Any]
-"""Use, and the marks of start and end."""
+"""What the time was used for, and the marks of its start and end."""
 
 
 class StepParts(NamedTuple):
@@ -134,7 +134,7 @@ class _OpenGap:
         begins_at: Index of its first segment.
         has_other_work: Whether the model was called in it without gradients.
         trained_another: Whether an optimizer of another training has stepped in it.
-        cpu_from: Processor time since when `cpu_seconds` does not have it; None if that is unknown.
+        cpu_from: The thread's processor time up to which `cpu_seconds` includes it; None if that is unknown.
     """
 
     seconds: float = 0.0
@@ -198,7 +198,7 @@ class Division:
             self._since, self.first_step_began = (mark, now), now
         else:
             self._cut(now, mark)
-        self._step.running = None  # an optimizer that has raised an exception did not end
+        self._step.running = None  # an optimizer step that has raised an exception has no end event
         if state == GAP:
             if self._is_gap_kept(cpu) and not self._fetches_are_timed:
                 self._decide_gap(WAIT)
@@ -206,31 +206,31 @@ class Division:
         elif state != _BEFORE:
             has_batch = False  # without `end_micro_batch` it is unknown when the batch arrived
         self._step.arrivals += has_batch
-        self._states = [WORK, *(each for each in self._states[1:] if each == _APART)]
+        self._states = [WORK, *(each for each in self._states[1:] if each == _PHASE)]
         if state != WORK:
             self._busy.since = cpu
 
-    def _end_step(self, now: float, mark: Any, is_divided: bool, cpu: float | None) -> None:
+    def _end_step(self, now: float, mark: Any, has_timed_parts: bool, cpu: float | None) -> None:
         is_timed = self._since is not None
         self._cut(now, mark)
         self._since = mark, now
         self._busy.pauses(cpu)
         step, self._step = self._step, _OpenStep()
-        self._out.steps.append(self._parts(step, is_divided=is_divided) if is_timed else StepParts(None))
+        self._out.steps.append(self._parts(step, has_timed_parts=has_timed_parts) if is_timed else StepParts(None))
         self._busy.seconds = None
         if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
             self._out.is_wait_unknown = True
         self._end_work()
         self._states[0] = _MONITOR
 
-    def _parts(self, step: _OpenStep, *, is_divided: bool) -> StepParts:
-        if step.running is not None:  # a hook ends the step before the optimizer is done
+    def _parts(self, step: _OpenStep, *, has_timed_parts: bool) -> StepParts:
+        if step.running is not None:  # a hook has ended the step while the optimizer was still running
             step.rest_from = len(step.segments)
         is_wait_seen = step.arrivals and step.micro_batches <= step.arrivals and not step.is_wait_unclear
         return StepParts(
             tuple(step.segments),
             bool(self._fetches_are_timed or is_wait_seen),
-            is_divided and self._has_seen_optimizer and step.untimed is None,
+            has_timed_parts and self._has_seen_optimizer and step.untimed is None,
             step.rest_from,
             step.passes.are_whole(),
             self._busy.seconds,
@@ -263,7 +263,7 @@ class Division:
 
         Without gradients and between two steps, it shows that this time is not only input wait.
         """
-        if self._states[-1] == _APART:
+        if self._states[-1] == _PHASE:
             return
         if has_grad:
             self._step.rest_from = None
@@ -271,7 +271,7 @@ class Division:
             self._gap.has_other_work = True
 
     def _open_first(self, now: float, mark: Any, fact: tuple[float, int], _: Any) -> None:
-        """The first step has worked for so many seconds since its first batch, before there was a tape.
+        """The first step began before there was a tape. `fact`: seconds since its first batch, number of micro-batches.
 
         On an accelerator, its time stays unknown: no event was recorded when it began.
         """
@@ -323,7 +323,7 @@ class Division:
     # --- What interrupts the loop -------------------------------------------------------------------------------------
 
     def _begin_wait(self, now: float, mark: Any, _: Any, cpu: float | None) -> None:
-        if self._states[-1] in (_APART, WAIT):
+        if self._states[-1] in (_PHASE, WAIT):
             return
         self._fetches_are_timed = True
         self._cut(now, mark)
@@ -352,12 +352,12 @@ class Division:
         gap = self._gap
         if gap.cpu_from is not None and cpu is not None:
             gap.cpu_seconds += cpu - gap.cpu_from
-        self._states.append(_APART)
+        self._states.append(_PHASE)
         self._busy.is_interrupted = self._busy.since is not None
         self._busy.pauses(cpu)
 
     def _end_phase(self, now: float, mark: Any, began: float, cpu: float | None) -> None:
-        if self._states[-1] != _APART:
+        if self._states[-1] != _PHASE:
             return
         self._states.pop()
         if self._since is None:
@@ -384,7 +384,7 @@ class Division:
     def _begin_optimizer(self, now: float, mark: Any, fact: tuple[object, bool], _: Any) -> None:
         optimizer, is_own = fact
         step = self._step
-        if self._is_apart() or step.running is not None or (self._states[0] == GAP and not is_own):
+        if self._is_outside_steps() or step.running is not None or (self._states[0] == GAP and not is_own):
             return
         self._cut(now, mark)
         step.running, self._has_seen_optimizer = (optimizer,), True
@@ -394,7 +394,7 @@ class Division:
     def _end_optimizer(self, now: float, mark: Any, fact: tuple[object, bool], _: Any) -> None:
         optimizer, is_own = fact
         step, gap, is_in_gap = self._step, self._gap, self._states[0] == GAP
-        if self._is_apart():
+        if self._is_outside_steps():
             return
         if is_in_gap and not is_own and not self._has_batch:
             gap.trained_another = True
@@ -411,7 +411,7 @@ class Division:
             gap.seconds = 0.0
 
     def _has_untimed_optimizer(self, _: float, __: Any, optimizer: object, ___: Any) -> None:
-        if self._states[-1] != _APART:
+        if self._states[-1] != _PHASE:
             self._step.untimed = (optimizer,)
 
     def _begin_forward(self, now: float, mark: Any, *_: Any) -> None:
@@ -451,12 +451,12 @@ class Division:
 
     # --- Segments -----------------------------------------------------------------------------------------------------
 
-    def _is_apart(self) -> bool:
-        return self._since is None or self._states[-1] == _APART
+    def _is_outside_steps(self) -> bool:
+        return self._since is None or self._states[-1] == _PHASE
 
     def _cut(self, now: float, mark: Any) -> None:
         """End the running segment of the step and begin the next one."""
-        if self._since is None or self._states[-1] == _APART:
+        if self._since is None or self._states[-1] == _PHASE:
             return
         step, state = self._step, self._states[-1]
         start, began = self._since
@@ -487,8 +487,8 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.UNTIMED: Division._has_untimed_optimizer,
     tape.WAIT: Division._begin_wait,
     tape.WAIT_END: Division._end_wait,
-    tape.APART: Division._begin_phase,
-    tape.BACK: Division._end_phase,
+    tape.PHASE: Division._begin_phase,
+    tape.PHASE_END: Division._end_phase,
     tape.SPENT: Division._spend_gap,
     tape.OWN: Division._begin_own_work,
     tape.OWN_END: Division._end_own_work,

@@ -77,7 +77,7 @@ class OptimizerHooks:
         run.counter.optimizer_begins(optimizer, args, kwargs)
         if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
             run.tape.optimizer_is_untimed(id(optimizer))
-        elif run.tape.divides:
+        elif run.tape.times_parts:
             run.tape.optimizer_begins(id(optimizer), is_own=self._owned.has(run.model, optimizer))
 
     def _ends(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,5 +87,5 @@ class OptimizerHooks:
         if run is None:
             return
         run.counter.optimizer_ends()
-        if run.tape.divides or not run.tape.is_working:
+        if run.tape.times_parts or not run.tape.is_working:
             run.tape.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))

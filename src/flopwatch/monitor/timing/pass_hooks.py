@@ -23,7 +23,7 @@ _MOST_TENSORS, _DEEPEST = 16, 4
 
 
 class PassHooks:
-    """Records the passes of the steps that the tape divides. Its methods run in the training and never raise."""
+    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -31,7 +31,7 @@ class PassHooks:
 
     def forward_begins(self, code: int = FORWARD) -> None:
         tape = self._tape
-        if tape.divides and tape.in_pass is None:
+        if tape.times_parts and tape.in_pass is None:
             tape.in_pass = FORWARD
             tape.add(code)
 
@@ -46,18 +46,18 @@ class PassHooks:
             self._listen(output)
 
     def region_begins(self) -> Callable[[Any], None] | None:
-        """Begin a call of compiled code; what is returned ends it."""
+        """Begin a call of compiled code. Returns a function that ends it, or None."""
         self.forward_begins(REGION)
         return self.forward_ends if self._tape.in_pass == FORWARD else None
 
     def gradient_arrived(self) -> None:
         """A parameter got its gradient, which shows that a backward pass runs."""
-        if self._tape.divides:
+        if self._tape.times_parts:
             self._tape.note(GRADIENT)
 
     def backward_begins(self) -> None:
         tape = self._tape
-        if not tape.divides or tape.in_pass is not None:
+        if not tape.times_parts or tape.in_pass is not None:
             return
         tape.in_pass = BACKWARD
         tape.add(BACKWARD)

@@ -10,7 +10,7 @@ from flopwatch.clock import Clock
 from flopwatch.monitor.timing.timers import StepTimer
 
 (
-    START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, APART, BACK, SPENT, OWN,
+    START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, PHASE, PHASE_END, SPENT, OWN,
     OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT,
 ) = range(24)  # fmt: skip
 """What an event says; `divide` has a method for each."""
@@ -18,18 +18,18 @@ from flopwatch.monitor.timing.timers import StepTimer
 Event = tuple[int, float, Any, Any, float | None]
 """Code, host time, mark of the timer, a fact, and processor time of the thread (None if it is not needed)."""
 
-_DIVIDED_STEPS, _DIVIDED_EVERY = 256, 7
+_FIRST_TIMED, _TIMED_EVERY = 256, 7
 """Optimizer and passes are timed in this many steps at first, and then in one of seven, because marks cost time."""
 _MOST_EVENTS = 50_000
 _GAPS_PER_LOOK = 32
 
 
-def _is_divided(number: int) -> bool:
-    """Whether the optimizer is timed in a step. Each place among seven steps has its turn.
+def _has_timed_parts(number: int) -> bool:
+    """Whether optimizer and passes are timed in a step. Of seven steps it is each time another one.
 
     Otherwise an optimizer that steps every seventh time would be timed each time or never.
     """
-    return number < _DIVIDED_STEPS or number % _DIVIDED_EVERY == number // _DIVIDED_EVERY % _DIVIDED_EVERY
+    return number < _FIRST_TIMED or number % _TIMED_EVERY == number // _TIMED_EVERY % _TIMED_EVERY
 
 
 class Tape:
@@ -39,10 +39,10 @@ class Tape:
         events: What was recorded since the last `take`.
         clock: Host time in seconds.
         timer: Sets the marks: readings of the clock on a CPU, events of the stream on an accelerator.
-        divides: Whether optimizer and passes of the current step are recorded.
+        times_parts: Whether the optimizer and the passes of the current step are timed.
         is_working: Whether the training works on a batch; `StallSampler` reads it from another thread.
         in_pass: `FORWARD` or `BACKWARD` while a pass runs that is recorded; otherwise None.
-        on_full: Is called if a loop that ends no steps has recorded very many events; calls `take`.
+        on_full: Is called when a loop without ended steps has recorded very many events; must call `take`.
     """
 
     def __init__(self, timer: StepTimer, clock: Clock, *, measures_busy_time: bool = False) -> None:
@@ -50,7 +50,7 @@ class Tape:
         self.timer, self.clock = timer, clock
         self._cpu_seconds: Callable[[], float] | None = time.thread_time if measures_busy_time else None
         self._thread = threading.get_ident()
-        self.divides, self.is_working = True, False
+        self.times_parts, self.is_working = True, False
         self.in_pass: int | None = None
         self.on_full: Callable[[], object] = self.take
         self._inside: list[tuple[int, bool]] = []
@@ -98,16 +98,18 @@ class Tape:
 
     def end_step(self) -> float:
         """End a step, and return the host time."""
-        now = self.add(END, self.divides)
+        now = self.add(END, self.times_parts)
         self._steps += 1
-        self.divides = _is_divided(self._steps)
+        self.times_parts = _has_timed_parts(self._steps)
         self.is_working, self.in_pass = False, None
         return now
 
     def begin_gap(self) -> None:
         """Begin the gap, the time until the next batch arrives; called after `end_step` and the monitor's own work."""
         if self._steps % _GAPS_PER_LOOK == 1 and self._cpu_seconds is None and multiprocessing.active_children():
-            self._cpu_seconds = time.thread_time  # tells a gap spent waiting for a loader's workers from other work
+            self._cpu_seconds = (
+                time.thread_time
+            )  # with it, a gap spent waiting for a loader's workers differs from other work
         self.add(GAP)
 
     def begin_own_work(self) -> bool:
@@ -117,7 +119,7 @@ class Tape:
         return not self.is_working
 
     def model_is_called(self, has_grad: bool) -> None:
-        """Note a forward pass, unless nothing has happened since an equal one."""
+        """Note a forward pass. If the newest event is the same, nothing is added."""
         event = CALL, 0.0, None, has_grad, None
         if not self.events or self.events[-1] != event:
             self.events.append(event)
@@ -139,16 +141,16 @@ class Tape:
 
     def begin_phase(self) -> float | None:
         """Begin time that belongs to no step; return the host time, or None inside of another phase."""
-        if any(code == APART for code, _ in self._inside):
+        if any(code == PHASE for code, _ in self._inside):
             self._inside.append((OWN, False))
             return None
-        return self._enter(APART)
+        return self._enter(PHASE)
 
     def end_phase(self, began: float | None) -> float:
         """End a phase, and return its seconds; 0 if it is part of another one."""
         if self._inside:
             self.is_working = self._inside.pop()[1]
-        return 0.0 if began is None else self.add(BACK, began) - began
+        return 0.0 if began is None else self.add(PHASE_END, began) - began
 
     def _enter(self, code: int) -> float:
         self._inside.append((code, self.is_working))
