@@ -19,7 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from flopwatch.automatic.first_step import FirstStep
 from flopwatch.automatic.trained import Optimizers, TrainedCalls, TrainedModel, find_trained_modules, has_optimizer
 from flopwatch.clock import monotonic_seconds
-from flopwatch.monitor.counting.calls import CallKind, batch_of_call
+from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.calls import batch_of_call
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
 from flopwatch.records.flops import AttentionConvention

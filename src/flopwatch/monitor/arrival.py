@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flopwatch.guard import Guard
 from flopwatch.monitor.counting.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.counting.costs import StepCost
-from flopwatch.monitor.counting.step_counter import NOTHING, StepTrace
+from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep

@@ -10,7 +10,8 @@ from flopwatch.guard import caught
 from flopwatch.monitor.arrival import RecordedStep
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Reading
-from flopwatch.monitor.counting.step_counter import NOTHING, StepCounter
+from flopwatch.monitor.counting.evidence import NOTHING
+from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.kept import keep
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 

@@ -18,7 +18,7 @@ from flopwatch.monitor.config import MonitorConfig, json_ready
 from flopwatch.monitor.counting.batch_reader import Work
 from flopwatch.monitor.counting.costs import StepCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
-from flopwatch.monitor.counting.step_counter import NO_MODEL, StepCounter
+from flopwatch.monitor.counting.step_counter import NO_MODEL, Around, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kept import read_now
 from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
@@ -90,10 +90,8 @@ class MonitoredRun:
         self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
-        self.counter = StepCounter(
-            config,
+        around = Around(
             clock,
-            is_alone=world_size == 1,
             on_call=self.tape.model_is_called,
             passes=PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
@@ -101,6 +99,7 @@ class MonitoredRun:
             off_the_clock=lambda: self.phase("count"),
             notify=self._notify,
         )
+        self.counter = StepCounter(config, around, is_alone=world_size == 1)
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
         self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
         self.rows = RowMaker(config, world_size, Totals(clock))

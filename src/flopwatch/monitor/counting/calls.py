@@ -21,9 +21,7 @@ from flopwatch.flops.tracing.live import may_compile
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.guard import caught
-from flopwatch.monitor.counting.call_kinds import CallKind as CallKind
-from flopwatch.monitor.counting.call_kinds import CallKinds, KindOfLast
-from flopwatch.monitor.counting.call_kinds import plain_iterator as plain_iterator
+from flopwatch.monitor.counting.call_kinds import CallKind, CallKinds, KindOfLast
 from flopwatch.torch_internals.autograd import compiled_graphs, current_graph_task_id, recorded_operations
 from flopwatch.torch_internals.modules import arguments_by_name
 
@@ -129,7 +127,9 @@ class RootCalls:
         kwargs = arguments_by_name(depth + 1)
         own = self._modules.get(id(module))
         if own is None or own.module() is not module:
-            own = self._new_hook(module)
+            if len(self._modules) >= _MOST_MODULES:
+                self._modules.clear()
+            own = self._modules[id(module)] = _ReturnHook(self, module)
         kind = self.kinds.of_call(own.last, module, args, kwargs)
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
@@ -164,12 +164,6 @@ class RootCalls:
             self.calls.append(kind)
             self.nodes.append(0)
         return None if self.listener is None else self.listener.region_called(kind)
-
-    def _new_hook(self, module: nn.Module) -> "_ReturnHook":
-        if len(self._modules) >= _MOST_MODULES:
-            self._modules.clear()
-        own = self._modules[id(module)] = _ReturnHook(self, module)
-        return own
 
 
 def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

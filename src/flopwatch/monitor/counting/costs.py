@@ -77,7 +77,6 @@ class StepCosts:
     """Computes the FLOPs of steps.
 
     Attributes:
-        peaks: Peak FLOP/s of this rank's device, by compute type.
         devices_per_batch: Number of ranks that work on one batch (tensor, context or pipeline parallel). Counts are of
             this rank's part alone, and are multiplied by it, because reports of ranks that share a batch are averaged.
         repeated: Why ranks that share a batch may run the same products; None if they do not.
@@ -136,7 +135,7 @@ class StepCosts:
     ) -> tuple[StepFlops | None, str | None]:
         assert trace.kind is not None
         assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.starts_free is not True:
+        if trace.count is not None and trace.is_partial and self._counter.evidence.starts_free is not True:
             verdict = Verdict(trace.count, PARTIAL)
         elif trace.count is not None:
             lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
@@ -186,7 +185,8 @@ class StepCosts:
         facts = self._counter.facts()
         if facts is None:
             return None
-        dtypes = self._dtypes()
+        types = () if self._main_type is None else (self._main_type, *self._types)
+        dtypes = tuple(dict.fromkeys(map(self.peaks.name, types)))  # the one with the most FLOPs first
         written = facts, self.peaks, self.peaks.ranks, dtypes
         if written == self._written:
             return None
@@ -211,12 +211,6 @@ class StepCosts:
             achievable_flops_per_s=self._achievable_flops_per_s(),
             dtypes=dtypes,
         )
-
-    def _dtypes(self) -> tuple[str, ...]:
-        """The compute types whose peaks are needed, the one with the most FLOPs first; empty before the first step."""
-        if self._main_type is None:
-            return ()
-        return tuple(dict.fromkeys(self.peaks.name(kind) for kind in (self._main_type, *self._types)))
 
     def _achievable_flops_per_s(self) -> float | None:
         """The rate of the fastest matrix product on this device, if it was measured well; None if ranks share it."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import is_inference_mode_enabled, nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import InputError
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
     RISKY,
@@ -28,9 +27,7 @@ from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
 from flopwatch.monitor.counting.compiled_steps import CompiledSteps, axes_of
 from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.monitor.counting.evaluations import Evaluations
-from flopwatch.monitor.counting.evidence import NOTHING as NOTHING
-from flopwatch.monitor.counting.evidence import UNKNOWN, Doubt, Evidence, FlopFacts, StepKind
-from flopwatch.monitor.counting.evidence import StepTrace as StepTrace
+from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, FlopFacts, StepKind, StepTrace
 from flopwatch.monitor.counting.open_step import OpenStep
 from flopwatch.monitor.counting.schedule import Schedule
 from flopwatch.monitor.counting.trained_model import TrainedModel
@@ -61,7 +58,7 @@ class PassListener(Protocol):
 
 
 @dataclass(frozen=True)
-class _Around:
+class Around:
     """What the counter tells others, and asks them."""
 
     clock: Clock
@@ -69,6 +66,7 @@ class _Around:
     passes: PassListener
     on_evaluation: Callable[[], None]
     on_doubt: Callable[[Doubt], None]
+    off_the_clock: Callable[[], AbstractContextManager[None]]
     notify: Notify
 
 
@@ -88,29 +86,16 @@ class StepCounter:
     is_on = True
     """False if no FLOPs are needed, because the user has a function for them."""
 
-    def __init__(
-        self,
-        config: MonitorConfig,
-        clock: Clock,
-        *,
-        is_alone: bool,
-        on_call: Callable[[bool], None],
-        passes: PassListener,
-        on_evaluation: Callable[[], None],
-        on_doubt: Callable[[Doubt], None],
-        off_the_clock: Callable[[], AbstractContextManager[None]],
-        notify: Notify,
-    ) -> None:
-        self._config = config
-        self._around = _Around(clock, on_call, passes, on_evaluation, on_doubt, notify)
+    def __init__(self, config: MonitorConfig, around: Around, *, is_alone: bool) -> None:
+        self._config, self._around = config, around
         self.evidence = Evidence()
         self._reader = BatchReader()
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
         self._schedule = Schedule(is_alone, _counted_every(config), first, stops=not config.calibration_enabled)
-        self._compiled = CompiledSteps(config.attention, off_the_clock)
-        self._estimates = EstimatedCosts(config.attention, off_the_clock)
+        self._compiled = CompiledSteps(config.attention, around.off_the_clock)
+        self._estimates = EstimatedCosts(config.attention, around.off_the_clock)
         self._trained: TrainedModel | None = None
         self._opens_steps: bool | None = None
         """Whether the loop opens its steps; None until the first step has begun or ended."""
@@ -121,10 +106,6 @@ class StepCounter:
     @property
     def model(self) -> nn.Module | None:
         return None if self._trained is None else self._trained.model()
-
-    @property
-    def starts_free(self) -> bool | None:
-        return self.evidence.starts_free
 
     def set_model(self, model: nn.Module) -> None:
         known = self.model
@@ -441,7 +422,10 @@ class StepCounter:
 
     def _ended(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
         now = recorded_operations()  # before graphs are counted, which records operations
-        count = None if opened is None else self._end_count(opened, readings)
+        live, axes = None if opened is None else opened.live, axes_of(readings)
+        count = None if opened is None else opened.end_count(axes)
+        if live is not None and count is not None:
+            count = self._compiled.counted(live, count, axes)
         has_evaluated = count is not None and self._compiled.has_evaluated(count) and not self._opens_steps
         if self._opens_steps and (may_compile() or (opened is not None and not opened.may_count)):
             self._calls.stop()  # otherwise evaluations are heard
@@ -496,11 +480,6 @@ class StepCounter:
         trained.has_changed()
         backwards, trained.backwards = UNKNOWN if opened.is_adopted else trained.backwards, 0
         return StepKind(tuple(calls), nodes, backwards, (trained.state, *sizes)), has_evaluated
-
-    def _end_count(self, opened: OpenStep, readings: Sequence[Reading]) -> StepCount | None:
-        live, axes = opened.live, axes_of(readings)
-        count = opened.end_count(axes)
-        return None if live is None or count is None else self._compiled.counted(live, count, axes)
 
     def _take_in(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
         """Add a count to the evidence; None if it is not complete."""
@@ -562,11 +541,3 @@ def _counted_every(config: MonitorConfig) -> int:
     if config.count == "every":
         return 1
     return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
-
-
-def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:
-    """Call the user's function with a batch; raise if its result is not a positive finite number."""
-    flops = flops_fn(batch)
-    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
-        raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
-    return int(flops)
