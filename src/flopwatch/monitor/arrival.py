@@ -43,8 +43,6 @@ class Arrival:
     """The steps of one window, while their values are copied from the device to the host.
 
     Attributes:
-        steps: The steps as they were recorded.
-        parts: What their time consists of.
         left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
         batch_failure: The exception that reading a batch has raised; None if all batches could be read.
     """
@@ -54,7 +52,7 @@ class Arrival:
         steps: Sequence[RecordedStep],
         parts: Sequence[StepParts],
         timer: StepTimer,
-        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+        look_at: Callable[[Reading], Reading | None],
     ) -> None:
         """Begin to copy the values to the host. `look_at` computes the batch sizes that `log_step` left for later."""
         self.steps, self.parts = steps, parts

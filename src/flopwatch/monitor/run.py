@@ -58,18 +58,7 @@ _CLOSE_AFTER_ERROR_SECONDS = 0.5
 
 
 class MonitoredRun:
-    """One monitored run: owns the order in which its parts work. `TrainingMonitor` catches what its methods raise.
-
-    Attributes:
-        tape: Records when steps, waits, phases, optimizers and passes begin and end.
-        counter: Counts some of the steps as they run, and knows what the others cost.
-        recorder: Records what each step ran on.
-        arrivals: The steps on their way from the tape to a window.
-        costs: Computes the FLOPs of a step from what it ran.
-        ranks: Exchanges windows with the other ranks.
-        rows: Adds windows to the totals, and makes rows of them.
-        outlets: Sends records and notices to the sinks.
-    """
+    """One monitored run: owns the order in which its parts work. `TrainingMonitor` catches what its methods raise."""
 
     def __init__(
         self,
@@ -117,22 +106,11 @@ class MonitoredRun:
 
     # --- The way of a step --------------------------------------------------------------------------------------------
 
-    def note_step(
-        self,
-        step: int,
-        epoch: Any,
-        loss: Any,
-        grad_norm: Any,
-        learning_rate: Any,
-        skip_wandb: bool,
-        batch: Any,
-        lengths: Sequence[int] | None,
-        more: dict[str, Any],
-    ) -> None:
-        """Record a step that has ended, and close the window if it is full."""
+    def note_step(self, step: int, *values: Any) -> None:
+        """Record a step that has ended, and close the window if it is full; `values` are those of `Recorder.record`."""
         now = self.tape.end_step()
         step, previous = int(step), self.recorder.last_step
-        self.recorder.record(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+        self.recorder.record(step, *values)
         if step == previous:
             self._notify(*notices.notice("step_logged_twice", step=step))
         if not self.ranks.has_started:
@@ -251,10 +229,6 @@ class MonitoredRun:
         return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
     # --- What the loop says -------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module | None:
-        return self.counter.model
 
     def set_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
