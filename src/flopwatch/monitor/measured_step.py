@@ -22,11 +22,9 @@ class MeasuredStep(NamedTuple):
     """All measurements of one optimizer step. None means that a value is unknown.
 
     Attributes:
-        step: The step's number.
         seconds: Time from the end of the step before to the end of this one, without pauses. None for the first step
             of a session, unless it was opened with `monitor.step()`.
         input_wait_seconds: The part of `seconds` spent waiting for batches.
-        samples: Rows of the batches.
         tokens: Positions of the batches, padding included.
         real_tokens: Positions that are not padding.
         trainable_tokens: Positions whose label is not -100.
@@ -42,7 +40,6 @@ class MeasuredStep(NamedTuple):
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
         passes_seconds: The part of `seconds` in forward and backward passes.
         more: The user's own metrics.
-        skip_wandb: Whether the user wants this step not to be sent to W&B.
     """
 
     step: int

@@ -27,7 +27,6 @@ class JobLayout:
     """How many ranks a training has, and how many of them have different data.
 
     Attributes:
-        world_size: Number of all ranks.
         data_parallel_size: Number of different batches per step; each is shared by world_size / data_parallel_size
             ranks (tensor, context or pipeline parallel).
     """
@@ -37,7 +36,6 @@ class JobLayout:
 
     @property
     def devices_per_batch(self) -> int:
-        """Number of ranks that share a batch."""
         return max(1, self.world_size // self.data_parallel_size)
 
 
@@ -97,8 +95,6 @@ class NewestRow:
 
     Attributes:
         values: All its values; percentiles only if the row is detailed or was made on request.
-        straggler: The rank that the other ranks waited for; None if there was none.
-        missing_ranks: How many ranks did not report.
         last_loss: The loss of the newest row that has one.
     """
 
@@ -144,7 +140,6 @@ class RowMaker:
     """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
     Attributes:
-        totals: The run's totals.
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
     """
 
@@ -188,8 +183,7 @@ class RowMaker:
     def so_far(self, begun: Sequence[MeasuredStep]) -> PartialRow | None:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
-        Args:
-            begun: Steps of the current window. In the row, they follow the steps of ended windows that have no row yet.
+        The steps of ended windows come first, then those of the current window (`begun`).
         """
         steps = self._marked([*(step for window in self._held for step in window.steps), *begun])
         last_step = steps[-1].step if steps else self.newest.step

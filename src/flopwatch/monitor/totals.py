@@ -342,9 +342,9 @@ class Totals:
         self,
         steps: Sequence[MeasuredStep],
         later_seconds: float,
-        report: RankReport | None = None,
-        of_all_ranks: Mapping[str, int] | None = None,
-        peak_flops_per_s: float | None = None,
+        report: RankReport | None,
+        of_all_ranks: Mapping[str, int],
+        peak_flops_per_s: float | None,
     ) -> None:
         """Add the steps of a window, which were announced with `expect`, to the totals.
 
@@ -357,14 +357,14 @@ class Totals:
         """
         self._unbooked_seconds -= _seconds_of(steps)
         self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
-        ledger, at_peak, amounts = self.ledger, None, of_all_ranks or {}
+        ledger, at_peak = self.ledger, None
         if report is not None:
             unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
             steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-            at_peak = job_use_of_peak(report, amounts, peak_flops_per_s) | rank_losses(report)
-            ledger.add_amounts(amounts)
-            uses = ("model", "hardware", "recompute")
-            ledger.timed_flops.update({use: amounts[f"{use}_flops"] for use in uses if f"{use}_flops" in amounts})
+            at_peak = job_use_of_peak(report, of_all_ranks, peak_flops_per_s) | rank_losses(report)
+            ledger.add_amounts(of_all_ranks)
+            flops = {use: of_all_ranks.get(f"{use}_flops") for use in ("model", "hardware", "recompute")}
+            ledger.timed_flops.update({use: amount for use, amount in flops.items() if amount is not None})
         stalled_before = ledger.seconds.get("stall", 0.0)
         ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += ledger.seconds.get("stall", 0.0) - stalled_before

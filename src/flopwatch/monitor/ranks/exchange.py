@@ -77,7 +77,6 @@ class RankLink:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of the link's thread."""
         return self._exchange.cpu_seconds
 
     @property

@@ -110,16 +110,14 @@ class Rank:
 
     def profile(self, window: Window) -> Profile | None:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
-        busy_seconds_per_step = window.busy_seconds_per_step
         measured = [step for step in window.steps if not step.is_warm_up]
         is_typical = 2 * len(measured) > len(window.steps) and all(step.seconds is not None for step in measured)
-        if busy_seconds_per_step is None or not is_typical:
+        if window.busy_seconds_per_step is None or not is_typical:
             return None
-        waiting = input_wait_share(measured)
         stalled = None if self.busy is None else self.busy.stalled_share()
         seconds = sum(step.seconds or 0.0 for step in measured)
-        waited = None if waiting is None else waiting * seconds
-        return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
+        waited = (input_wait_share(measured) or 0.0) * seconds
+        return profile_of(len(measured), seconds, waited, window.busy_seconds_per_step, stalled or 0.0)
 
     def send_window(self, window: Window, peak_flops_per_s: float | None) -> None:
         """Send the report of a window; the logging rank keeps its own steps until all ranks have sent their reports."""

@@ -67,12 +67,8 @@ class RankReport:
     """One window of one rank, or the merged windows of several ranks. Steps and times are summed over ranks.
 
     Attributes:
-        first_step: The window's first step.
-        last_step: The window's last step.
-        ranks: Number of ranks in the report.
         totals: Amounts of all steps, in the order of `AMOUNTS`.
         timed: Amounts of the timed steps: those that have a time and are not warm-up.
-        timed_steps: Number of timed steps.
         seconds: Time of the timed steps.
         input_wait: The part of `seconds` spent waiting for batches, in nanoseconds.
         known_seconds: For each amount in `RATED`, the time of the timed steps in which it is known.
@@ -80,11 +76,9 @@ class RankReport:
         counted_steps: Number of steps, timed or not, whose FLOPs are known.
         counted_seconds: Time of the timed steps whose FLOPs are known.
         capacity_flops: FLOPs of the devices at their peak in `counted_seconds`; None if a peak is unknown.
-        profiled_ranks: Number of ranks that have sent a profile.
         profile: Sum of the profiles.
         busy_squares: Sum of the squared busy seconds per step, for the standard deviation between ranks.
         slowest: The rank with the longest busy time, and its profile.
-        fastest: The rank with the shortest busy time.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
     """
@@ -207,7 +201,9 @@ def report_of(
         timed_steps=len(timed),
         seconds=seconds,
         input_wait=Amount() if waiting is None else Amount(round(waiting * seconds * 1e9), 1),
-        known_seconds=tuple(_seconds_with(timed, name) for name in RATED),
+        known_seconds=tuple(
+            float(sum(step.seconds or 0.0 for step in timed if getattr(step, name) is not None)) for name in RATED
+        ),
         batch_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
         counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,
@@ -220,10 +216,6 @@ def report_of(
         longest_wait=None if waiting is None else Extreme(rank, waiting),
         exact_ranks=int(all(step.model_flops is not None and step.reason is None for step in steps)),
     )
-
-
-def _seconds_with(steps: Sequence[MeasuredStep], name: str) -> float:
-    return float(sum([step.seconds or 0.0 for step in steps if getattr(step, name) is not None]))
 
 
 def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
