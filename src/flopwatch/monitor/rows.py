@@ -216,7 +216,7 @@ class RowMaker:
         exact, notes = self.exactness.judge(window, layout.world_size)
         straggler = None if report is None else self._stragglers.judge(report)
         values = self._rates(window, peak, report, exact=exact) | straggler_values(straggler)
-        own_peak = effective_peak(steps) or (None if peak is None else peak.flops_per_s)
+        own_peak = peak_in_use(steps, peak)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
         self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
@@ -278,6 +278,11 @@ class RowMaker:
         every = self._config.detailed_log_every
         self._next_detailed = (step + 1) // every * every + every - 1
         return True
+
+
+def peak_in_use(steps: Sequence[MeasuredStep], peak: Peak | None) -> float | None:
+    """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
+    return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:

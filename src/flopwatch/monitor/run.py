@@ -21,7 +21,7 @@ from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, Around, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kept import read_now
-from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
+from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
@@ -29,7 +29,7 @@ from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.recorder import Recorder
 from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
-from flopwatch.monitor.rows import JobLayout, RowMaker
+from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.tape import MICRO, SPENT, Tape
@@ -140,7 +140,8 @@ class MonitoredRun:
         self.trace.look_for_request()
         self._divide()
         if self.recorder.steps:
-            busy = self._busy_seconds_per_step()
+            step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
+            busy = None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
             self.counter.check_model()
             arrival = self.arrivals.arrival(self.recorder.take(), self.counter.sizes_of)
             self.arrivals.wait_for(arrival, busy)
@@ -150,7 +151,7 @@ class MonitoredRun:
         self._take_arrived(wait_seconds)
         for window in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(window.steps, self.config.log_every, self.config.log_seconds)
-            self.ranks.send_window(window, self._peak_flops_per_s(window.steps))
+            self.ranks.send_window(window, peak_in_use(window.steps, self.costs.peak))
         self._send_rows(now=now)
 
     def _divide(self) -> list[tuple[str, float]]:
@@ -217,16 +218,6 @@ class MonitoredRun:
             return False
         is_late = now - self.recorder.began >= self.config.log_seconds
         return is_late or len(self.arrivals.begun) + len(self.recorder.steps) >= self.config.log_every
-
-    def _busy_seconds_per_step(self) -> float | None:
-        """Processor time of the training's thread in a typical step; None if it is not measured."""
-        step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
-        return None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
-
-    def _peak_flops_per_s(self, steps: Sequence[MeasuredStep]) -> float | None:
-        """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
-        peak = self.costs.peak
-        return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
     # --- What the loop says -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import may_compile
@@ -88,7 +87,10 @@ class RootCalls:
             self.leave_modules()
             return
         if self._place is None:
-            self._place = _place_of(register_module_forward_pre_hook(_GlobalHook(self)))
+            handle = register_module_forward_pre_hook(_GlobalHook(self))
+            table: Any = handle.hooks_dict_ref()
+            self._place = _Place(table, handle.id, table[handle.id])
+            handle.remove()
         self._place.table[self._place.key] = self._place.hook
 
     def stop(self) -> None:
@@ -181,13 +183,6 @@ class _Place(NamedTuple):
     table: Any
     key: int
     hook: Callable[..., None]
-
-
-def _place_of(handle: RemovableHandle) -> _Place:
-    table: Any = handle.hooks_dict_ref()
-    place = _Place(table, handle.id, table[handle.id])
-    handle.remove()
-    return place
 
 
 class _GlobalHook:

@@ -33,14 +33,12 @@ NOT_DIVIDED = (
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step; None means unknown.
+    """FLOPs of a step, also by compute type; None and an empty dict mean unknown.
 
     Attributes:
         model: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware: FLOPs that are executed.
         recompute: The part of `hardware` that the backward pass computes again.
-        model_by_dtype: Model FLOPs by compute type; empty if unknown.
-        hardware_by_dtype: Executed FLOPs by compute type; empty if unknown.
     """
 
     model: int

@@ -107,10 +107,7 @@ class EstimatedCosts:
     def cost(self, work: Work) -> BatchCost | None:
         """The FLOPs of a batch; None if they are not known."""
         _, estimate = self._known.get(id(work.plan), (None, None))
-        if estimate is None:
-            return None
-        needed, executed, unclear = _needed(estimate, work)
-        return BatchCost(needed, executed, estimate.remark or unclear)
+        return None if estimate is None else _cost(estimate, work)
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
@@ -124,24 +121,26 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     return _Estimate(law.cost(shape), law, shape, remark)
 
 
-def _needed(estimate: _Estimate, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-    """FLOPs without padding, executed FLOPs, and why padding could not be left out, or None."""
+def _cost(estimate: _Estimate, work: Work) -> BatchCost:
+    """The FLOPs of a batch, which include padding if no formula separates it; then a remark says so."""
     executed, law, shape = estimate.executed, estimate.law, estimate.shape
     if work.documents is None:
-        return executed, executed, None
+        return BatchCost(executed, executed, estimate.remark)
     unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
+    whole = BatchCost(executed, executed, estimate.remark or unclear)
     if law is None or shape is None or shape.seq_len is None:
-        return executed, executed, unclear
+        return whole
     try:
         if work.lengths is not None:
             rows = [{"s": length, **dict(shape.others)} for length in work.lengths]
-            return law.phase_flops_of_rows(rows, image_grids=shape.grids or None), executed, None
-        alone = law.phase_flops_of_documents(
-            work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
-        )
+            needed = law.phase_flops_of_rows(rows, image_grids=shape.grids or None)
+        else:
+            needed = law.phase_flops_of_documents(
+                work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+            )
     except FlopwatchError:
-        return executed, executed, unclear
-    return alone, executed, None
+        return whole
+    return BatchCost(needed, executed, estimate.remark)
 
 
 def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> tuple[Any, str | None]:

@@ -19,15 +19,11 @@ class OpenStep:
     Attributes:
         batch: The batch, if the loop has passed it when it opened the step.
         plan: The layout of the micro-batch that runs, as far as it is known.
-        began: When it began.
         nodes_before: How many operations autograd had recorded before.
         nodes_apart: How many of those since then belong to no step.
         may_count: Whether it may be counted as it runs.
-        is_wanted: Whether it is to be counted.
-        live: Its count.
         is_late: Whether the count began with the first call of a module, and not with the step.
         is_adopted: Whether the model was not known when it began.
-        doubt: Why its FLOPs are not exact.
         optimizer_call: The optimizer step that is under way, with its arguments.
     """
 
