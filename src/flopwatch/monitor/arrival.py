@@ -11,7 +11,7 @@ from flopwatch.monitor.counting.costs import StepCost
 from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues, read_now
-from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
 from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.timers import StepTimer
@@ -198,7 +198,6 @@ class Arrivals:
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
-        """Divide what the tape has, and return it."""
         divided = self.division.divide(self._tape.take())
         self._parts += divided.steps
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
@@ -224,11 +223,5 @@ class Arrivals:
 
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
-        late = [
-            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(begun) for arrival, begun, _ in self._late
-        ]
+        late = [passed_seconds(arrival.parts, self._tape.timer) + seconds_of(begun) for arrival, begun, _ in self._late]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)
-
-
-def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
-    return sum(step.seconds or 0.0 for step in steps)

@@ -4,7 +4,7 @@ A rate is a sum divided by a sum, such as all tokens of a window divided by its 
 give fast steps too much weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from statistics import fmean, median
 from typing import NamedTuple
@@ -73,6 +73,10 @@ class MeasuredStep(NamedTuple):
         return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
 
 
+def seconds_of(steps: Iterable[MeasuredStep]) -> float:
+    return sum(step.seconds or 0.0 for step in steps)
+
+
 def window_values(
     steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
 ) -> dict[str, Number]:
@@ -92,7 +96,7 @@ def window_values(
         "training/grad_norm": mean_of([step.grad_norm for step in steps]),
     }
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
-    seconds = sum(step.seconds or 0.0 for step in timed)
+    seconds = seconds_of(timed)
     if seconds > 0:
         values |= {"perf/step_time": seconds / len(timed), "perf/steps_per_second": len(timed) / seconds}
         values |= _rates(timed, device_count, world_size)
@@ -106,7 +110,7 @@ def window_values(
 def _per_second(timed: Sequence[MeasuredStep], name: str) -> float | None:
     """The rate of an amount in the steps in which it is known; None if it is unknown in all of them."""
     known = [step for step in timed if getattr(step, name) is not None]
-    return sum(getattr(step, name) for step in known) / sum(step.seconds or 0.0 for step in known) if known else None
+    return sum(getattr(step, name) for step in known) / seconds_of(known) if known else None
 
 
 def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) -> dict[str, Number | None]:
@@ -185,8 +189,8 @@ def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     """
     known = [step for step in steps if step.input_wait_seconds is not None and step.seconds]
-    seconds = sum(step.seconds or 0.0 for step in known)
-    if not known or seconds < 0.5 * sum(step.seconds or 0.0 for step in steps):
+    seconds = seconds_of(known)
+    if not known or seconds < 0.5 * seconds_of(steps):
         return None
     return sum(step.input_wait_seconds or 0.0 for step in known) / seconds
 

@@ -254,11 +254,6 @@ class RowMaker:
             return own | job_values(report, layout.data_parallel_size)
         return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
-    def ask(self, last_step: int) -> None:
-        """Ask for the values of all steps since the last time up to this one, in as many rows as they are."""
-        self.asked.last_steps.append(last_step)
-        self.asked.answer(self.newest, self.layout)
-
     def session_values(self) -> dict[str, Number]:
         """Return the run's totals, the rates of this session, and its last logged loss."""
         layout, session = self.layout, self.totals.of_session

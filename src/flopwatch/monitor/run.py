@@ -234,7 +234,6 @@ class MonitoredRun:
         self._read_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        """Add a micro-batch to the current step."""
         self.tape.note(MICRO)
         self.recorder.add_batch(batch, lengths)
 
@@ -280,7 +279,8 @@ class MonitoredRun:
     def ask_for_window(self) -> None:
         """Ask for the values of the steps since the last time, for the row of a framework that ends a window here."""
         if self.ranks.is_logging and self.recorder.last_step is not None:
-            self.rows.ask(self.recorder.last_step)
+            self.rows.asked.last_steps.append(self.recorder.last_step)
+            self.rows.asked.answer(self.rows.newest, self.rows.layout)
 
     # --- Ranks --------------------------------------------------------------------------------------------------------
 
@@ -295,7 +295,8 @@ class MonitoredRun:
             self._send_rows()
         if not self.ranks.waits_for_plan:
             return
-        plan, steps = self.ranks.new_plan(), len(self.recorder.steps)
+        plan, steps = link.window_steps, len(self.recorder.steps)
+        self.ranks.window_steps = plan
         most = max(_MOST_WINDOWS * self.config.log_every, _MOST_STEPS)
         if plan is not None:
             self._cut_at_windows(plan)

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopwatch import process
 from flopwatch.clock import Clock, cell_start_unix_time
-from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, window_values
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, seconds_of, window_values
 from flopwatch.monitor.ranks.job_values import job_use_of_peak, job_values, rank_losses, with_job_wait
 from flopwatch.monitor.ranks.reports import RankReport, Window, extend
 from flopwatch.records.metrics import APART, carried_seconds, goodput_of, loss_in_step, typical_seconds
@@ -335,7 +335,7 @@ class Totals:
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
         """Announce steps that are added later; until then, their time is left out of the wall time of rows."""
-        self._unbooked_seconds += _seconds_of(steps)
+        self._unbooked_seconds += seconds_of(steps)
         self._last_work.extend(typical_work(steps))
 
     def add_window(
@@ -355,7 +355,7 @@ class Totals:
             of_all_ranks: Samples, tokens and FLOPs of all ranks.
             peak_flops_per_s: Peak of one device, mean over ranks.
         """
-        self._unbooked_seconds -= _seconds_of(steps)
+        self._unbooked_seconds -= seconds_of(steps)
         self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         ledger, at_peak = self.ledger, None
         if report is not None:
@@ -387,10 +387,6 @@ class Totals:
     def percentiles(self) -> dict[str, Number]:
         ordered = sorted(self._last_seconds)
         return {f"perf/step_time_p{part}": percentile(ordered, part / 100) for part in (50, 90, 99) if ordered}
-
-
-def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
-    return sum(step.seconds or 0.0 for step in steps)
 
 
 def typical_work(steps: Sequence[MeasuredStep]) -> list[float]:

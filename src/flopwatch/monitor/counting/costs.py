@@ -13,7 +13,6 @@ from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Work
-from flopwatch.monitor.counting.estimates import sum_of_costs
 from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
 from flopwatch.monitor.counting.peaks import Peaks, device_of, weights_dtype
 from flopwatch.monitor.counting.step_counter import StepCounter
@@ -158,9 +157,10 @@ class StepCosts:
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None, trace.doubt
-        cost = sum_of_costs(known)
-        model = cost.needed.forward + cost.needed.backward
-        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.doubt
+        model = sum(cost.needed.forward + cost.needed.backward for cost in known)
+        executed = sum((cost.executed for cost in known), PhaseFlops())
+        remark = next((cost.remark for cost in known if cost.remark), None)
+        return StepFlops(model, executed.total, executed.recompute), remark or trace.doubt
 
     def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
         if flops is None:

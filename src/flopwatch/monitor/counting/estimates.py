@@ -4,7 +4,7 @@ They follow from the shapes of weights and batch, and no code of the user runs. 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -173,11 +173,3 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
         return inspect.signature(unwrap(model).forward).parameters
     except (TypeError, ValueError):
         return None
-
-
-def sum_of_costs(costs: Sequence[BatchCost]) -> BatchCost:
-    return BatchCost(
-        sum((cost.needed for cost in costs), PhaseFlops()),
-        sum((cost.executed for cost in costs), PhaseFlops()),
-        next((cost.remark for cost in costs if cost.remark), None),
-    )

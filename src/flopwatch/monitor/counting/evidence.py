@@ -75,8 +75,6 @@ class _Claims:
 
 @dataclass
 class _Known:
-    """What was counted of one kind of step."""
-
     count: StepCount
     before: StepCount | None = None
     agreeing: int = 0

@@ -70,7 +70,6 @@ class Schedule:
             self.expected.add(index + gap)
 
     def may_add(self, steps: int) -> bool:
-        """Whether a step may be counted because it is new."""
         most = _EXTRA + (_SHARE_EXTRA * steps if self.is_alone else 0)
         return steps >= self._first and self.extra < most
 

@@ -505,7 +505,6 @@ class StepCounter:
         return count
 
     def _by_graphs(self, kind: StepKind, step: int, readings: Sequence[Reading]) -> StepCount | None:
-        """The FLOPs of a step with new sizes, if all that such steps run is compiled: those of its graphs."""
         if not self._compiled.runs_nothing_else(kind) or not self._schedule.may_add(self._schedule.steps):
             return None
         self._schedule.note_extra()

@@ -10,7 +10,7 @@ from functools import reduce
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share, seconds_of
 
 RATED = AMOUNTS[:4]
 """Amounts that are also logged per second."""
@@ -188,7 +188,7 @@ def report_of(
     Amount(total=220, ranks=1)
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
-    seconds = sum([step.seconds or 0.0 for step in timed])
+    seconds = seconds_of(timed)
     waiting = input_wait_share(timed)  # steps with an unknown wait are assumed to wait as long as the others
     # MFU uses only steps with known FLOPs. If a rank, such as a pipeline stage, has none, all its timed steps are used.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
@@ -201,9 +201,7 @@ def report_of(
         timed_steps=len(timed),
         seconds=seconds,
         input_wait=Amount() if waiting is None else Amount(round(waiting * seconds * 1e9), 1),
-        known_seconds=tuple(
-            float(sum(step.seconds or 0.0 for step in timed if getattr(step, name) is not None)) for name in RATED
-        ),
+        known_seconds=tuple(float(seconds_of(s for s in timed if getattr(s, name) is not None)) for name in RATED),
         batch_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
         counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,

@@ -184,7 +184,6 @@ class Division:
         self._step, self._gap, self._busy, self._out = _OpenStep(), _OpenGap(), _Busy(), Divided()
 
     def divide(self, events: Iterable[Event]) -> Divided:
-        """Take the next events, and return what they have shown."""
         self._out = Divided()
         for code, now, mark, fact, cpu in events:
             _HANDLERS[code](self, now, mark, fact, cpu)

@@ -12,8 +12,6 @@ from flopwatch.monitor.timing.tape import Tape
 
 
 class HasTape(Protocol):
-    """A run."""
-
     tape: Tape
     counter: StepCounter
 

@@ -95,7 +95,6 @@ class Tape:
         self.add(END_MICRO)
 
     def end_step(self) -> float:
-        """End a step, and return the host time."""
         now = self.add(END, self.divides)
         self._steps += 1
         self.divides = _is_divided(self._steps)
