@@ -339,11 +339,8 @@ class Watcher:
                 self.take(Event.OTHER_MONITOR)
                 return False
             self.monitor.says_what_was_not_given(False)
-            self._act("counter", self._listen)
+            self._act("counter", lambda run: setattr(run.counter, "listener", self))
         return True
-
-    def _listen(self, run: MonitoredRun) -> None:
-        run.counter.listener, run.counter.counts_without_model = self, True
 
     def _find_model(self, optimizer: Optimizer) -> None:
         """Tell the monitor which model is trained, if it has changed."""

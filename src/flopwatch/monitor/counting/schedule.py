@@ -34,6 +34,7 @@ class Schedule:
         steps: Steps so far.
         futile: Counted steps in which nothing ran.
         wants_next: Whether the next step is new.
+        extra: Counts of new steps so far.
         expected: Steps that are new because they are of a kind that comes every few steps and needs another count.
     """
 
@@ -76,9 +77,6 @@ class Schedule:
     def looks_before(self) -> bool:
         """Whether a count begins with the step, and not with its first call, though nothing ran before that so far."""
         return self._chance.random() < _SHARE_FROM_THE_START
-
-    def note_extra(self) -> None:
-        self.extra += 1
 
     def note_step(self, seconds: float) -> None:
         """Learn the usual time of an uncounted step."""

@@ -81,8 +81,7 @@ class StepCounter:
     """
 
     listener: CallListener | None = None
-    """Is told of the outermost calls of modules, for `flopwatch run`."""
-    counts_without_model = False
+    """Is told of the outermost calls of modules, for `flopwatch run`, where steps are counted without a model too."""
     is_on = True
     """False if no FLOPs are needed, because the user has a function for them."""
 
@@ -255,7 +254,7 @@ class StepCounter:
     def _can_count(self) -> bool:
         if self._config.mode == "estimate" or self._schedule.futile >= _FUTILE or obstacle() is not None:
             return False
-        return self.counts_without_model or self.model is not None
+        return self.listener is not None or self.model is not None
 
     def _begin_count(self, step: OpenStep, *, is_late: bool = False) -> None:
         # A training that leaves its own mode within a step of unknown begin or end would leave ours instead.
@@ -267,7 +266,7 @@ class StepCounter:
             self.evidence.starts_free = None
             return
         if not self._schedule.is_due(self._schedule.steps):
-            self._schedule.note_extra()
+            self._schedule.extra += 1
         step.is_late = is_late
         step.begin_count(self._config.attention, self.model, observes=self._schedule.observes)
         step.read_axes(self._reader)
@@ -507,7 +506,7 @@ class StepCounter:
     def _by_graphs(self, kind: StepKind, step: int, readings: Sequence[Reading]) -> StepCount | None:
         if not self._compiled.runs_nothing_else(kind) or not self._schedule.may_add(self._schedule.steps):
             return None
-        self._schedule.note_extra()
+        self._schedule.extra += 1
         count = self._compiled.by_graphs(kind, readings)
         if count is not None:
             self._add(kind, step, count, is_late=True)  # a later count of the step itself proves or doubts it

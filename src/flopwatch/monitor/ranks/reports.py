@@ -112,6 +112,11 @@ class RankReport:
 
 
 _FIELDS = tuple(field.name for field in fields(RankReport))
+_SUMS = (
+    *("ranks", "timed_steps", "seconds", "input_wait", "batch_steps", "counted_steps", "counted_seconds"),
+    *("profiled_ranks", "busy_squares", "exact_ranks"),
+)
+_OF_LATER = ("ranks", "profiled_ranks", "profile", "busy_squares", "slowest", "fastest", "longest_wait")
 
 
 def _report_from_json(values: list[Any]) -> RankReport:
@@ -228,45 +233,31 @@ def merge(reports: Sequence[RankReport]) -> RankReport:
 
 def _merge_two(a: RankReport, b: RankReport) -> RankReport:
     unknown_peak = a.capacity_flops is None or b.capacity_flops is None
+    sums: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in _SUMS}
     return RankReport(
         min(a.first_step, b.first_step),
         max(a.last_step, b.last_step),
-        a.ranks + b.ranks,
-        tuple(map(Amount.__add__, a.totals, b.totals)),
-        tuple(map(Amount.__add__, a.timed, b.timed)),
-        a.timed_steps + b.timed_steps,
-        a.seconds + b.seconds,
-        a.input_wait + b.input_wait,
-        tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
-        a.batch_steps + b.batch_steps,
-        a.counted_steps + b.counted_steps,
-        a.counted_seconds + b.counted_seconds,
-        None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
-        a.profiled_ranks + b.profiled_ranks,
-        Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
-        a.busy_squares + b.busy_squares,
-        max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
-        min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
-        max([e for e in (a.longest_wait, b.longest_wait) if e is not None], key=lambda e: e.value, default=None),
-        a.exact_ranks + b.exact_ranks,
+        totals=tuple(map(Amount.__add__, a.totals, b.totals)),
+        timed=tuple(map(Amount.__add__, a.timed, b.timed)),
+        known_seconds=tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
+        capacity_flops=None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
+        profile=Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
+        slowest=max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
+        fastest=min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
+        longest_wait=max([e for e in (a.longest_wait, b.longest_wait) if e], key=lambda e: e.value, default=None),
+        **sums,
     )
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
     """Join two consecutive windows of the same ranks; profiles and extremes are those of the later window."""
-    joined = _merge_two(earlier, later)
+    newest: dict[str, Any] = {name: getattr(later, name) for name in _OF_LATER}
     return replace(
-        joined,
-        ranks=later.ranks,
+        _merge_two(earlier, later),
         totals=tuple(map(_sum_over_time, earlier.totals, later.totals)),
         timed=tuple(map(_sum_over_time, earlier.timed, later.timed)),
         input_wait=_sum_over_time(earlier.input_wait, later.input_wait),
-        profiled_ranks=later.profiled_ranks,
-        profile=later.profile,
-        busy_squares=later.busy_squares,
-        slowest=later.slowest,
-        fastest=later.fastest,
-        longest_wait=later.longest_wait,
+        **newest,
         exact_ranks=min(earlier.exact_ranks, later.exact_ranks),
     )
 
