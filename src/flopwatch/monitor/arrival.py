@@ -12,6 +12,7 @@ from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
+from flopwatch.monitor.ranks.reports import RATED
 from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.timers import StepTimer
@@ -138,19 +139,10 @@ def _measured(
     values: dict[str, float],
     cost: StepCost,
 ) -> MeasuredStep:
-    flops, is_counted = cost.flops, step.trace.was_counted
+    is_counted = step.trace.was_counted
+    amounts: dict[str, Any] = {name: _sum_known([getattr(work, name) for work in works or ()]) for name in RATED}
     return MeasuredStep(
         step.step,
-        samples=_sum_known([work.samples for work in works or ()]),
-        tokens=_sum_known([work.tokens for work in works or ()]),
-        real_tokens=_sum_known([work.real_tokens for work in works or ()]),
-        trainable_tokens=_sum_known([work.trainable_tokens for work in works or ()]),
-        model_flops=None if flops is None else flops.model,
-        hardware_flops=None if flops is None else flops.hardware,
-        recompute_flops=None if flops is None else flops.recompute,
-        model_peak_seconds=cost.model_peak_seconds,
-        hardware_peak_seconds=cost.hardware_peak_seconds,
-        reason=cost.reason,
         is_warm_up=is_counted,
         is_counted=is_counted,
         loss=values.pop("loss", None),
@@ -159,6 +151,8 @@ def _measured(
         learning_rate=values.pop("lr", None),
         more=values,
         skip_wandb=step.skip_wandb,
+        **amounts,
+        **cost._asdict(),
         **times_of(parts, timer.seconds)._asdict(),
     )
 

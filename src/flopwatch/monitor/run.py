@@ -190,7 +190,12 @@ class MonitoredRun:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
             cost = self.costs.cost(step.trace, step.step, works, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
-            decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
+            decided(
+                "step %d, %s: %s",
+                step.step,
+                how,
+                cost.reason or "exact" if cost.model_flops is not None else "no FLOPs",
+            )
             return cost
         return StepCost()
 

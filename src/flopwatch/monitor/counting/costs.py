@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,15 +56,16 @@ class StepFlops:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """FLOPs of a step, and the time a device would need at its peak for the model FLOPs and for all executed FLOPs.
+class StepCost(NamedTuple):
+    """What a `MeasuredStep` says of the step's FLOPs.
 
     Attributes:
         reason: Why the FLOPs are not exact or not known; None if they are exact.
     """
 
-    flops: StepFlops | None = None
+    model_flops: int | None = None
+    hardware_flops: int | None = None
+    recompute_flops: int | None = None
     model_peak_seconds: float | None = None
     hardware_peak_seconds: float | None = None
     reason: str | None = None
@@ -125,7 +126,9 @@ class StepCosts:
             reason = trace.doubt or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
-        return StepCost(flops, *self._peak_seconds(flops), reason)
+        if flops is None:
+            return StepCost(reason=reason)
+        return StepCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
 
     def _counted(
         self, trace: StepTrace, step: int, works: Sequence[Work] | None
@@ -162,9 +165,7 @@ class StepCosts:
         remark = next((cost.remark for cost in known if cost.remark), None)
         return StepFlops(model, executed.total, executed.recompute), remark or trace.doubt
 
-    def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
-        if flops is None:
-            return None, None
+    def _peak_seconds(self, flops: StepFlops) -> tuple[float | None, float | None]:
         if flops.model_by_dtype:
             self._main_type = max(flops.model_by_dtype, key=lambda name: flops.model_by_dtype[name])
         assumed = None if flops.model_by_dtype else weights_dtype(self._counter.model, self.peaks.device) or "fp32"
