@@ -12,7 +12,8 @@ from flopwatch.clock import monotonic_seconds
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
 from flopwatch.monitor.counting.batch_reader import Reading
-from flopwatch.monitor.counting.calls import CallKind, CallListener, RootCalls
+from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.calls import CallListener, RootCalls
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.records.flops import AttentionConvention

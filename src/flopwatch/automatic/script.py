@@ -11,7 +11,6 @@ from flopwatch.errors import InputError
 
 
 def check_script(target: str) -> None:
-    """Raise InputError if there is no such script."""
     path = Path(target)
     if path.is_dir():
         raise InputError(f"{target} is a folder; give a script, or a module with `flopwatch run -m {path.name}`")

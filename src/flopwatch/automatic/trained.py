@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.tracing.live import may_compile
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
-from flopwatch.monitor.counting.calls import CallKind, batch_of_call
+from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.calls import batch_of_call
 from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import compiled_call
 

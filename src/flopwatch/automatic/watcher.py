@@ -19,7 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from flopwatch.automatic.first_step import FirstStep
 from flopwatch.automatic.trained import FoundModel, Optimizers, TrainedCalls, find_trained_modules, has_optimizer
 from flopwatch.clock import monotonic_seconds
-from flopwatch.monitor.counting.calls import CallKind, batch_of_call
+from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.calls import batch_of_call
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, open_monitors
 from flopwatch.records.flops import AttentionConvention
@@ -338,11 +339,8 @@ class Watcher:
                 self.handle(Event.OTHER_MONITOR)
                 return False
             self.monitor.says_what_was_not_given(False)
-            self._act("counter", self._listen)
+            self._act("counter", lambda run: setattr(run.counter, "listener", self))
         return True
-
-    def _listen(self, run: MonitoredRun) -> None:
-        run.counter.listener, run.counter.counts_without_model = self, True
 
     def _find_model(self, optimizer: Optimizer) -> None:
         """Tell the monitor which model is trained, if it has changed."""

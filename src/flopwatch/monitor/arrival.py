@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from flopwatch.guard import Guard
 from flopwatch.monitor.counting.batch_reader import BatchSizes, Reading, sizes_from
 from flopwatch.monitor.counting.costs import StepCost
-from flopwatch.monitor.counting.step_counter import NOTHING, StepTrace
+from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.kept import Kept, LateValues, read_now
-from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
+from flopwatch.monitor.ranks.reports import RATED
 from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.monitor.timing.timers import StepTimer
@@ -43,8 +44,6 @@ class Arrival:
     """The steps of one window, while their values are copied from the device to the host.
 
     Attributes:
-        steps: The steps as they were recorded.
-        parts: What their time consists of.
         left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
         batch_failure: The exception that reading a batch has raised; None if all batches could be read.
     """
@@ -54,7 +53,7 @@ class Arrival:
         steps: Sequence[RecordedStep],
         parts: Sequence[StepParts],
         timer: StepTimer,
-        with_sizes: Callable[[Reading], Reading | None] = lambda reading: reading,
+        with_sizes: Callable[[Reading], Reading | None],
     ) -> None:
         """Begin to copy the values to the host. `with_sizes` computes batch sizes that `log_step` has deferred."""
         self.steps, self.parts = steps, parts
@@ -142,19 +141,12 @@ def _measured(
     values: dict[str, float],
     cost: StepCost,
 ) -> MeasuredStep:
-    flops, is_counted = cost.flops, step.trace.was_counted
+    is_counted = step.trace.was_counted
+    amounts: dict[str, Any] = {
+        name: _sum_known([getattr(batch, name) for batch in batch_sizes or ()]) for name in RATED
+    }
     return MeasuredStep(
         step.step,
-        samples=_sum_known([batch.samples for batch in batch_sizes or ()]),
-        tokens=_sum_known([batch.tokens for batch in batch_sizes or ()]),
-        real_tokens=_sum_known([batch.real_tokens for batch in batch_sizes or ()]),
-        trainable_tokens=_sum_known([batch.trainable_tokens for batch in batch_sizes or ()]),
-        model_flops=None if flops is None else flops.model,
-        hardware_flops=None if flops is None else flops.hardware,
-        recompute_flops=None if flops is None else flops.recompute,
-        model_peak_seconds=cost.model_peak_seconds,
-        hardware_peak_seconds=cost.hardware_peak_seconds,
-        reason=cost.reason,
         is_warm_up=is_counted,
         is_counted=is_counted,
         loss=values.pop("loss", None),
@@ -163,6 +155,8 @@ def _measured(
         learning_rate=values.pop("lr", None),
         more=values,
         skip_wandb=step.skip_wandb,
+        **amounts,
+        **cost._asdict(),
         **times_of(parts, timer.seconds)._asdict(),
     )
 
@@ -202,7 +196,6 @@ class Arrivals:
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
-        """Take the tape's events, and return what they show."""
         divided = self.division.divide(self._tape.take())
         self._parts += divided.steps
         self.outside_seconds += sum(seconds for phase, seconds in divided.spent if phase == "outside")
@@ -229,12 +222,6 @@ class Arrivals:
 
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
-        late = [
-            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(read_early)
-            for arrival, read_early, _ in self._late
-        ]
+        timer = self._tape.timer
+        late = [passed_seconds(arrival.parts, timer) + seconds_of(early) for arrival, early, _ in self._late]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)
-
-
-def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
-    return sum(step.seconds or 0.0 for step in steps)

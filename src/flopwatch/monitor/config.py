@@ -149,7 +149,6 @@ def _without_bad_values(wanted: dict[str, Any], problems: list[str]) -> MonitorC
 
 
 def json_ready(value: Any) -> Any:
-    """Convert a configuration to values that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

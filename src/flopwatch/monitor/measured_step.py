@@ -4,7 +4,7 @@ A rate is a sum divided by a sum, such as all tokens of a window divided by its 
 give fast steps too much weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from statistics import fmean, median
 from typing import NamedTuple
@@ -22,11 +22,9 @@ class MeasuredStep(NamedTuple):
     """All measurements of one optimizer step. None means that a value is unknown.
 
     Attributes:
-        step: The step's number.
         seconds: Time from the end of the step before to the end of this one, without pauses. None for the first step
             of a session, unless it was opened with `monitor.step()`.
         input_wait_seconds: The part of `seconds` spent waiting for batches.
-        samples: Rows of the batches.
         tokens: Positions of the batches, padding included.
         real_tokens: Positions that are not padding.
         trainable_tokens: Positions whose label is not -100.
@@ -42,7 +40,6 @@ class MeasuredStep(NamedTuple):
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
         passes_seconds: The part of `seconds` in forward and backward passes.
         more: The user's own metrics.
-        skip_wandb: Whether the user wants this step not to be sent to W&B.
     """
 
     step: int
@@ -76,6 +73,10 @@ class MeasuredStep(NamedTuple):
         return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
 
 
+def seconds_of(steps: Iterable[MeasuredStep]) -> float:
+    return sum(step.seconds or 0.0 for step in steps)
+
+
 def window_values(
     steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
 ) -> dict[str, Number]:
@@ -95,7 +96,7 @@ def window_values(
         "training/grad_norm": mean_of([step.grad_norm for step in steps]),
     }
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
-    seconds = sum(step.seconds or 0.0 for step in timed)
+    seconds = seconds_of(timed)
     if seconds > 0:
         values |= {"perf/step_time": seconds / len(timed), "perf/steps_per_second": len(timed) / seconds}
         values |= _rates(timed, device_count, world_size)
@@ -109,7 +110,7 @@ def window_values(
 def _per_second(timed: Sequence[MeasuredStep], name: str) -> float | None:
     """The rate of an amount in the steps in which it is known; None if they do not know it, or took 0 s."""
     known = [step for step in timed if getattr(step, name) is not None]
-    seconds = sum(step.seconds or 0.0 for step in known)
+    seconds = seconds_of(known)
     return sum(getattr(step, name) for step in known) / seconds if seconds > 0 else None
 
 
@@ -189,8 +190,8 @@ def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     """
     known = [step for step in steps if step.input_wait_seconds is not None and step.seconds]
-    seconds = sum(step.seconds or 0.0 for step in known)
-    if not known or seconds < 0.5 * sum(step.seconds or 0.0 for step in steps):
+    seconds = seconds_of(known)
+    if not known or seconds < 0.5 * seconds_of(steps):
         return None
     return sum(step.input_wait_seconds or 0.0 for step in known) / seconds
 

@@ -10,7 +10,8 @@ from flopwatch.guard import caught
 from flopwatch.monitor.arrival import RecordedStep
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Reading
-from flopwatch.monitor.counting.step_counter import NOTHING, StepCounter
+from flopwatch.monitor.counting.evidence import NOTHING
+from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.kept import keep
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 
@@ -97,18 +98,15 @@ class Recorder:
         return steps
 
     def add_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        """Add a batch to the current step."""
         self.add_reading(self.counter.read(batch, lengths))
         if self.flops_fn is not None:
             self._user_flops = (self._user_flops or 0) + _checked_flops(self.flops_fn, batch)
 
     def add_reading(self, reading: Reading) -> None:
-        """Add a batch whose sizes were read."""
         self._readings.append(reading)
 
     @property
     def has_batches(self) -> bool:
-        """Whether the current step has already received micro-batches."""
         return bool(self._readings)
 
     def drop_batches(self) -> None:
@@ -116,7 +114,6 @@ class Recorder:
         self._readings = []
 
     def abandon_step(self) -> None:
-        """Drop the current step, because its body has raised an exception."""
         self.counter.abandon_step()
         self._readings, self._user_flops = [], None
 

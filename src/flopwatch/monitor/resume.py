@@ -38,7 +38,6 @@ class ResumePoint(NamedTuple):
 
 
 def load_totals(totals: Totals, log: Path, state: Mapping[str, Any]) -> None:
-    """Continue the totals of a checkpoint."""
     last_step = state.get("ledger_step", state["step"])
     totals.continue_from(Ledger.from_json(state["ledger"]), _newest_record(log), last_step)
 

@@ -27,7 +27,6 @@ class JobLayout:
     """How many ranks a training has, and how many of them have different data.
 
     Attributes:
-        world_size: Number of all ranks.
         data_parallel_size: Number of different batches per step; each is shared by world_size / data_parallel_size
             ranks (tensor, context or pipeline parallel).
     """
@@ -37,7 +36,6 @@ class JobLayout:
 
     @property
     def devices_per_batch(self) -> int:
-        """Number of ranks that share a batch."""
         return max(1, self.world_size // self.data_parallel_size)
 
 
@@ -97,8 +95,6 @@ class NewestRow:
 
     Attributes:
         values: All its values; percentiles only if the row is detailed or was made on request.
-        straggler: The rank that the other ranks waited for; None if there was none.
-        missing_ranks: How many ranks did not report.
         last_loss: The loss of the newest row that has one.
     """
 
@@ -144,7 +140,6 @@ class RowMaker:
     """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
     Attributes:
-        totals: The run's totals.
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
     """
 
@@ -188,8 +183,7 @@ class RowMaker:
     def so_far(self, read_early: Sequence[MeasuredStep]) -> PartialRow | None:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
-        Args:
-            read_early: Steps of the current window that were read early. In the row they come last.
+        The steps of ended windows come first, then those of the current window (`read_early`).
         """
         steps = self._marked([*(step for window in self._held for step in window.steps), *read_early])
         last_step = steps[-1].step if steps else self.newest.step
@@ -222,7 +216,7 @@ class RowMaker:
         exact, notes = self.exactness.judge(window, layout.world_size)
         straggler = None if report is None else self._stragglers.judge(report)
         values = self._rates(window, peak, report, exact=exact) | straggler_values(straggler)
-        own_peak = effective_peak(steps) or (None if peak is None else peak.flops_per_s)
+        own_peak = peak_in_use(steps, peak)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
         self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
@@ -260,11 +254,6 @@ class RowMaker:
             return own | job_values(report, layout.data_parallel_size)
         return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
-    def ask(self, last_step: int) -> None:
-        """Ask for the values of all steps from the last request up to this step, even if they are in several rows."""
-        self.asked.last_steps.append(last_step)
-        self.asked.answer(self.newest, self.layout)
-
     def session_values(self) -> dict[str, Number]:
         """Return the run's totals, the rates of this session, and its last logged loss."""
         layout, session = self.layout, self.totals.of_session
@@ -284,6 +273,11 @@ class RowMaker:
         every = self._config.detailed_log_every
         self._next_detailed = (step + 1) // every * every + every - 1
         return True
+
+
+def peak_in_use(steps: Sequence[MeasuredStep], peak: Peak | None) -> float | None:
+    """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
+    return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
 
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:

@@ -18,10 +18,10 @@ from flopwatch.monitor.config import MonitorConfig, json_ready
 from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.costs import StepCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
-from flopwatch.monitor.counting.step_counter import NO_MODEL, StepCounter
+from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kept import read_now
-from flopwatch.monitor.measured_step import MeasuredStep, effective_peak
+from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
@@ -29,7 +29,7 @@ from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.recorder import Recorder
 from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
-from flopwatch.monitor.rows import JobLayout, RowMaker
+from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
 from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.tape import MICRO, SPENT, Tape
@@ -58,18 +58,7 @@ _CLOSE_AFTER_ERROR_SECONDS = 0.5
 
 
 class MonitoredRun:
-    """One monitored run: owns the order in which its parts work. `TrainingMonitor` catches what its methods raise.
-
-    Attributes:
-        tape: Records when steps, waits, phases, optimizers and passes begin and end.
-        counter: Counts some of the steps as they run, and knows what the others cost.
-        recorder: Records what each step ran on.
-        arrivals: The steps on their way from the tape to a window.
-        costs: Computes the FLOPs of a step from what it ran.
-        ranks: Exchanges windows with the other ranks.
-        rows: Adds windows to the totals, and makes rows of them.
-        outlets: Sends records and notices to the sinks.
-    """
+    """One monitored run: owns the order in which its parts work. `TrainingMonitor` catches what its methods raise."""
 
     def __init__(
         self,
@@ -90,10 +79,8 @@ class MonitoredRun:
         self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
-        self.counter = StepCounter(
-            config,
+        callbacks = Callbacks(
             clock,
-            is_alone=world_size == 1,
             on_call=self.tape.model_is_called,
             passes=PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
@@ -101,6 +88,7 @@ class MonitoredRun:
             in_count_phase=lambda: self.phase("count"),
             notify=self._notify,
         )
+        self.counter = StepCounter(config, callbacks, is_alone=world_size == 1)
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
         self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
         self.rows = RowMaker(config, world_size, Totals(clock))
@@ -118,22 +106,11 @@ class MonitoredRun:
 
     # --- The way of a step --------------------------------------------------------------------------------------------
 
-    def note_step(
-        self,
-        step: int,
-        epoch: Any,
-        loss: Any,
-        grad_norm: Any,
-        learning_rate: Any,
-        skip_wandb: bool,
-        batch: Any,
-        lengths: Sequence[int] | None,
-        more: dict[str, Any],
-    ) -> None:
-        """Record a step that has ended, and close the window if it is full."""
+    def note_step(self, step: int, *values: Any) -> None:
+        """Record a step that has ended, and close the window if it is full; `values` are those of `Recorder.record`."""
         step, previous = int(step), self.recorder.last_step  # it may raise, and then no step has ended
         now = self.tape.end_step()
-        self.recorder.record(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+        self.recorder.record(step, *values)
         if step == previous:
             self._notify(*notices.notice("step_logged_twice", step=step))
         if not self.ranks.has_started:
@@ -163,7 +140,8 @@ class MonitoredRun:
         self.trace.look_for_request()
         self._divide()
         if self.recorder.steps:
-            busy = self._busy_seconds_per_step()
+            step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
+            busy = None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
             self.counter.check_model()
             arrival = self.arrivals.begin(self.recorder.take(), self.counter.with_sizes)
             self.arrivals.end_window(arrival, busy)
@@ -173,7 +151,7 @@ class MonitoredRun:
         self._take_arrived(wait_seconds)
         for window in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(window.steps, self.config.log_every, self.config.log_seconds)
-            self.ranks.send_window(window, self._peak_flops_per_s(window.steps))
+            self.ranks.send_window(window, peak_in_use(window.steps, self.costs.peak))
         self._send_rows(now=now)
 
     def _divide(self) -> list[tuple[str, float]]:
@@ -212,7 +190,12 @@ class MonitoredRun:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
             cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
-            decided("step %d, %s: %s", step.step, how, cost.reason or "exact" if cost.flops else "no FLOPs")
+            decided(
+                "step %d, %s: %s",
+                step.step,
+                how,
+                cost.reason or "exact" if cost.model_flops is not None else "no FLOPs",
+            )
             return cost
         return StepCost()
 
@@ -241,21 +224,7 @@ class MonitoredRun:
         is_late = self.tape.clock() - self.recorder.began >= self.config.log_seconds
         return is_late or len(self.arrivals.read_early) + len(self.recorder.steps) >= self.config.log_every
 
-    def _busy_seconds_per_step(self) -> float | None:
-        """Processor time of the training's thread in a typical step; None if it is not measured."""
-        step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
-        return None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
-
-    def _peak_flops_per_s(self, steps: Sequence[MeasuredStep]) -> float | None:
-        """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
-        peak = self.costs.peak
-        return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
-
     # --- What the loop says -------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module | None:
-        return self.counter.model
 
     def set_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -270,7 +239,6 @@ class MonitoredRun:
         self._read_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        """Add a micro-batch to the current step."""
         self.tape.note(MICRO)
         self.recorder.add_batch(batch, lengths)
 
@@ -318,7 +286,8 @@ class MonitoredRun:
     def ask_for_window(self) -> None:
         """Ask for the values of the steps since the last request, for a framework that logs a row here."""
         if self.ranks.is_logging and self.recorder.last_step is not None:
-            self.rows.ask(self.recorder.last_step)
+            self.rows.asked.last_steps.append(self.recorder.last_step)
+            self.rows.asked.answer(self.rows.newest, self.rows.layout)
 
     # --- Ranks --------------------------------------------------------------------------------------------------------
 
@@ -333,7 +302,8 @@ class MonitoredRun:
             self._send_rows()
         if not self.ranks.waits_for_plan:
             return
-        plan, steps = self.ranks.new_plan(), len(self.recorder.steps)
+        plan, steps = link.window_steps, len(self.recorder.steps)
+        self.ranks.window_steps = plan
         most = max(_MOST_WINDOWS * self.config.log_every, _MOST_STEPS)
         if plan is not None:
             self._cut_at_windows(plan)

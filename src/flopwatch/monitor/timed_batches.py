@@ -17,8 +17,6 @@ class WaitTimer(Protocol):
 
 
 class TimedIterator(Generic[Batch]):
-    """An iterator that times every call of `next`."""
-
     __slots__ = ("_iterator", "_timer")
 
     def __init__(self, iterator: Iterator[Batch], timer: WaitTimer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopwatch import process
 from flopwatch.clock import Clock, cell_start_unix_time
-from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, window_values
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, seconds_of, window_values
 from flopwatch.monitor.ranks.job_values import job_use_of_peak, job_values, rank_losses, with_job_wait
 from flopwatch.monitor.ranks.reports import RankReport, Window, extend
 from flopwatch.records.metrics import APART, carried_seconds, goodput_of, loss_in_step, typical_seconds
@@ -334,17 +334,17 @@ class Totals:
         self.ledger.set_wall(began)
 
     def announce(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that are added later. Until then, the wall time of rows does not include their time."""
-        self._announced_seconds += _seconds_of(steps)
+        """Announce steps that are added later; until then, their time is left out of the wall time of rows."""
+        self._announced_seconds += seconds_of(steps)
         self._last_work.extend(typical_work(steps))
 
     def add_window(
         self,
         steps: Sequence[MeasuredStep],
         later_seconds: float,
-        report: RankReport | None = None,
-        of_all_ranks: Mapping[str, int] | None = None,
-        peak_flops_per_s: float | None = None,
+        report: RankReport | None,
+        of_all_ranks: Mapping[str, int],
+        peak_flops_per_s: float | None,
     ) -> None:
         """Add the steps of a window, which were announced with `announce`, to the totals.
 
@@ -355,16 +355,16 @@ class Totals:
             of_all_ranks: Samples, tokens and FLOPs of all ranks.
             peak_flops_per_s: Peak of one device, mean over ranks.
         """
-        self._announced_seconds -= _seconds_of(steps)
+        self._announced_seconds -= seconds_of(steps)
         self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
-        ledger, at_peak, amounts = self.ledger, None, of_all_ranks or {}
+        ledger, at_peak = self.ledger, None
         if report is not None:
             unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
             steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-            at_peak = job_use_of_peak(report, amounts, peak_flops_per_s) | rank_losses(report)
-            ledger.add_amounts(amounts)
-            uses = ("model", "hardware", "recompute")
-            ledger.timed_flops.update({use: amounts[f"{use}_flops"] for use in uses if f"{use}_flops" in amounts})
+            at_peak = job_use_of_peak(report, of_all_ranks, peak_flops_per_s) | rank_losses(report)
+            ledger.add_amounts(of_all_ranks)
+            flops = {use: of_all_ranks.get(f"{use}_flops") for use in ("model", "hardware", "recompute")}
+            ledger.timed_flops.update({use: amount for use, amount in flops.items() if amount is not None})
         stalled_before = ledger.seconds.get("stall", 0.0)
         ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += ledger.seconds.get("stall", 0.0) - stalled_before
@@ -387,10 +387,6 @@ class Totals:
     def percentiles(self) -> dict[str, Number]:
         ordered = sorted(self._last_seconds)
         return {f"perf/step_time_p{part}": percentile(ordered, part / 100) for part in (50, 90, 99) if ordered}
-
-
-def _seconds_of(steps: Sequence[MeasuredStep]) -> float:
-    return sum(step.seconds or 0.0 for step in steps)
 
 
 def typical_work(steps: Sequence[MeasuredStep]) -> list[float]:

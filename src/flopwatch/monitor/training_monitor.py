@@ -567,7 +567,6 @@ def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Nu
 
 
 def open_monitors() -> "list[TrainingMonitor]":
-    """The monitors of this process that are not closed."""
     return list(_open_monitors)
 
 

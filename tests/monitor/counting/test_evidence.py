@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from flopwatch.flops.tracing.live import StepCount
-from flopwatch.monitor.counting.calls import CallKind
+from flopwatch.monitor.counting.call_kinds import CallKind
 from flopwatch.monitor.counting.evidence import ENOUGH, UNKNOWN, UNPROVEN, Evidence, StepKind
 from flopwatch.records.flops import PhaseFlops
 

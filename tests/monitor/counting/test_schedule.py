@@ -67,7 +67,7 @@ def test_without_later_checks_only_the_first_steps_are_counted():
 def test_new_steps_are_counted_in_addition_but_not_without_end():
     schedule = Schedule()
     while schedule.may_add(0):
-        schedule.note_extra()
+        schedule.extra += 1
 
     assert schedule.extra == 32
     assert schedule.may_add(1000), "0.2 % of all steps"
@@ -79,7 +79,7 @@ def test_a_step_that_is_new_to_one_rank_is_counted_there_and_leaves_the_plan_of_
         counted(schedule, 100)
     for index in range(100, with_new.next_index):
         assert with_new.may_add(index)
-        with_new.note_extra()
+        with_new.extra += 1
         with_new.note_count(index, 1.0)
 
     assert with_new.next_index == usual.next_index
@@ -89,7 +89,7 @@ def test_a_step_that_is_new_to_one_rank_is_counted_there_and_leaves_the_plan_of_
 def test_ranks_do_not_count_new_steps_without_end():
     schedule = Schedule(is_alone=False)
     while schedule.may_add(0):
-        schedule.note_extra()
+        schedule.extra += 1
 
     assert schedule.extra == 32
     assert not schedule.may_add(1_000_000)

@@ -114,4 +114,4 @@ def test_the_typical_step_is_that_of_the_last_minute():
 
 def test_what_is_left_of_a_step_is_waiting():
     assert profile_of(10, 2.0, 0.4, 0.1, 0.25) == Profile(0.04, 0.1, 0.04)
-    assert profile_of(0, 0.0, None, 0.0, None) is None
+    assert profile_of(0, 0.0, 0.0, 0.0, 0.0) is None

@@ -120,7 +120,6 @@ class BatchReader:
     Attributes:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
         reads_targets: Whether the lengths of labels are read in later batches, because the FLOPs depend on them.
-        has_new: True once a batch of a new shape was read; whoever checks its values sets it to False.
         may_defer: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
             overwritten a batch that was kept.
     """
@@ -132,7 +131,7 @@ class BatchReader:
         self._uses_positions = True
         self.masks_are_plain = True
         self.may_defer = True
-        self.has_new = False
+        self._has_new = False
         self.reads_targets = False
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
@@ -168,12 +167,12 @@ class BatchReader:
         return self._measured(layout, tensors, documents)
 
     def read_checked(self, batch: Any, lengths: Sequence[int] | None = None) -> tuple[Reading, str | None]:
-        """Read a batch, and check its values if its shape is new; also returns the warning of `check_values`."""
+        """Read a batch, and check its values if its shape is new; also returns a warning for the user, or None."""
         reading = self.read(batch, lengths)
-        if not self.has_new:
+        if not self._has_new:
             return reading, None
-        self.has_new = False
-        remark = self.check_values(batch, reading.layout)
+        self._has_new = False
+        remark = self._check_values(batch, reading.layout)
         return self.read(batch, lengths), remark  # mask and positions may be read in another way now
 
     def with_sizes(self, reading: Reading) -> Reading | None:
@@ -205,7 +204,7 @@ class BatchReader:
         targets = target_lengths(tensors[layout.target]) if layout.target and self.reads_targets else None
         return Reading(layout, row_lengths, trainable=trainable, targets=targets)
 
-    def check_values(self, batch: Any, layout: BatchLayout) -> str | None:
+    def _check_values(self, batch: Any, layout: BatchLayout) -> str | None:
         """Check the values of mask and positions; return a warning for the user, or None.
 
         Called once per shape, because reading them may wait for the device.
@@ -238,7 +237,7 @@ class BatchReader:
         names = tuple(dict.fromkeys(filter(None, (mask, positions, cumulative, labels, target))))
         layout = BatchLayout(batch_size, seq_len, mask, positions, cumulative, labels, target, target_len, names)
         self._layouts[key] = layout
-        self.has_new = True
+        self._has_new = True
         return layout
 
 

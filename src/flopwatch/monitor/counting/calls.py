@@ -14,16 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import may_compile
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.guard import caught
-from flopwatch.monitor.counting.call_kinds import CallKind as CallKind
-from flopwatch.monitor.counting.call_kinds import CallKinds, KindOfLast
-from flopwatch.monitor.counting.call_kinds import plain_iterator as plain_iterator
+from flopwatch.monitor.counting.call_kinds import CallKind, CallKinds, KindOfLast
 from flopwatch.torch_internals.autograd import compiled_graphs, current_graph_task_id, recorded_operations
 from flopwatch.torch_internals.modules import arguments_by_name
 
@@ -90,7 +87,10 @@ class RootCalls:
             self.remove_global_hook()
             return
         if self._place is None:
-            self._place = _place_of(register_module_forward_pre_hook(_GlobalHook(self)))
+            handle = register_module_forward_pre_hook(_GlobalHook(self))
+            table: Any = handle.hooks_dict_ref()
+            self._place = _Place(table, handle.id, table[handle.id])
+            handle.remove()
         self._place.table[self._place.key] = self._place.hook
 
     def stop(self) -> None:
@@ -129,7 +129,9 @@ class RootCalls:
         kwargs = arguments_by_name(depth + 1)
         own = self._modules.get(id(module))
         if own is None or own.module() is not module:
-            own = self._new_hook(module)
+            if len(self._modules) >= _MOST_MODULES:
+                self._modules.clear()
+            own = self._modules[id(module)] = _ReturnHook(self, module)
         kind = self.kinds.of_call(own.last, module, args, kwargs)
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
@@ -165,12 +167,6 @@ class RootCalls:
             self.nodes.append(0)
         return None if self.listener is None else self.listener.region_called(kind)
 
-    def _new_hook(self, module: nn.Module) -> "_ReturnHook":
-        if len(self._modules) >= _MOST_MODULES:
-            self._modules.clear()
-        own = self._modules[id(module)] = _ReturnHook(self, module)
-        return own
-
 
 def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The arguments of a call as a batch. If some were passed by name, the batch has names for all."""
@@ -187,13 +183,6 @@ class _Place(NamedTuple):
     table: Any
     key: int
     hook: Callable[..., None]
-
-
-def _place_of(handle: RemovableHandle) -> _Place:
-    table: Any = handle.hooks_dict_ref()
-    place = _Place(table, handle.id, table[handle.id])
-    handle.remove()
-    return place
 
 
 class _GlobalHook:

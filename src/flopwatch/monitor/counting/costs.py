@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchSizes
-from flopwatch.monitor.counting.estimates import sum_of_costs
 from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
 from flopwatch.monitor.counting.peaks import Peaks, device_of, weights_dtype
 from flopwatch.monitor.counting.step_counter import StepCounter
@@ -33,14 +32,12 @@ NOT_DIVIDED = (
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step; None means unknown.
+    """FLOPs of a step, also by compute type; None and an empty dict mean unknown.
 
     Attributes:
         model: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware: FLOPs that are executed.
         recompute: The part of `hardware` that the backward pass computes again.
-        model_by_dtype: Model FLOPs by compute type; empty if unknown.
-        hardware_by_dtype: Executed FLOPs by compute type; empty if unknown.
     """
 
     model: int
@@ -59,15 +56,16 @@ class StepFlops:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """FLOPs of a step, and the time a device would need at its peak for the model FLOPs and for all executed FLOPs.
+class StepCost(NamedTuple):
+    """What a `MeasuredStep` says of the step's FLOPs.
 
     Attributes:
         reason: Why the FLOPs are not exact or not known; None if they are exact.
     """
 
-    flops: StepFlops | None = None
+    model_flops: int | None = None
+    hardware_flops: int | None = None
+    recompute_flops: int | None = None
     model_peak_seconds: float | None = None
     hardware_peak_seconds: float | None = None
     reason: str | None = None
@@ -77,7 +75,6 @@ class StepCosts:
     """Computes the FLOPs of steps.
 
     Attributes:
-        peaks: Peak FLOP/s of this rank's device, by compute type.
         devices_per_batch: Number of ranks that work on one batch (tensor, context or pipeline parallel). Counts are of
             this rank's part alone, and are multiplied by it, because reports of ranks that share a batch are averaged.
         repeated: Why ranks that share a batch may run the same products; None if they do not.
@@ -131,14 +128,16 @@ class StepCosts:
             reason = trace.reason or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
-        return StepCost(flops, *self._peak_seconds(flops), reason)
+        if flops is None:
+            return StepCost(reason=reason)
+        return StepCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
 
     def _counted(
         self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None
     ) -> tuple[StepFlops | None, str | None]:
         assert trace.kind is not None
         assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.starts_with_call is not True:
+        if trace.count is not None and trace.is_partial and self._counter.evidence.starts_with_call is not True:
             verdict = Verdict(trace.count, PARTIAL)
         elif trace.count is not None:
             lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
@@ -165,13 +164,12 @@ class StepCosts:
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None, trace.reason
-        cost = sum_of_costs(known)
-        model = cost.needed.forward + cost.needed.backward
-        return StepFlops(model, cost.executed.total, cost.executed.recompute), cost.remark or trace.reason
+        model = sum(cost.needed.forward + cost.needed.backward for cost in known)
+        executed = sum((cost.executed for cost in known), PhaseFlops())
+        remark = next((cost.remark for cost in known if cost.remark), None)
+        return StepFlops(model, executed.total, executed.recompute), remark or trace.reason
 
-    def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
-        if flops is None:
-            return None, None
+    def _peak_seconds(self, flops: StepFlops) -> tuple[float | None, float | None]:
         if flops.model_by_dtype:
             self._main_type = max(flops.model_by_dtype, key=lambda name: flops.model_by_dtype[name])
         assumed = None if flops.model_by_dtype else weights_dtype(self._counter.model, self.peaks.device) or "fp32"
@@ -190,7 +188,8 @@ class StepCosts:
         facts = self._counter.facts()
         if facts is None:
             return None
-        dtypes = self._dtypes()
+        types = () if self._main_type is None else (self._main_type, *self._types)
+        dtypes = tuple(dict.fromkeys(map(self.peaks.name, types)))  # the one with the most FLOPs first
         written = facts, self.peaks, self.peaks.ranks, dtypes
         if written == self._written:
             return None
@@ -215,12 +214,6 @@ class StepCosts:
             achievable_flops_per_s=self._achievable_flops_per_s(),
             dtypes=dtypes,
         )
-
-    def _dtypes(self) -> tuple[str, ...]:
-        """The compute types whose peaks are needed, the one with the most FLOPs first; empty before the first step."""
-        if self._main_type is None:
-            return ()
-        return tuple(dict.fromkeys(self.peaks.name(kind) for kind in (self._main_type, *self._types)))
 
     def _achievable_flops_per_s(self) -> float | None:
         """The rate of the fastest matrix product on the device. None if it was not measured well, or ranks share it."""

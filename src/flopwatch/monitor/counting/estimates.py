@@ -4,7 +4,7 @@ They follow from the shapes of weights and batch, and no code of the user runs. 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -107,10 +107,7 @@ class EstimatedCosts:
     def cost(self, batch: BatchSizes) -> BatchCost | None:
         """The FLOPs of a batch; None if they are not known."""
         _, estimate = self._known.get(id(batch.layout), (None, None))
-        if estimate is None:
-            return None
-        needed, executed, unclear = _needed(estimate, batch)
-        return BatchCost(needed, executed, estimate.remark or unclear)
+        return None if estimate is None else _cost(estimate, batch)
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
@@ -124,24 +121,26 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     return _Estimate(law.cost(shape), law, shape, remark)
 
 
-def _needed(estimate: _Estimate, batch: BatchSizes) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-    """FLOPs without padding, executed FLOPs, and why padding could not be left out, or None."""
+def _cost(estimate: _Estimate, batch: BatchSizes) -> BatchCost:
+    """The FLOPs of a batch, which include padding if no formula separates it; then a remark says so."""
     executed, law, shape = estimate.executed, estimate.law, estimate.shape
     if batch.documents is None:
-        return executed, executed, None
+        return BatchCost(executed, executed, estimate.remark)
     unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
+    whole = BatchCost(executed, executed, estimate.remark or unclear)
     if law is None or shape is None or shape.seq_len is None:
-        return executed, executed, unclear
+        return whole
     try:
         if batch.lengths is not None:
             rows = [{"s": length, **dict(shape.others)} for length in batch.lengths]
-            return law.phase_flops_of_rows(rows, image_grids=shape.grids or None), executed, None
-        alone = law.phase_flops_of_documents(
-            batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
-        )
+            needed = law.phase_flops_of_rows(rows, image_grids=shape.grids or None)
+        else:
+            needed = law.phase_flops_of_documents(
+                batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+            )
     except FlopwatchError:
-        return executed, executed, unclear
-    return alone, executed, None
+        return whole
+    return BatchCost(needed, executed, estimate.remark)
 
 
 def example_batch(model: nn.Module, batch: Any, layout: BatchLayout) -> tuple[Any, str | None]:
@@ -174,11 +173,3 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
         return inspect.signature(unwrap(model).forward).parameters
     except (TypeError, ValueError):
         return None
-
-
-def sum_of_costs(costs: Sequence[BatchCost]) -> BatchCost:
-    return BatchCost(
-        sum((cost.needed for cost in costs), PhaseFlops()),
-        sum((cost.executed for cost in costs), PhaseFlops()),
-        next((cost.remark for cost in costs if cost.remark), None),
-    )

@@ -30,7 +30,6 @@ class StepKind:
     """The kind of a step, counted or not. Steps of one kind are expected to run the same FLOPs.
 
     Attributes:
-        calls: The outermost calls of modules.
         nodes: Number of operations that autograd recorded; None if unknown.
         backwards: How often backward passes reached some parameters; UNKNOWN before the model was found.
         batches: Which parameters are trained, and shapes of the monitor's batches if no module was called.
@@ -76,8 +75,6 @@ class _Claims:
 
 @dataclass
 class _Known:
-    """What was counted of one kind of step."""
-
     count: StepCount
     before: StepCount | None = None
     agreeing: int = 0
@@ -125,7 +122,7 @@ class StepTrace:
     """What a step ran.
 
     Attributes:
-        kind: The kind of the step; None if steps are not counted as they run.
+        kind: None if steps are not counted as they run.
         evidence: What was known of the model when the step ran.
         count: The step's FLOPs, if it was counted as it ran.
         was_counted: Whether counting has slowed the step down.
@@ -155,7 +152,6 @@ class FlopFacts:
         exact: Whether the FLOPs of counted kinds of steps are exact.
         attention: The convention that the counts have, which is not always the one that was wanted.
         coverage: 1 if every op had a formula, otherwise the share of ops with one; None for estimates.
-        notes: Remarks.
     """
 
     method: str
@@ -177,11 +173,9 @@ class Evidence:
     """Live counts by kind of step, and the formulas fitted to them.
 
     Attributes:
-        counts: Number of live counts.
         uncounted: Names of ops without a formula that counted steps ran.
         coverage: The smallest share of products with a formula in a counted step.
-        ops: Names of ops that counted steps ran.
-        failure: Why the newest count that failed has failed; None if none has.
+        failure: Why the last step that could not be counted could not be; None if all could.
         starts_with_call: Whether counted steps ran nothing before their first call of a module; None if unknown. If so,
             a count may begin with that call.
         usual: What the last step ran, if it was not counted and needs no count. An equal step is not examined.
@@ -209,10 +203,6 @@ class Evidence:
         attention, note = counted_convention(wanted, self.ops)
         notes = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
         return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
-
-    @property
-    def fitted_formulas(self) -> list[Formula]:
-        return [fit.formula for fit, _ in self._fits.values() if fit.formula is not None]
 
     def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
         """Add the count of a step; return the rows that it contradicts, if any.
@@ -296,7 +286,8 @@ class Evidence:
         """Whether a step that begins with this call needs no count because of its sizes."""
         if call in self.settled_calls:
             return True
-        return any(formula.covers(call.family, call.sizes) for formula in self.fitted_formulas)
+        fitted_formulas = (fit.formula for fit, _ in self._fits.values())
+        return any(formula is not None and formula.covers(call.family, call.sizes) for formula in fitted_formulas)
 
     def verdict(self, kind: StepKind, step: int) -> Verdict:
         """The FLOPs of an uncounted step. If they are called exact, the step is noted, to be doubted if necessary."""
@@ -320,7 +311,11 @@ class Evidence:
             known.claims.add(step)
             return Verdict(count, count.doubt)
         if known.low != known.high:
-            return Verdict(_mean(known), _varies(known))
+            reason = (
+                f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
+                f"{known.high:,}, and this is their mean"
+            )
+            return Verdict(_mean(known), reason)
         times = "only once" if known.counts == 1 else f"only {known.counts} times"
         return Verdict(count, f"such a step was counted {times} so far")
 
@@ -328,10 +323,11 @@ class Evidence:
         """What was counted of matching steps, for a step that shows less: the first one, or one that compiled code."""
         if kind.backwards != UNKNOWN and kind.nodes is not None:
             return None
+        # The batches of the monitor come last among the calls, and are not known for the first step of a run.
         found = [
             known
             for other, known in self._known.items()
-            if other.calls in (kind.calls, (*kind.calls, *_batches(other)))
+            if other.calls in (kind.calls, (*kind.calls, *(call for call in other.calls if call.name == BATCH)))
             and (kind.nodes is None or other.nodes == kind.nodes)
             and (kind.backwards == UNKNOWN or (other.backwards, other.batches) == (kind.backwards, kind.batches))
         ]
@@ -392,11 +388,6 @@ class Evidence:
         return self._fits.setdefault(key, (FormulaFit(), _Claims()))
 
 
-def _batches(kind: StepKind) -> tuple[CallKind, ...]:
-    """The batches among the calls; they come last, and are not known for the first step of a run."""
-    return tuple(call for call in kind.calls if call.name == BATCH)
-
-
 def _families(kind: StepKind) -> Hashable:
     return frozenset(call.family for call in kind.calls), kind.batches
 
@@ -442,13 +433,6 @@ def _mean(known: _Known) -> StepCount:
 
 def _changed(step: int) -> str:
     return f"step {step} ran other FLOPs than equal calls before, and it is not known with which step that began"
-
-
-def _varies(known: _Known) -> str:
-    return (
-        f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
-        f"{known.high:,}, and this is their mean"
-    )
 
 
 def _shown(step: int, before: StepCount, now: StepCount) -> str:

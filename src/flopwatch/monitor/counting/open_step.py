@@ -18,16 +18,12 @@ class OpenStep:
 
     Attributes:
         batch: The batch, if the loop has passed it when it opened the step.
-        layout: The layout of the micro-batch that runs; None if it is unknown.
-        began: When it began.
-        nodes_before: How many operations autograd had recorded when the step began.
+        layout: The layout of the micro-batch that runs, as far as it is known.
+        nodes_before: How many operations autograd had recorded before.
         nodes_outside: How many of those since then belong to no step.
         may_count: Whether it may be counted as it runs.
-        is_wanted: Whether the schedule wants it to be counted.
-        live: Its count while that runs; None otherwise.
         is_late: Whether the count began with the first call of a module, and not with the step.
         began_without_model: Whether the model was not known when it began.
-        reason: Why its FLOPs are not exact.
         optimizer_call: The optimizer step that is under way, with its arguments.
     """
 

@@ -32,7 +32,6 @@ class Peaks:
     """The peak FLOP/s of one device for each compute type, each looked up once.
 
     Attributes:
-        device: The device.
         ranks: How many ranks share the device.
         why_unknown: By compute type, why the peak is not known.
     """
@@ -70,8 +69,10 @@ class Peaks:
         return self._known[name]
 
     def name(self, compute_type: str) -> str:
-        """The compute type whose peak is used for products in this one."""
-        return self._dtype or self._with_tf32(compute_type)
+        """The compute type whose peak is used for products in this one: tf32 if torch computes fp32 products in it."""
+        if not self._dtype and compute_type == "fp32" and self.device.type == "cuda":
+            return matmul_dtype("cuda", torch.float32) or compute_type
+        return self._dtype or compute_type
 
     def seconds(self, flops_by_dtype: Mapping[str, int]) -> float | None:
         """Seconds the device would need for these FLOPs at its peak; None if a peak is unknown."""
@@ -93,9 +94,3 @@ class Peaks:
             except InputError as error:
                 self._whole[name] = None, str(error)
         return self._whole[name]
-
-    def _with_tf32(self, compute_type: str) -> str:
-        """Return tf32 instead of fp32 if torch's settings make the device compute fp32 products in tf32."""
-        if compute_type == "fp32" and self.device.type == "cuda":
-            return matmul_dtype("cuda", torch.float32) or compute_type
-        return compute_type

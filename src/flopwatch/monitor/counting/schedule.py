@@ -33,8 +33,9 @@ class Schedule:
         observes: Whether steps are counted by torch's own observers.
         steps: Steps so far.
         futile: Counted steps in which nothing ran.
-        wants_next: Whether the next step is to be counted as a new one.
-        expected: Indexes of coming steps that are probably of a kind that needs another count.
+        wants_next: Whether the next step is new.
+        extra: Counts of new steps so far.
+        expected: Steps that are new because they are of a kind that comes every few steps and needs another count.
     """
 
     is_alone: bool = True
@@ -70,16 +71,12 @@ class Schedule:
             self.expected.add(index + gap)
 
     def may_add(self, steps: int) -> bool:
-        """Whether a step may be counted because it is new."""
         most = _EXTRA + (_SHARE_EXTRA * steps if self.is_alone else 0)
         return steps >= self._first and self.extra < most
 
     def begins_early(self) -> bool:
         """Whether a count begins with the step and not with its first call, to see what runs before that."""
         return self._chance.random() < _SHARE_FROM_THE_START
-
-    def note_extra(self) -> None:
-        self.extra += 1
 
     def note_step(self, seconds: float) -> None:
         """Learn the usual time of an uncounted step."""

@@ -27,9 +27,7 @@ from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
 from flopwatch.monitor.counting.compiled_steps import CompiledSteps, axes_of
 from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.monitor.counting.evaluations import Evaluations
-from flopwatch.monitor.counting.evidence import NOTHING as NOTHING
-from flopwatch.monitor.counting.evidence import UNKNOWN, Doubt, Evidence, FlopFacts, StepKind
-from flopwatch.monitor.counting.evidence import StepTrace as StepTrace
+from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, FlopFacts, StepKind, StepTrace
 from flopwatch.monitor.counting.open_step import OpenStep
 from flopwatch.monitor.counting.schedule import Schedule
 from flopwatch.monitor.counting.trained_model import TrainedModel
@@ -60,14 +58,15 @@ class PassListener(Protocol):
 
 
 @dataclass(frozen=True)
-class _Callbacks:
-    """Functions of the run that the counter calls."""
+class Callbacks:
+    """What the counter tells others, and asks them."""
 
     clock: Clock
     on_call: Callable[[bool], None]
     passes: PassListener
     on_evaluation: Callable[[], None]
     on_doubt: Callable[[Doubt], None]
+    in_count_phase: Callable[[], AbstractContextManager[None]]
     notify: Notify
 
 
@@ -82,34 +81,20 @@ class StepCounter:
     """
 
     listener: CallListener | None = None
-    """Is told of the outermost calls of modules, for `flopwatch run`."""
-    counts_without_model = False
+    """Is told of the outermost calls of modules, for `flopwatch run`, where steps are counted without a model too."""
     is_on = True
     """False if no FLOPs are needed, because the user has a function for them."""
 
-    def __init__(
-        self,
-        config: MonitorConfig,
-        clock: Clock,
-        *,
-        is_alone: bool,
-        on_call: Callable[[bool], None],
-        passes: PassListener,
-        on_evaluation: Callable[[], None],
-        on_doubt: Callable[[Doubt], None],
-        in_count_phase: Callable[[], AbstractContextManager[None]],
-        notify: Notify,
-    ) -> None:
-        self._config = config
-        self._callbacks = _Callbacks(clock, on_call, passes, on_evaluation, on_doubt, notify)
+    def __init__(self, config: MonitorConfig, callbacks: Callbacks, *, is_alone: bool) -> None:
+        self._config, self._callbacks = config, callbacks
         self.evidence = Evidence()
         self._reader = BatchReader()
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
         self._schedule = Schedule(is_alone, _counted_every(config), first, stops=not config.calibration_enabled)
-        self._compiled = CompiledSteps(config.attention, in_count_phase)
-        self._estimates = EstimatedCosts(config.attention, in_count_phase)
+        self._compiled = CompiledSteps(config.attention, callbacks.in_count_phase)
+        self._estimates = EstimatedCosts(config.attention, callbacks.in_count_phase)
         self._trained: TrainedModel | None = None
         self._opens_steps: bool | None = None
         """Whether the loop opens its steps; None until the first step has begun or ended."""
@@ -120,10 +105,6 @@ class StepCounter:
     @property
     def model(self) -> nn.Module | None:
         return None if self._trained is None else self._trained.model()
-
-    @property
-    def starts_with_call(self) -> bool | None:
-        return self.evidence.starts_with_call
 
     def set_model(self, model: nn.Module) -> None:
         known = self.model
@@ -273,7 +254,7 @@ class StepCounter:
     def _can_count(self) -> bool:
         if self._config.mode == "estimate" or self._schedule.futile >= _FUTILE or obstacle() is not None:
             return False
-        return self.counts_without_model or self.model is not None
+        return self.listener is not None or self.model is not None
 
     def _begin_count(self, step: OpenStep, *, is_late: bool = False) -> None:
         # If the training leaves a dispatch mode of its own while ours is entered, torch would leave ours instead.
@@ -285,7 +266,7 @@ class StepCounter:
             self.evidence.starts_with_call = None
             return
         if not self._schedule.is_due(self._schedule.steps):
-            self._schedule.note_extra()
+            self._schedule.extra += 1
         step.is_late = is_late
         step.begin_count(self._config.attention, self.model, observes=self._schedule.observes)
         step.read_axes(self._reader)
@@ -445,8 +426,11 @@ class StepCounter:
         return not trained.has_changed()
 
     def _trace(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
-        now = recorded_operations()  # read before graphs are counted, because counting them records operations too
-        count = None if opened is None else self._end_count(opened, readings)
+        now = recorded_operations()  # before graphs are counted, which records operations
+        live, axes = None if opened is None else opened.live, axes_of(readings)
+        count = None if opened is None else opened.end_count(axes)
+        if live is not None and count is not None:
+            count = self._compiled.counted(live, count, axes)
         has_evaluated = count is not None and self._compiled.has_evaluated(count) and not self._opens_steps
         if self._opens_steps and (may_compile() or (opened is not None and not opened.may_count)):
             self._calls.stop()  # so that calls of evaluations are not recorded
@@ -504,13 +488,8 @@ class StepCounter:
         backwards, trained.backwards = UNKNOWN if opened.began_without_model else trained.backwards, 0
         return StepKind(tuple(calls), nodes, backwards, (trained.state, *sizes)), has_evaluated
 
-    def _end_count(self, opened: OpenStep, readings: Sequence[Reading]) -> StepCount | None:
-        live, axes = opened.live, axes_of(readings)
-        count = opened.end_count(axes)
-        return None if live is None or count is None else self._compiled.counted(live, count, axes)
-
     def _add_count(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
-        """Plan the next count, and add this one to the evidence. Returns None if this count is not complete."""
+        """Add a count to the evidence; None if it is not complete."""
         schedule, evidence, notify = self._schedule, self.evidence, self._callbacks.notify
         schedule.note_count(schedule.steps - 1, self._callbacks.clock() - opened.began)
         if count.failure == RISKY:
@@ -533,15 +512,13 @@ class StepCounter:
         return count
 
     def _by_graphs(self, kind: StepKind, step: int, readings: Sequence[Reading]) -> StepCount | None:
-        """Count a step of new sizes from its compiled graphs; None unless such steps run compiled code only."""
         if not self._compiled.runs_nothing_else(kind) or not self._schedule.may_add(self._schedule.steps):
             return None
-        self._schedule.note_extra()
+        self._schedule.extra += 1
         count = self._compiled.by_graphs(kind, readings)
         if count is not None:
-            self._add_to_evidence(
-                kind, step, count, is_late=True
-            )  # a later count of the step itself proves or doubts it
+            # A later count of the step itself proves or doubts this one.
+            self._add_to_evidence(kind, step, count, is_late=True)
         return count
 
     def _add_to_evidence(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool) -> None:

@@ -28,26 +28,20 @@ class Worker(Protocol):
 
 
 def profile_of(
-    steps: int, seconds: float, input_seconds: float | None, busy_seconds_per_step: float, stalled_share: float | None
+    steps: int, seconds: float, input_seconds: float, busy_seconds_per_step: float, stalled_share: float
 ) -> Profile | None:
     """Compute a rank's busy seconds per step by cause; None if no step was timed.
 
-    Args:
-        steps: Number of steps in the window.
-        seconds: Time of these steps.
-        input_seconds: The part of `seconds` spent waiting for batches.
-        busy_seconds_per_step: Processor time of the training's thread per step, excluding the input wait.
-        stalled_share: Of the time left after the input wait, the share in which the thread was blocked by something
-            other than another rank.
+    The busy time of the training's thread does not include the input wait. Of the rest, `stalled_share` is the share in
+    which the thread was blocked by something other than another rank.
 
     >>> profile_of(10, 2.0, 0.1, 0.12, 0.1)
     Profile(input=0.01, compute=0.12, host=0.019)
     """
     if steps == 0 or seconds <= 0:
         return None
-    waited = input_seconds or 0.0
-    stalled = (stalled_share or 0.0) * max(0.0, seconds - waited)
-    return Profile(waited / steps, busy_seconds_per_step, stalled / steps)
+    stalled = stalled_share * max(0.0, seconds - input_seconds)
+    return Profile(input_seconds / steps, busy_seconds_per_step, stalled / steps)
 
 
 _SAMPLE_SECONDS = 0.001
@@ -129,7 +123,6 @@ class BusyTime:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of the sampler's thread."""
         return 0.0 if self._stalls is None else self._stalls.cpu_seconds
 
     def stalled_share(self) -> float | None:

@@ -77,7 +77,6 @@ class RankLink:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of the link's thread."""
         return self._exchange.cpu_seconds
 
     @property
@@ -233,9 +232,7 @@ class Exchange:
 
     Attributes:
         store: The run's part of the job's store; None before this rank has found that.
-        below: The ranks that report to this one.
-        has_all_reports: True once all of them and this rank have ended their reports.
-        cpu_seconds: Processor time of the thread.
+        has_all_reports: True once this rank and those below it have ended their reports.
     """
 
     def __init__(

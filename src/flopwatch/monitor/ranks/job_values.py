@@ -33,7 +33,6 @@ class Straggler:
     """The rank that the other ranks wait for in a window.
 
     Attributes:
-        rank: The rank's number.
         excess_seconds: How much longer the rank is busy per step than the mean of the other ranks.
         excess_share: The excess as a share of the step time.
         shares: The excess by cause, as shares of the step time.
@@ -142,10 +141,7 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
 def job_use_of_peak(report: RankReport, totals: Mapping[str, int], peak_flops_per_s: float | None) -> dict[str, float]:
     """How long the devices of all ranks would need for a window's FLOPs at their peak, in seconds, by use.
 
-    Args:
-        report: The window of all ranks.
-        totals: FLOPs of the window, from `job_totals`.
-        peak_flops_per_s: Peak of one device, mean over ranks; None if it is unknown.
+    `totals` come from `job_totals`; `peak_flops_per_s` is that of one device, mean over ranks, None if it is unknown.
     """
     if not report.ranks or "model_flops" not in totals:
         return {"unpriced": report.seconds / max(report.ranks, 1)}

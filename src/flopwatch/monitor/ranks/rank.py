@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flopwatch.monitor import notices
-from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
+from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share, seconds_of
 from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.ranks.busy_time import BusyTime, Worker, profile_of
 from flopwatch.monitor.ranks.exchange import RankLink
@@ -67,7 +67,6 @@ class Rank:
 
     @property
     def is_logging(self) -> bool:
-        """Whether this rank writes the log."""
         return self.rank == self._logging_rank
 
     @property
@@ -89,7 +88,6 @@ class Rank:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of the link's and the stall sampler's threads."""
         parts = (self.link, self.busy)
         return sum(part.cpu_seconds for part in parts if part is not None)
 
@@ -101,25 +99,16 @@ class Rank:
         self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
         self.link.announce(self.window_steps)
 
-    def new_plan(self) -> int | None:
-        """Return the plan, the steps per window, at the first call after its arrival; None at other calls."""
-        if not self.waits_for_plan or self.link is None:
-            return None
-        self.window_steps = self.link.window_steps
-        return self.window_steps
-
     def profile(self, window: Window) -> Profile | None:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
-        busy_seconds_per_step = window.busy_seconds_per_step
         measured = [step for step in window.steps if not step.is_warm_up]
         is_typical = 2 * len(measured) > len(window.steps) and all(step.seconds is not None for step in measured)
-        if busy_seconds_per_step is None or not is_typical:
+        if window.busy_seconds_per_step is None or not is_typical:
             return None
-        waiting = input_wait_share(measured)
         stalled = None if self.busy is None else self.busy.stalled_share()
-        seconds = sum(step.seconds or 0.0 for step in measured)
-        waited = None if waiting is None else waiting * seconds
-        return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
+        seconds = seconds_of(measured)
+        waited = (input_wait_share(measured) or 0.0) * seconds
+        return profile_of(len(measured), seconds, waited, window.busy_seconds_per_step, stalled or 0.0)
 
     def send_window(self, window: Window, peak_flops_per_s: float | None) -> None:
         """Send the report of a window; the logging rank keeps its own steps until all ranks have sent their reports."""

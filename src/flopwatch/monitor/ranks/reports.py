@@ -10,7 +10,7 @@ from functools import reduce
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share, seconds_of
 
 RATED = AMOUNTS[:4]
 """Amounts that are also logged per second."""
@@ -67,12 +67,8 @@ class RankReport:
     """One window of one rank, or the merged windows of several ranks. Steps and times are summed over ranks.
 
     Attributes:
-        first_step: The window's first step.
-        last_step: The window's last step.
-        ranks: Number of ranks in the report.
         totals: Amounts of all steps, in the order of `AMOUNTS`.
         timed: Amounts of the timed steps: those that have a time and are not warm-up.
-        timed_steps: Number of timed steps.
         seconds: Time of the timed steps.
         input_wait: The part of `seconds` spent waiting for batches, in nanoseconds.
         known_seconds: For each amount in `RATED`, the time of the timed steps in which it is known.
@@ -80,11 +76,9 @@ class RankReport:
         counted_steps: Number of steps, timed or not, whose FLOPs are known.
         counted_seconds: Time of the timed steps whose FLOPs are known.
         capacity_flops: FLOPs of the devices at their peak in `counted_seconds`; None if a peak is unknown.
-        profiled_ranks: Number of ranks that have sent a profile.
         profile: Sum of the profiles.
         busy_squares: Sum of the squared busy seconds per step, for the standard deviation between ranks.
         slowest: The rank with the longest busy time, and its profile.
-        fastest: The rank with the shortest busy time.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
     """
@@ -118,6 +112,11 @@ class RankReport:
 
 
 _FIELDS = tuple(field.name for field in fields(RankReport))
+_SUMS = (
+    *("ranks", "timed_steps", "seconds", "input_wait", "batch_steps", "counted_steps", "counted_seconds"),
+    *("profiled_ranks", "busy_squares", "exact_ranks"),
+)
+_OF_LATER = ("ranks", "profiled_ranks", "profile", "busy_squares", "slowest", "fastest", "longest_wait")
 
 
 def _report_from_json(values: list[Any]) -> RankReport:
@@ -194,7 +193,7 @@ def report_of(
     Amount(total=220, ranks=1)
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
-    seconds = sum([step.seconds or 0.0 for step in timed])
+    seconds = seconds_of(timed)
     waiting = input_wait_share(timed)  # steps with an unknown wait are assumed to wait as long as the others
     # MFU uses only steps with known FLOPs. If a rank, such as a pipeline stage, has none, all its timed steps are used.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
@@ -207,7 +206,7 @@ def report_of(
         timed_steps=len(timed),
         seconds=seconds,
         input_wait=Amount() if waiting is None else Amount(round(waiting * seconds * 1e9), 1),
-        known_seconds=tuple(_seconds_with(timed, name) for name in RATED),
+        known_seconds=tuple(float(seconds_of(s for s in timed if getattr(s, name) is not None)) for name in RATED),
         batch_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
         counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,
@@ -222,10 +221,6 @@ def report_of(
     )
 
 
-def _seconds_with(steps: Sequence[MeasuredStep], name: str) -> float:
-    return float(sum([step.seconds or 0.0 for step in steps if getattr(step, name) is not None]))
-
-
 def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
     known = [amount for step in steps if (amount := getattr(step, name)) is not None]
     return Amount(sum(known), 1) if known else Amount()
@@ -238,45 +233,31 @@ def merge(reports: Sequence[RankReport]) -> RankReport:
 
 def _merge_two(a: RankReport, b: RankReport) -> RankReport:
     unknown_peak = a.capacity_flops is None or b.capacity_flops is None
+    sums: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in _SUMS}
     return RankReport(
         min(a.first_step, b.first_step),
         max(a.last_step, b.last_step),
-        a.ranks + b.ranks,
-        tuple(map(Amount.__add__, a.totals, b.totals)),
-        tuple(map(Amount.__add__, a.timed, b.timed)),
-        a.timed_steps + b.timed_steps,
-        a.seconds + b.seconds,
-        a.input_wait + b.input_wait,
-        tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
-        a.batch_steps + b.batch_steps,
-        a.counted_steps + b.counted_steps,
-        a.counted_seconds + b.counted_seconds,
-        None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
-        a.profiled_ranks + b.profiled_ranks,
-        Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
-        a.busy_squares + b.busy_squares,
-        max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
-        min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
-        max([e for e in (a.longest_wait, b.longest_wait) if e is not None], key=lambda e: e.value, default=None),
-        a.exact_ranks + b.exact_ranks,
+        totals=tuple(map(Amount.__add__, a.totals, b.totals)),
+        timed=tuple(map(Amount.__add__, a.timed, b.timed)),
+        known_seconds=tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
+        capacity_flops=None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
+        profile=Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
+        slowest=max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
+        fastest=min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
+        longest_wait=max([e for e in (a.longest_wait, b.longest_wait) if e], key=lambda e: e.value, default=None),
+        **sums,
     )
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
     """Join two consecutive windows of the same ranks; profiles and extremes are those of the later window."""
-    joined = _merge_two(earlier, later)
+    newest: dict[str, Any] = {name: getattr(later, name) for name in _OF_LATER}
     return replace(
-        joined,
-        ranks=later.ranks,
+        _merge_two(earlier, later),
         totals=tuple(map(_sum_over_time, earlier.totals, later.totals)),
         timed=tuple(map(_sum_over_time, earlier.timed, later.timed)),
         input_wait=_sum_over_time(earlier.input_wait, later.input_wait),
-        profiled_ranks=later.profiled_ranks,
-        profile=later.profile,
-        busy_squares=later.busy_squares,
-        slowest=later.slowest,
-        fastest=later.fastest,
-        longest_wait=later.longest_wait,
+        **newest,
         exact_ranks=min(earlier.exact_ranks, later.exact_ranks),
     )
 

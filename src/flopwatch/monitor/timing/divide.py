@@ -11,6 +11,7 @@ steps therefore takes no time, and so does what the host does between the passes
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.timing import tape
@@ -79,7 +80,6 @@ class Divided:
     """What events have shown.
 
     Attributes:
-        steps: The steps that have ended.
         spent: Seconds that belong to no step, by phase: `outside`, and those of `SPENT` events.
         seconds_between: Length of a gap that counts in its step although the model was called in it; None without one.
         is_wait_unknown: Whether a step has fetched micro-batches in a way that cannot be timed.
@@ -172,10 +172,10 @@ class Division:
         seconds_before_first_step: Time spent in phases before the first step.
     """
 
-    def __init__(self, usual: UsualGaps | None = None, seconds_before_first_step: float = 0.0) -> None:
+    def __init__(self, seconds_before_first_step: float = 0.0) -> None:
         self.first_step_began: float | None = None
         self.seconds_before_first_step = seconds_before_first_step
-        self._usual = usual or UsualGaps()
+        self._usual = UsualGaps()
         self._states = [_BEFORE]
         """State of the loop, and what interrupts it: a fetch, a phase, or work of the monitor."""
         self._since: tuple[Any, float] | None = None
@@ -184,7 +184,6 @@ class Division:
         self._step, self._gap, self._busy, self._out = _OpenStep(), _OpenGap(), _Busy(), Divided()
 
     def divide(self, events: Iterable[Event]) -> Divided:
-        """Take the next events, and return what they have shown."""
         self._out = Divided()
         for code, now, mark, fact, cpu in events:
             _HANDLERS[code](self, now, mark, fact, cpu)
@@ -414,32 +413,22 @@ class Division:
         if self._states[-1] != _PHASE:
             self._step.untimed = (optimizer,)
 
-    def _begin_forward(self, now: float, mark: Any, *_: Any) -> None:
-        self._begin_pass(now, mark, tape.FORWARD)
-
-    def _begin_region(self, now: float, mark: Any, *_: Any) -> None:
-        self._step.passes.regions += 1
-        self._begin_pass(now, mark, tape.FORWARD)
-
-    def _begin_backward(self, now: float, mark: Any, *_: Any) -> None:
-        self._begin_pass(now, mark, tape.BACKWARD)
-
-    def _begin_pass(self, now: float, mark: Any, kind: int) -> None:
+    def _begin_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
         if self._step.passes.running is None:
             self._cut(now, mark)
             self._step.passes.running = kind
 
-    def _end_forward(self, now: float, mark: Any, *_: Any) -> None:
-        passes = self._step.passes
-        if passes.running == tape.FORWARD:
-            self._cut(now, mark)
-            passes.running, passes.forwards = None, passes.forwards + 1
+    def _begin_region(self, now: float, mark: Any, *_: Any) -> None:
+        self._step.passes.regions += 1
+        self._begin_pass(now, mark)
 
-    def _end_backward(self, now: float, mark: Any, *_: Any) -> None:
+    def _end_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
         passes = self._step.passes
-        if passes.running == tape.BACKWARD:
+        if passes.running == kind:
             self._cut(now, mark)
-            passes.running, passes.backwards = None, passes.backwards + 1
+            passes.running = None
+            passes.forwards += kind == tape.FORWARD
+            passes.backwards += kind == tape.BACKWARD
 
     def _miss_pass(self, *_: Any) -> None:
         self._step.passes.is_unclear = True
@@ -494,11 +483,11 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.OWN_END: Division._end_own_work,
     tape.CALL: Division._call_model,
     tape.FIRST: Division._open_first,
-    tape.FORWARD: Division._begin_forward,
-    tape.FORWARD_END: Division._end_forward,
+    tape.FORWARD: Division._begin_pass,
+    tape.FORWARD_END: Division._end_pass,
     tape.REGION: Division._begin_region,
-    tape.BACKWARD: Division._begin_backward,
-    tape.BACKWARD_END: Division._end_backward,
+    tape.BACKWARD: partial(Division._begin_pass, kind=tape.BACKWARD),
+    tape.BACKWARD_END: partial(Division._end_pass, kind=tape.BACKWARD),
     tape.UNSEEN: Division._miss_pass,
     tape.GRADIENT: Division._take_gradient,
 }

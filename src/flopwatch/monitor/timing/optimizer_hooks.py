@@ -12,13 +12,8 @@ from flopwatch.monitor.timing.tape import Tape
 
 
 class HasTape(Protocol):
-    """A run; its model may be replaced by another one."""
-
     tape: Tape
     counter: StepCounter
-
-    @property
-    def model(self) -> torch.nn.Module | None: ...
 
 
 class _Owned:
@@ -78,7 +73,7 @@ class OptimizerHooks:
         if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
             run.tape.optimizer_is_untimed(id(optimizer))
         elif run.tape.times_parts:
-            run.tape.optimizer_begins(id(optimizer), is_own=self._owned.has(run.model, optimizer))
+            run.tape.optimizer_begins(id(optimizer), is_own=self._owned.has(run.counter.model, optimizer))
 
     def _ends(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -88,4 +83,4 @@ class OptimizerHooks:
             return
         run.counter.optimizer_ends()
         if run.tape.times_parts or not run.tape.is_working:
-            run.tape.optimizer_ends(id(optimizer), is_own=self._owned.has(run.model, optimizer))
+            run.tape.optimizer_ends(id(optimizer), is_own=self._owned.has(run.counter.model, optimizer))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.counting.calls import plain_iterator
+from flopwatch.monitor.counting.call_kinds import plain_iterator
 from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
 from flopwatch.torch_internals.autograd import at_end_of_backward
 from flopwatch.torch_internals.modules import is_in_transform

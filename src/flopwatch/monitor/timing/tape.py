@@ -36,8 +36,6 @@ class Tape:
     """The events of a training, in their order. Its methods run on every step, so they append and decide nothing.
 
     Attributes:
-        events: What was recorded since the last `take`.
-        clock: Host time in seconds.
         timer: Sets the marks: readings of the clock on a CPU, events of the stream on an accelerator.
         times_parts: Whether the optimizer and the passes of the current step are timed.
         is_working: Whether the training works on a batch; `StallSampler` reads it from another thread.
@@ -97,7 +95,6 @@ class Tape:
         self.add(END_MICRO)
 
     def end_step(self) -> float:
-        """End a step, and return the host time."""
         now = self.add(END, self.times_parts)
         self._steps += 1
         self.times_parts = _has_timed_parts(self._steps)
@@ -160,11 +157,9 @@ class Tape:
     # --- Optimizers ---------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: object = None, *, is_own: bool = True) -> None:
-        """Begin the part of a step in which an optimizer changes the parameters.
+        """Begin an optimizer's part of a step. An optimizer that another one calls is part of that one.
 
-        Args:
-            optimizer: Tells optimizers apart: one that another one calls is part of that one.
-            is_own: Whether it is an optimizer of this run. Between steps, one of another training is not timed.
+        `is_own` says whether it is one of this run. Between steps, an optimizer of another training is not timed.
         """
         if self.is_in_thread():
             self.add(OPTIMIZER, (optimizer, is_own))

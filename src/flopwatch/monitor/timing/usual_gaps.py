@@ -33,15 +33,11 @@ class UsualGaps:
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
 
     def is_outside(
-        self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool, cpu_seconds: float | None = None
+        self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool, cpu_seconds: float | None
     ) -> bool:
         """Whether the last gap between steps or micro-batches was other work (such as an evaluation), not input wait.
 
-        Args:
-            gap_seconds: Length of this gap.
-            work_seconds: Time between it and the gap before.
-            has_seen_other_work: Whether the model was called without gradients in this gap.
-            cpu_seconds: Processor time of the training's thread in this gap; None if it was not measured.
+        `work_seconds` is the time between it and the gap before; `cpu_seconds` is None if it was not measured.
         """
         is_outside = gap_seconds > _SHORT_GAP_SECONDS and self._is_long(gap_seconds)
         if is_outside and not has_seen_other_work and cpu_seconds is not None:
