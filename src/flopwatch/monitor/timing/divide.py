@@ -296,7 +296,8 @@ class Division:
             self._step.is_wait_unclear = True
             self._out.seconds_between = self._out.seconds_between or gap.seconds
         is_kept = not (is_outside or gap.trained_another)
-        gap.has_other_work, gap.seconds, gap.work_seconds = False, 0.0, 0.0
+        gap.has_other_work, gap.trained_another = False, False
+        gap.seconds, gap.work_seconds = 0.0, 0.0
         return is_kept
 
     def _take_gap_out(self, phase: str) -> None:
@@ -328,6 +329,7 @@ class Division:
         self._cut(now, mark)
         if self._states[-1] == GAP:
             self._is_gap_kept(cpu)
+            self._gap.begins_at = len(self._step.segments)
         elif self._states[-1] == WORK:
             self._busy.pauses(cpu)
         self._states.append(WAIT)
