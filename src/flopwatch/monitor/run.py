@@ -112,7 +112,7 @@ class MonitoredRun:
             self._notify,
             strict=config.strict,
         )
-        self.tape.on_full = self._divide
+        self.tape.on_full = self._divide_early
         if config.count == "every":
             self._notify(*notices.notice("every_step_counted"))
 
@@ -191,6 +191,11 @@ class MonitoredRun:
             if self.ranks.busy is not None:
                 self.ranks.busy.add(parts.busy_seconds or 0.0)
         return divided.spent
+
+    def _divide_early(self) -> None:
+        """Divide while the training runs, whose hooks must not raise."""
+        with Guard("divide", self.failed):
+            self._divide()
 
     def _take_arrived(self, wait_seconds: float) -> None:
         for arrival, begun, busy in self.arrivals.take_arrived(wait_seconds):
