@@ -466,3 +466,27 @@ def test_gradients_of_a_loop_that_ends_no_step_are_not_kept(monkeypatch):
     for _ in range(1000):
         PassHooks(tape).gradient_arrived()
     assert len(tape.events) <= 51
+
+
+def test_steps_before_the_model_is_given_keep_their_times_though_another_timer_measures_it(run, monkeypatch):
+    class Timer(HostTimer):
+        def __init__(self, clock):
+            self.mark = lambda: [clock()]
+
+        def has_passed(self, mark):
+            return bool(mark[0] + 1)
+
+        def seconds(self, start, end):
+            return end[0] - start[0]
+
+    monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: Timer(clock))
+    run.monitor.config = run.monitor._run.config = run.monitor.config.model_copy(update={"log_every": 4})
+    for index in range(5):
+        if index == 2:
+            run.monitor.set_model(torch.nn.Linear(2, 2))
+        with run.monitor.step(BATCH) as step:
+            run.work(1.0 + index)
+            step.log(loss=float(index))
+
+    assert run.column("loss") == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert run.column("seconds") == [1.0, 2.0, 3.0, 4.0, 5.0]

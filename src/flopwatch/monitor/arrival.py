@@ -45,6 +45,7 @@ class Arrival:
     Attributes:
         steps: The steps as they were recorded.
         parts: What their time consists of.
+        timer: Has set the marks of the parts.
         left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
         batch_failure: The exception that reading a batch has raised; None if all batches could be read.
     """
@@ -58,7 +59,7 @@ class Arrival:
     ) -> None:
         """Begin to copy the values to the host. `look_at` computes the batch sizes that `log_step` left for later."""
         self.steps, self.parts = steps, parts
-        self._timer = timer
+        self.timer = timer
         self.left_out: set[str] = set()
         self.batch_failure: Exception | None = None
         self._readings = [self._looked_at(step.readings, look_at) for step in steps]
@@ -98,9 +99,7 @@ class Arrival:
 
     def _has_arrived(self) -> bool:
         newest = next((part.segments[-1] for part in reversed(self.parts) if part.segments), None)
-        marks_passed = newest is None or self._timer.has_passed(
-            newest[2]
-        )  # a step that ends in a phase has no segments
+        marks_passed = newest is None or self.timer.has_passed(newest[2])  # a step that ends in a phase has no segments
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
     def measured(self, cost: Callable[[RecordedStep, list[Work] | None], StepCost]) -> tuple[MeasuredStep, ...]:
@@ -110,7 +109,7 @@ class Arrival:
         for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
             works = None if readings is None else [as_work(reading, integers) for reading in readings]
             values = self._values(step, scalars)
-            measured.append(_measured(step, parts, self._timer, works, values, cost(step, works)))
+            measured.append(_measured(step, parts, self.timer, works, values, cost(step, works)))
         return tuple(measured)
 
     def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
@@ -199,6 +198,7 @@ class Arrivals:
         """Measure with another timer from now on; the step that is open begins again."""
         self._tape.timer = timer
         self._tape.take()
+        self._parts = [StepParts(None) for _ in self._parts]  # the new timer cannot read their marks
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
@@ -228,9 +228,7 @@ class Arrivals:
 
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
-        late = [
-            passed_seconds(arrival.parts, self._tape.timer) + _seconds_of(begun) for arrival, begun, _ in self._late
-        ]
+        late = [passed_seconds(arrival.parts, arrival.timer) + _seconds_of(begun) for arrival, begun, _ in self._late]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)
 
 

@@ -270,6 +270,9 @@ class MonitoredRun:
         self.costs.set_model(model)
         timer = timer_for(self.costs.peaks.device, self.tape.clock)
         if type(timer) is not type(self.tape.timer):
+            if self.recorder.steps:  # which the other timer has measured
+                self.close_window()
+            self._divide()
             self.arrivals.use_timer(timer)
             self.ranks.busy = None  # processor time does not show how busy an accelerator is
         self._read_layout()
