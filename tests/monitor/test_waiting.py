@@ -9,6 +9,7 @@ import flopwatch
 from flopwatch.monitor.timing.divide import Division, times_of
 from flopwatch.monitor.timing.pass_hooks import PassHooks
 from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, Tape
+from flopwatch.monitor.timing.timers import HostTimer
 from flopwatch.monitor.timing.usual_gaps import UsualGaps
 from testbeds.fakes import FakeClock, RecordingSink
 
@@ -436,3 +437,56 @@ def test_steps_that_end_in_a_phase_have_rows_and_no_time(run):
 
     assert run.column("loss") == [0.0, 1.0, 2.0]
     assert run.monitor.summary.values["time/pause_seconds"] == 9.0
+
+
+def test_a_step_that_lasts_for_very_long_keeps_its_time_and_little_else(run, monkeypatch):
+    monkeypatch.setattr("flopwatch.monitor.timing.tape._MOST_EVENTS", 50)
+    monitored = run.monitor._run
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    run.monitor.start_step()
+    for _ in range(1000):
+        monitored.counter._around.passes.gradient_arrived()
+        optimizer.step()
+        run.work(1.0)
+    assert len(monitored.tape.events) <= 50
+    assert len(monitored.arrivals.division._step.segments) <= 100
+    run.monitor.log_step(0)
+    run.monitor.start_step()
+    run.work(3.0)
+    run.monitor.log_step(1)
+
+    assert run.column("seconds") == [1000.0, 3.0]
+
+
+def test_gradients_of_a_loop_that_ends_no_step_are_not_kept(monkeypatch):
+    monkeypatch.setattr("flopwatch.monitor.timing.tape._MOST_EVENTS", 50)
+    clock = FakeClock()
+    tape = Tape(HostTimer(clock), clock)
+    for _ in range(1000):
+        PassHooks(tape).gradient_arrived()
+    assert len(tape.events) <= 51
+
+
+def test_steps_before_the_model_is_given_keep_their_times_though_another_timer_measures_it(run, monkeypatch):
+    class Timer(HostTimer):
+        def __init__(self, clock):
+            self.mark = lambda: [clock()]
+
+        def has_passed(self, mark):
+            return bool(mark[0] + 1)
+
+        def seconds(self, start, end):
+            return end[0] - start[0]
+
+    monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: Timer(clock))
+    run.monitor.config = run.monitor._run.config = run.monitor.config.model_copy(update={"log_every": 4})
+    for index in range(5):
+        if index == 2:
+            run.monitor.set_model(torch.nn.Linear(2, 2))
+        with run.monitor.step(BATCH) as step:
+            run.work(1.0 + index)
+            step.log(loss=float(index))
+
+    assert run.column("loss") == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert run.column("seconds") == [1.0, 2.0, 3.0, 4.0, 5.0]

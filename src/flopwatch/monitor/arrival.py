@@ -44,6 +44,7 @@ class Arrival:
     """The steps of one window, while their values are copied from the device to the host.
 
     Attributes:
+        timer: Has set the marks of the parts.
         left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
         batch_failure: The exception that reading a batch has raised; None if all batches could be read.
     """
@@ -57,7 +58,7 @@ class Arrival:
     ) -> None:
         """Begin to copy the values to the host. `with_sizes` computes batch sizes that `log_step` has deferred."""
         self.steps, self.parts = steps, parts
-        self._timer = timer
+        self.timer = timer
         self.left_out: set[str] = set()
         self.batch_failure: Exception | None = None
         self._readings = [self._all_with_sizes(step.readings, with_sizes) for step in steps]
@@ -97,9 +98,7 @@ class Arrival:
 
     def _has_arrived(self) -> bool:
         newest = next((part.segments[-1] for part in reversed(self.parts) if part.segments), None)
-        marks_passed = newest is None or self._timer.has_passed(
-            newest[2]
-        )  # a step that ends in a phase has no segments
+        marks_passed = newest is None or self.timer.has_passed(newest[2])  # a step that ends in a phase has no segments
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
     def measured(self, cost: Callable[[RecordedStep, list[BatchSizes] | None], StepCost]) -> tuple[MeasuredStep, ...]:
@@ -109,7 +108,7 @@ class Arrival:
         for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
             batch_sizes = None if readings is None else [sizes_from(reading, integers) for reading in readings]
             values = self._values(step, scalars)
-            measured.append(_measured(step, parts, self._timer, batch_sizes, values, cost(step, batch_sizes)))
+            measured.append(_measured(step, parts, self.timer, batch_sizes, values, cost(step, batch_sizes)))
         return tuple(measured)
 
     def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
@@ -193,6 +192,7 @@ class Arrivals:
         """Measure with another timer from now on; the step that is open begins again."""
         self._tape.timer = timer
         self._tape.take()
+        self._parts = [StepParts(None) for _ in self._parts]  # the new timer cannot read their marks
         self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
@@ -222,6 +222,5 @@ class Arrivals:
 
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
-        timer = self._tape.timer
-        late = [passed_seconds(arrival.parts, timer) + seconds_of(early) for arrival, early, _ in self._late]
+        late = [passed_seconds(arrival.parts, arrival.timer) + seconds_of(early) for arrival, early, _ in self._late]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)

@@ -100,7 +100,7 @@ class MonitoredRun:
             self._notify,
             strict=config.strict,
         )
-        self.tape.on_full = self._divide
+        self.tape.on_full = self._divide_early
         if config.count == "every":
             self._notify(*notices.notice("every_step_counted"))
 
@@ -170,6 +170,11 @@ class MonitoredRun:
                 self.ranks.busy.add(parts.busy_seconds or 0.0)
         return divided.spent
 
+    def _divide_early(self) -> None:
+        """Divide while the training runs, whose hooks must not raise."""
+        with Guard("divide", self.failed):
+            self._divide()
+
     def _take_arrived(self, wait_seconds: float) -> None:
         for arrival, read_early, busy in self.arrivals.take_arrived(wait_seconds):
             self.rows.add(Window((*read_early, *self._measured(arrival)), busy_seconds_per_step=busy))
@@ -234,6 +239,9 @@ class MonitoredRun:
         self.costs.set_model(model)
         timer = timer_for(self.costs.peaks.device, self.tape.clock)
         if type(timer) is not type(self.tape.timer):
+            if self.recorder.steps:  # which the other timer has measured
+                self.close_window()
+            self._divide()
             self.arrivals.use_timer(timer)
             self.ranks.busy = None  # processor time does not show how busy an accelerator is
         self._read_layout()

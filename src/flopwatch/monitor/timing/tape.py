@@ -53,7 +53,7 @@ class Tape:
         self.on_full: Callable[[], object] = self.take
         self._inside: list[tuple[int, bool]] = []
         """Phases and fetches that the training is in, and whether it was working when each of them began."""
-        self._steps = 0
+        self._steps, self._steps_when_full = 0, -1
 
     def add(self, code: int, fact: Any = None) -> float:
         """Append an event, and return its time."""
@@ -61,12 +61,22 @@ class Tape:
         mark = now if self.timer.mark is self.clock else self.timer.mark()
         self.events.append((code, now, mark, fact, None if self._cpu_seconds is None else self._cpu_seconds()))
         if len(self.events) > _MOST_EVENTS:
-            self.on_full()
+            self._empty()
         return now
 
     def note(self, code: int, fact: Any = None) -> None:
         """Append an event whose time does not matter."""
         self.events.append((code, 0.0, None, fact, None))
+        if len(self.events) > _MOST_EVENTS:
+            self._empty()
+
+    def _empty(self) -> None:
+        """Hand over the events. What a step is made of is not recorded further if it lasts for very many of them."""
+        self.on_full()
+        if self.divides and self._steps == self._steps_when_full:
+            self.divides, self.in_pass = False, None
+            self.note(UNSEEN)
+        self._steps_when_full = self._steps
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []
