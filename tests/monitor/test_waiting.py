@@ -446,7 +446,7 @@ def test_a_step_that_lasts_for_very_long_keeps_its_time_and_little_else(run, mon
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     run.monitor.start_step()
     for _ in range(1000):
-        monitored.counter._around.passes.gradient_arrived()
+        monitored.counter._callbacks.passes.gradient_arrived()
         optimizer.step()
         run.work(1.0)
     assert len(monitored.tape.events) <= 50

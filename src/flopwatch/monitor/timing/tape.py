@@ -73,8 +73,8 @@ class Tape:
     def _empty(self) -> None:
         """Hand over the events. What a step is made of is not recorded further if it lasts for very many of them."""
         self.on_full()
-        if self.divides and self._steps == self._steps_when_full:
-            self.divides, self.in_pass = False, None
+        if self.times_parts and self._steps == self._steps_when_full:
+            self.times_parts, self.in_pass = False, None
             self.note(UNSEEN)
         self._steps_when_full = self._steps
 
