@@ -195,12 +195,8 @@ class MonitoredRun:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
             cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
-            decided(
-                "step %d, %s: %s",
-                step.step,
-                how,
-                cost.reason or "exact" if cost.model_flops is not None else "no FLOPs",
-            )
+            verdict = cost.reason or ("no FLOPs" if cost.model_flops is None else "exact")
+            decided("step %d, %s: %s", step.step, how, verdict)
             return cost
         return StepCost()
 

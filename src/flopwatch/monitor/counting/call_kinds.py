@@ -69,11 +69,8 @@ class CallKinds:
         facts: list[Any] = [is_grad_enabled(), module.training, current_autocast() if is_inside_autocast() else None]
         for value in args:
             if isinstance(value, Tensor) and not value.is_nested and value.layout is _STRIDED:
-                facts += (
-                    shape_of(value),
-                    value.dtype,
-                    value.requires_grad,
-                )  # inlined, because a function call would take longer
+                # Not by `_add_facts`, because a function call would take longer.
+                facts += shape_of(value), value.dtype, value.requires_grad
             else:
                 _add_facts(value, facts, numbers, shape_of, _DEEPEST)
         if kwargs:

@@ -59,9 +59,8 @@ class CompiledSteps:
         if len(self._met) >= _MOST_BATCHES:
             self._met.clear()
         self._met[batch] += 1
-        return (
-            self._met[batch] <= ENOUGH + 1
-        )  # one more, because the first step may compile code and then differs from the others
+        # One more than enough, because the first step may compile code, and then differs from the others.
+        return self._met[batch] <= ENOUGH + 1
 
     def counted(self, live: LiveStep | ObservedStep, count: StepCount, axes: Axes | None) -> StepCount:
         """Add to a count what compiled code ran in it."""

@@ -114,9 +114,8 @@ class Tape:
     def begin_gap(self) -> None:
         """Begin the gap, the time until the next batch arrives; called after `end_step` and the monitor's own work."""
         if self._steps % _GAPS_PER_LOOK == 1 and self._cpu_seconds is None and multiprocessing.active_children():
-            self._cpu_seconds = (
-                time.thread_time
-            )  # with it, a gap spent waiting for a loader's workers differs from other work
+            # In a gap that was spent waiting for a loader's workers, the thread uses no processor time.
+            self._cpu_seconds = time.thread_time
         self.add(GAP)
 
     def begin_own_work(self) -> bool:
