@@ -1,17 +1,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install servers check test test-all docs bench matrix matrix-ci release-check campaign pages pictures redraw clean
+.PHONY: install constraints servers check test test-all coverage docs bench matrix matrix-ci release-check campaign pages pictures redraw clean
 
 # torch first and by its exact version: a plain `torch` pulls gigabytes of CUDA packages.
+# With another Python than 3.11, some of the pinned versions may not exist: `make install CONSTRAINTS=/dev/null`.
+CONSTRAINTS ?= constraints.txt
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[all]" --group dev
 	touch $@
+
+# The newest versions of everything that development uses, tried by CI with the commit that takes them.
+constraints:
+	rm -rf .cache/constraints && $(PYTHON) -m venv .cache/constraints
+	.cache/constraints/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.cache/constraints/bin/python -m pip install --quiet torch==2.13.0
+	.cache/constraints/bin/python -m pip install --quiet ".[all]" --group dev
+	(echo "# Made by \`make constraints\` with $$($(PYTHON) --version): what development and CI install."; \
+	  .cache/constraints/bin/python -m pip freeze | grep -vE "^(flopwatch|torch)\b") > constraints.txt
 
 # MLflow, Prometheus, Slurm and a browser for the tests that need them; without them those are skipped.
 servers:
@@ -37,6 +48,15 @@ test: install
 test-all: install
 	$(PYTEST) --numprocesses $$((2 * $(WORKERS))) -m "not gpu" --durations 20 -r fEsxX
 
+# All tests with the lines that they run, in their child processes too; fails below `fail_under` of pyproject.toml.
+coverage: install
+	rm -rf .cache/coverage && mkdir -p .cache/coverage
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest --dist loadfile --no-loadscope-reorder \
+	  --numprocesses $$((2 * $(WORKERS))) -m "not gpu" -r fEsxX || touch .cache/coverage/failed
+	$(BIN)/coverage combine --quiet .cache/coverage
+	$(BIN)/coverage report --skip-covered --sort cover
+	test ! -e .cache/coverage/failed
+
 docs: install
 	$(BIN)/mkdocs build --strict --quiet
 
@@ -57,40 +77,9 @@ matrix-ci:
 release-check:
 	PYTHONPATH=benchmarks $(PYTHON) -m release
 
-# Too long for CI; figures go into docs/accuracy.md, overhead.md, sweep.md, ranks.md and scale.md.
-campaign: install matrix
-	$(BIN)/python benchmarks/accuracy/more_architectures.py
-	PYTHONPATH=src:benchmarks $(BIN)/python -m zoo
-	$(BIN)/python benchmarks/startup/start_cost.py
-	$(BIN)/python benchmarks/pages/loops_table.py
-	$(BIN)/python benchmarks/late_changes.py
-	$(BIN)/python benchmarks/compiled/trainings.py
-	for backend in aot_eager inductor; do $(BIN)/python benchmarks/compiled/harm.py --backend $$backend; done
-	$(BIN)/python benchmarks/ranks/counted_at_random.py --runs 200
-	PYTHONPATH=src:benchmarks:. $(BIN)/python benchmarks/live_formulas.py --shapes 500
-	FLOPWATCH_LONG=1 FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
-	$(BIN)/python benchmarks/reliability/kills.py --kills 50
-	$(BIN)/python benchmarks/reliability/long_run.py --calls 2000000
-	$(BIN)/python benchmarks/sweeps/scale.py --trials 10000
-	$(BIN)/python benchmarks/sweeps/isolation.py --trials 1000
-	$(BIN)/python benchmarks/sweeps/campaign.py
-	$(BIN)/python benchmarks/reliability/folder_corruptions.py --count 200
-	$(BIN)/python benchmarks/hostile/hostile_words.py 500
-	for engine in local slurm ray; do $(BIN)/python benchmarks/reliability/never_twice.py --engine $$engine --kills 20; done
-	$(BIN)/python benchmarks/sweeps/nfs_sweep.py --seconds 60
-	PYTHONPATH=. $(BIN)/python benchmarks/sweeps/week.py --trials 20000
-	$(BIN)/python benchmarks/sweeps/memory.py
-	$(BIN)/python benchmarks/sweeps/many_processes.py --engines local slurm ray
-	FLOPWATCH_LONG=1 $(PYTEST) -m "campaign and not gpu"
-	$(BIN)/python benchmarks/ranks/rank_overhead.py
-	$(BIN)/python benchmarks/ranks/rank_overhead.py --link
-	$(BIN)/python benchmarks/scale/growth.py
-	$(BIN)/python benchmarks/ranks/straggler_ranks.py
-	$(BIN)/python benchmarks/ranks/elastic_job.py
-	$(BIN)/python benchmarks/ranks/disturbed_ranks.py
-	$(BIN)/python benchmarks/ranks/teardowns.py --count 200
-	$(BIN)/python benchmarks/ranks/store_dies.py
-	$(BIN)/python benchmarks/scale/simulate.py
+# Too long for CI: every part of benchmarks/campaign/parts.py, about a day; docs/campaigns.md has the last run of each.
+campaign: install
+	PYTHONPATH=benchmarks $(BIN)/python -m campaign $(PARTS)
 
 # Schemas, tables and drawings that come from the code; a quick test fails when a schema or a table is out of date.
 pages: install

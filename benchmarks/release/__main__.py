@@ -3,7 +3,8 @@
     make release-check
     PYTHONPATH=benchmarks python -m release --only core wandb
 
-Needs only the standard library; uv is found or installed as in `make matrix`. The wheel and the sdist stay in dist/.
+Needs only the standard library; uv is found or installed as in `make matrix`. The wheel and the sdist stay in dist/, and what
+the wheel installs is listed in build/ as a software bill of materials (CycloneDX).
 """
 
 import argparse
@@ -20,6 +21,8 @@ TORCH = "torch==2.13.0"
 EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "hf", "lightning", "dp", "ray")
 INSIDE = Path(__file__).with_name("inside.py")
 COMMANDS = (("--version",), ("--help",), ("selftest",))
+SBOM = ROOT / "build" / "flopwatch.cdx.json"
+SBOM_TOOL = "cyclonedx-bom==7.5.0"
 _START = time.monotonic()
 
 
@@ -61,6 +64,8 @@ def _tried(extra: str, wheel: Path) -> tuple[list[str], list[str]]:
         run([*install, str(wheel) if extra == "core" else f"{wheel}[{extra}]"])
         made.after = packages(made.python)
         install_seconds = time.monotonic() - began
+        if extra == "core":
+            _write_sbom(made)
         _say(f"{extra}: names, extras and commands")
         checked, problems = _checked(extra, made)
     except CannotBuildError as error:
@@ -71,6 +76,14 @@ def _tried(extra: str, wheel: Path) -> tuple[list[str], list[str]]:
     added = len(set(made.after) - set(made.before))
     seconds = time.monotonic() - began
     return [extra, str(added), f"{install_seconds:.0f} s", f"{seconds:.0f} s", checked], problems
+
+
+def _write_sbom(made: Environment) -> None:
+    """What the wheel brings without extras, by the environment in which it is installed."""
+    SBOM.parent.mkdir(exist_ok=True)
+    tool = [uv(), "tool", "run", "--quiet", *pip_sources(), "--from", SBOM_TOOL, "cyclonedx-py", "environment"]
+    run([*tool, made.python, "--mc-type", "library", "--output-reproducible", "-o", str(SBOM)])
+    _say(f"core: bill of materials in {SBOM.relative_to(ROOT)}")
 
 
 def _checked(extra: str, made: Environment) -> tuple[str, list[str]]:

@@ -1,9 +1,12 @@
 """The waterfall of a run: losses and MFU add up to 100 % of the peak, whatever the log says."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from flopwatch.records.metrics import AT_PEAK, LOST, OF_STEPS
 from flopwatch.records.time_uses import LOSSES
@@ -52,20 +55,39 @@ def random_run(seed):
     return log, [random_trace(chance, rank) for rank in range(chance.choice([0, 0, 1, 2]))]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_losses_and_mfu_of_a_random_run_add_up_to_100(seed):
-    log, traces = random_run(seed)
-    waterfall = waterfall_of(log, traces)
-    if waterfall is None:  # the one value that was damaged is one that it needs
-        assert not log.rows[-1].ledger["seconds"]["model_at_peak"] > 0
-        return
+AMOUNTS = st.floats(1e-4, 1e5) | st.sampled_from([0.0, -5.0, math.nan, math.inf])
+TRACES = st.lists(st.fixed_dictionaries({use: st.floats(0, 10) for use in USES}), max_size=2)
+
+
+@given(
+    seconds=st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, AMOUNTS)),
+    needed=st.fixed_dictionaries({"wall": st.floats(1, 1e5), "model_at_peak": st.floats(1e-2, 1e4)}),
+    tokens=st.sampled_from([(None, None), (1000, None), (1000, 700), (1000, 1000)]),
+    achievable=st.sampled_from([None, 0.7 * PEAK["flops_per_s"], 2 * PEAK["flops_per_s"]]),
+    fits=st.booleans(),
+    traces=TRACES,
+)
+@example(
+    seconds={"train": 900.0, "input_wait": 300.0, "straggler": 200.0, "straggler_input": 150.0},
+    needed={"wall": 1000.0, "model_at_peak": 100.0},
+    tokens=(None, None),
+    achievable=None,
+    fits=False,
+    traces=[],
+)
+def test_losses_and_mfu_of_any_run_add_up_to_100(seconds, needed, tokens, achievable, fits, traces):
+    if fits:  # as in a real log, the wall time has room for all parts
+        needed["wall"] += sum(amount for amount in seconds.values() if 0 < amount < math.inf)
+    log = log_of(seconds | needed, tokens=tokens[0], real_tokens=tokens[1], achievable=achievable)
+    splits = [TraceSplit("trace.json", rank, "cuda", 3, sum(uses.values()), **uses) for rank, uses in enumerate(traces)]
+    waterfall = waterfall_of(log, splits)
     points = points_of(waterfall)
-    assert sum(points.values()) + waterfall.mfu_percent == pytest.approx(100, abs=0.1)
+    assert math.fsum(points.values()) + waterfall.mfu_percent == pytest.approx(100, abs=0.1)
     negative = [key for key, value in points.items() if value < 0]
     if negative:
         assert negative == ["below_peak"]
         assert any("peak is too low" in note for note in waterfall.notes)
-    assert waterfall == waterfall_of(*random_run(seed)), "the same log gives the same waterfall"
+    assert waterfall == waterfall_of(log, splits), "the same log gives the same waterfall"
     assert all(loss.name and loss.evidence.endswith(".") for loss in waterfall.losses)
 
 
