@@ -1,4 +1,4 @@
-"""Runs the parts of the campaign, one after the other, and writes docs/campaigns.md: when each was last run, and its figures.
+"""Runs the parts of the campaign, one after the other, and writes docs/campaigns.md: when each last ran, its figures.
 
     make campaign                                             # all parts; a day
     PYTHONPATH=benchmarks python -m campaign nfs kills-local  # some of them
@@ -28,9 +28,9 @@ MOST_LETTERS = 300
 HEAD = """\
 # Campaigns
 
-What takes too long for CI. `make campaign` runs every part, `PYTHONPATH=benchmarks python -m campaign NAME` one of them; both write
-this page. CI has a short version of most parts among its tests. The figures are the last line that the command printed; the
-pages of the topics have the tables.
+What takes too long for CI. `make campaign` runs every part, `make campaign PARTS=NAME` one of them; both write this page.
+CI has a short version of most parts among its tests. The figures are the last line that the command printed; the pages
+of the topics have the tables.
 
 | part | shows | last run | commit | took | figures |
 | --- | --- | --- | --- | --: | --- |
