@@ -1,4 +1,4 @@
-"""The parts of `make campaign`. Each is a command that ends with another status than 0 if what it shows does not hold."""
+"""The parts of `make campaign`. A command ends with another status than 0 if what it shows does not hold."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ PARTS = (
     Part(
         "tests",
         "pytest -n 2 --dist loadfile -m 'campaign and not gpu'",
-        "further cases of what CI tests with one or two, all shapes of the laws",
+        "further cases of what CI tests with one or two",
     ),
     Part("architectures", "benchmarks/accuracy/more_architectures.py", "FLOPs of 45 more architectures are exact"),
     Part("zoo", "-m zoo", "counts, laws and padded batches of hundreds of architectures (docs/zoo.md)"),

@@ -3,8 +3,8 @@
     make release-check
     PYTHONPATH=benchmarks python -m release --only core wandb
 
-Needs only the standard library; uv is found or installed as in `make matrix`. The wheel and the sdist stay in dist/, and what
-the wheel installs is listed in build/ as a software bill of materials (CycloneDX).
+Needs only the standard library; uv is found or installed as in `make matrix`. The wheel and the sdist stay in
+dist/; build/ gets a software bill of materials (CycloneDX) of what the wheel installs.
 """
 
 import argparse
