@@ -227,9 +227,11 @@ def write_sweep(folder: Path, results: Iterable[TrialResult], planned: Sequence[
     (folder / "logs").mkdir(exist_ok=True)
     trials = [{"name": result.name, "key": result.key, "spec": result.spec.to_json()} for result in results]
     known = {trial["name"] for trial in trials}
-    for spec in planned or ():
-        if trial_name(spec) not in known:
-            trials.append({"name": trial_name(spec), "key": content_key(spec, ENVIRONMENT), "spec": spec.to_json()})
+    trials += [
+        {"name": trial_name(spec), "key": content_key(spec, ENVIRONMENT), "spec": spec.to_json()}
+        for spec in planned or ()
+        if trial_name(spec) not in known
+    ]
     sweep = {"format": 1, "trials": trials, "created": 1_763_000_000.0, "engine": "local"}
     (folder / "sweep.json").write_text(json.dumps(sweep))
     with (folder / "results.jsonl").open("w", encoding="utf-8") as stream:

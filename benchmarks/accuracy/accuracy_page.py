@@ -91,9 +91,11 @@ def _summary_table(truths: dict[str, int], results: Results) -> str:
     lines = [
         "| tool | exact | within 5 % | within 20 % | lowest | highest |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *(
+            f"| {_full_title(column)} | {' | '.join(_summary_cells(truths, results[column.tool]))} |"
+            for column in shown_columns(results)
+        ),
     ]
-    for column in shown_columns(results):
-        lines.append(f"| {_full_title(column)} | {' | '.join(_summary_cells(truths, results[column.tool]))} |")
     return "\n".join(lines)
 
 

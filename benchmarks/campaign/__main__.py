@@ -29,8 +29,8 @@ HEAD = """\
 # Campaigns
 
 What takes too long for CI. `make campaign` runs every part, `make campaign PARTS=NAME` one of them; both write this
-page. CI has a short version of most parts among its tests. The figures are the last line that the command printed; the pages
-of the topics have the tables.
+page. CI has a short version of most parts among its tests. The figures are the last line that the command printed; the
+pages of the topics have the tables.
 
 | part | shows | last run | commit | took | figures |
 | --- | --- | --- | --- | --: | --- |

@@ -145,9 +145,11 @@ def _monitor_rows(results: Results) -> Rows:
 def _frequency_rows(results: Results) -> Rows:
     by_frequency = {int(every): overheads(raw) for every, raw in results["frequency"].items()}
     rows = [["way", *(f"every {every}" if every > 1 else "every step" for every in by_frequency)]]
-    for way in WAYS:
-        if any(way.name in found for found in by_frequency.values()):
-            rows.append([way.title, *(percent(f[way.name]) if way.name in f else "" for f in by_frequency.values())])
+    tried = [way for way in WAYS if any(way.name in found for found in by_frequency.values())]
+    rows += [
+        [way.title, *(percent(found[way.name]) if way.name in found else "" for found in by_frequency.values())]
+        for way in tried
+    ]
     return rows
 
 

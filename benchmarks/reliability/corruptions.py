@@ -59,9 +59,10 @@ def _both_places(folder: Path, chance: random.Random) -> str:
     name, kinds = chance.choice(names), {**_ON_BYTES, **_ON_JSON}
     kind = chance.choice(sorted(kinds))
     kinds[kind](folder / "trials" / name / "result.json", chance)
-    lines = []
-    for line in (folder / "results.jsonl").read_bytes().split(b"\n"):
-        lines.append(_changed_line(line, chance) if f'"{name}"'.encode() in line else line)
+    lines = [
+        _changed_line(line, chance) if f'"{name}"'.encode() in line else line
+        for line in (folder / "results.jsonl").read_bytes().split(b"\n")
+    ]
     (folder / "results.jsonl").write_bytes(b"\n".join(lines))
     return f"both({kind}) {name}"
 

@@ -102,7 +102,7 @@ def test_the_log_of_a_real_training_matches(log):
 @pytest.mark.parametrize("kind", ["run", "provenance", "row", "notice", "summary"])
 def test_a_record_without_a_field_or_with_a_wrong_type_does_not_match(log, kind):
     line = next(line for line in lines_of(log) if line["type"] == kind)
-    assert problem("run_log", {name: value for name, value in line.items() if name != "step" and name != "session"})
+    assert problem("run_log", {name: value for name, value in line.items() if name not in ("step", "session")})
     assert problem("run_log", {**line, "type": "something"})
     assert problem("run_log", {**line, "step": "four"})
     assert problem("run_log", {**line, "unknown": 1})
