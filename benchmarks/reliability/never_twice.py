@@ -1,12 +1,12 @@
-"""Kill runner, supervisor, worker, and runner with supervisor, at random moments: nothing runs twice, nothing is left.
+"""Kill runner, supervisor, worker, runner with supervisor, guard with supervisor: nothing runs twice, nothing is left.
 
     python benchmarks/reliability/never_twice.py --engine local --kills 20
     python benchmarks/reliability/never_twice.py --engine slurm --kills 20      # a real Slurm is started and taken down
     python benchmarks/reliability/never_twice.py --engine ray --kills 20
 
-Every trial takes a lock of its own, an exclusive file in a local folder with its process in it, and notes it when
-somebody else has it: two at once are shown by the trials themselves. Shell trials start children in sessions of their
-own; torch trials are the smallest model there is.
+They are killed at random moments. Every trial takes a lock of its own, an exclusive file in a local folder with its
+process in it, and notes it when somebody else has it: two at once are shown by the trials themselves. Shell trials
+start children in sessions of their own; torch trials are the smallest model there is.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result, read_results
 from reliability.sweep_kills import running_trials
 
-WHOM = ("runner", "supervisor", "worker", "both")
+WHOM = ("runner", "supervisor", "worker", "both", "guard")
+"""`both` is the runner and all supervisors, `guard` a supervisor with the process that would end its trial."""
 _PATIENCE_SECONDS = 30.0
 
 _LOCKED = """
@@ -151,17 +152,27 @@ def supervisors(sweep: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            is_supervisor = b"flopwatch.sweep.supervisor" in words
             # Engines name the folder as they were told it, or in full.
             is_here = str(sweep).encode() in words or (b"sweep" in words and _cwd(entry) == sweep.parent)
-            if is_supervisor and is_here:
+            if b"flopwatch.sweep.supervisor" in words and is_here:
                 found.append(int(entry.name))
-    guards = {stat.parent for pid in found if (stat := read_stat(pid)) is not None}
+    guards = set(map(_parent, found))
     return [pid for pid in found if pid not in guards]
+
+
+def _is_supervisor(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"flopwatch.sweep.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
 
 
 def _cwd(entry: Path) -> Path:
     return Path(os.readlink(entry / "cwd"))
+
+
+def _parent(pid: int) -> int | None:
+    stat = read_stat(pid)
+    return None if stat is None else stat.parent
 
 
 def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, draw: random.Random) -> set[int]:
@@ -169,9 +180,12 @@ def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, dra
     trials = running_trials(campaign.sweep)
     if whom in ("runner", "both"):
         os.kill(runner.pid, signal.SIGKILL)
-    victims = supervisors(campaign.sweep) if whom in ("supervisor", "both") else []
-    if whom == "supervisor":
-        victims = draw.sample(victims, min(1, len(victims)))
+    victims = supervisors(campaign.sweep) if whom == "both" else []
+    if whom in ("supervisor", "guard"):
+        victims = draw.sample(supervisors(campaign.sweep), 1) if supervisors(campaign.sweep) else []
+    if whom == "guard":
+        trials = {name: pids for name, pids in trials.items() if victims and victims[0] in map(_parent, pids)}
+        victims += [guard for guard in map(_parent, victims) if guard is not None and _is_supervisor(guard)]
     if whom == "worker":
         victims = [min(pids) for pids in trials.values()][:1]
     for victim in victims:
@@ -220,8 +234,8 @@ def run(campaign: Campaign, kills: int, seed: int, longest: float) -> Tally:
         tally.kills[whom] += 1
         if whom in ("runner", "both"):
             runner.wait()
-            if whom == "both":
-                clearing_seconds(campaign, hit, tally)
+        if whom in ("both", "guard"):
+            clearing_seconds(campaign, hit, tally)
         print(f"{sum(tally.kills.values())} kills, last {whom}, {_done(campaign)} ok", file=sys.stderr, flush=True)
     _finish(campaign, runner, tally)
     return tally
