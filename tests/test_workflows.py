@@ -1,0 +1,31 @@
+"""The workflows of GitHub: none has run yet, so what can be checked without GitHub is checked here."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_action_is_pinned_by_its_commit_and_names_its_release(workflow):
+    used = re.findall(r"uses: (.*)", workflow.read_text())
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+(\.\d+)*", action), action
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_unless_a_job_says_more(workflow):
+    permissions = yaml.safe_load(workflow.read_text())["permissions"]
+    assert permissions in ({"contents": "read"}, "read-all")
+
+
+def test_every_target_that_ci_calls_is_in_the_makefile():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    called = re.findall(r"\bmake ([\w-]+)", (ROOT / ".ci" / "run").read_text())
+    assert called
+    assert set(called) <= set(targets)
