@@ -58,7 +58,7 @@ from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, sig
 from flopwatch.sweep.supervisor.guard import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
-    from flopwatch.sweep.supervisor.job_nodes import JobNodes
+    from flopwatch.sweep.supervisor.ranks import JobNodes
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
@@ -292,7 +292,7 @@ def _start_worker(
     arguments = trial.folder, trial.job, limit, output
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None, start_worker(*arguments)
-    from flopwatch.sweep.supervisor.job_nodes import start_nodes
+    from flopwatch.sweep.supervisor.ranks import start_nodes
 
     return start_nodes(*arguments)
 
