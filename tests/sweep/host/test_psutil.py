@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from flopwatch.process import descendants, read_stat
 from flopwatch.sweep.host.memory import descendants_from_lists, read_together, resident
 
-psutil = pytest.importorskip("psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="no PSS")]
 
 MIB = 2**20

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flopwatch.process import descendants, keyed_lines
 from flopwatch.records.trial import HostMethod
@@ -280,32 +281,34 @@ _LEAST_SLACK_BYTES = 1 << 30  # RLIMIT_DATA is at least this far above the limit
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A hard limit of a worker's memory.
-
-    Attributes:
-        kind: `cgroup`, `rlimit` or `none`.
-    """
+    """A hard limit of a worker's memory. `kind` is `cgroup`, `rlimit` or `none`."""
 
     kind: str
+    limit_bytes: int | None = None
     folder: Path | None = None
-    data_bytes: int | None = None
 
     def join(self) -> None:
         if self.folder is not None:
             (self.folder / "cgroup.procs").write_text("0")
-        if self.data_bytes is not None:
+        if self.kind == "rlimit" and self.limit_bytes is not None:
             import resource  # Windows has no such module
 
-            resource.setrlimit(resource.RLIMIT_DATA, (self.data_bytes, self.data_bytes))
+            data_bytes = self.limit_bytes + max(self.limit_bytes // 2, _LEAST_SLACK_BYTES)
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
 
     def oom_kills(self) -> int:
         return read_oom_kills(self.folder) if self.folder else 0
 
-    def peak_bytes(self) -> int | None:
-        for name in ("memory.peak", "memory.max_usage_in_bytes"):
+    def facts(self, life_peak: HostPeak) -> dict[str, Any]:
+        """What a result says of the limit: how it was enforced, and the peaks by the samples and by the kernel."""
+        if self.kind == "none":
+            return {}
+        charged_bytes = None
+        for name in ("memory.peak", "memory.max_usage_in_bytes"):  # of cgroups version 2 and 1
             with contextlib.suppress(OSError, ValueError, TypeError):
-                return int((self.folder / name).read_text())  # type: ignore[operator]
-        return None
+                charged_bytes = int((self.folder / name).read_text())  # type: ignore[operator]
+        facts = {"by": self.kind, "limit_bytes": self.limit_bytes, "life_bytes": life_peak.bytes}
+        return {**facts, "charged_bytes": charged_bytes}
 
     def close(self) -> None:
         if self.folder:
@@ -320,8 +323,8 @@ def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
     for parent in group_places():
         folder = parent / f"flopwatch-{os.getpid()}-{name}"
         if _make_group(folder, limit_bytes):
-            return MemoryLimit("cgroup", folder)
-    return MemoryLimit("rlimit", data_bytes=limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES))
+            return MemoryLimit("cgroup", limit_bytes, folder)
+    return MemoryLimit("rlimit", limit_bytes)
 
 
 def own_oom_kills() -> int:

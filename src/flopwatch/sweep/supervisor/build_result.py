@@ -294,6 +294,12 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
     if times is None:
         return measured
     positions = measured.extra.get("positions_per_step")
+    cost = measured.cost
+    if cost is not None and cost.peak:
+        at_peak = times.median * cost.peak["flops_per_s"]
+        mfu = cost.model_flops / at_peak if cost.model_flops is not None else None
+        hfu = cost.hardware_flops / at_peak if cost.hardware_flops is not None else None
+        cost = replace(cost, mfu=mfu, hfu=hfu)
     return replace(
         measured,
         steps=times,
@@ -303,18 +309,7 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
         },
         samples_per_s=spec.batch_size / times.median,
         tokens_per_s=positions / times.median if positions else None,
-        cost=_with_rates(measured.cost, times.median) if measured.cost else None,
-    )
-
-
-def _with_rates(cost: StepCost, seconds: float) -> StepCost:
-    if not cost.peak:
-        return cost
-    at_peak = seconds * cost.peak["flops_per_s"]
-    return replace(
-        cost,
-        mfu=cost.model_flops / at_peak if cost.model_flops is not None else None,
-        hfu=cost.hardware_flops / at_peak if cost.hardware_flops is not None else None,
+        cost=cost,
     )
 
 
