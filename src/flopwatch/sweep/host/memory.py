@@ -28,7 +28,10 @@ from flopwatch.records.trial import HostMethod
 # process, no part of files in the PSS, and no lists of children: a search takes 4 (200 processes) to 35 times (2) as
 # long. Importing it takes 28 ms, 16 % of what a supervisor needs to start.
 
-_SEARCH_SECONDS = 1.0  # time between two searches for new processes; with a memory limit, each sample searches
+_SEARCH_SECONDS, _SEARCH_SHARE = 1.0, 100.0
+"""How long to wait between two searches for new processes: so many seconds, unless there is a memory limit, but at
+least so many times as long as a search takes, so that searching uses at most 1 % of a core.
+"""
 
 _USUAL, _URGENT = (1.0, 100.0), (0.2, 10.0)
 """How long to wait between two readings of smaps_rollup: so many seconds, but at least so many times as long as one
@@ -123,9 +126,11 @@ class TreeMemory:
         self.lower_bound_bytes = 0
 
     def sample(self) -> None:
-        if self._limit_bytes is not None or time.monotonic() >= self._next_search:
+        if time.monotonic() >= self._next_search:
+            began = time.process_time()
             self.pids = descendants_from_lists(os.getpid())
-            self._next_search = time.monotonic() + _SEARCH_SECONDS
+            least = _SEARCH_SECONDS if self._limit_bytes is None else 0.0
+            self._next_search = time.monotonic() + max(least, _SEARCH_SHARE * (time.process_time() - began))
         found = distinct({pid: memory for pid in self.pids if (memory := resident(pid)) is not None})
         if not found:
             return

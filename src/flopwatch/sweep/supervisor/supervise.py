@@ -386,12 +386,9 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
     Slurm sends SIGTERM to all processes of a job at once, and the worker may end before the supervisor's handler has
     run. The worker may end with any exit code: a trainer may save a checkpoint and exit with 0, for example.
     """
-    is_terminated = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    if slurm_job():
-        patience = _SLURM_SUCCESS_SECONDS if worker.returncode == 0 else _SLURM_SIGNAL_SECONDS
-    else:
-        patience = _SLURM_SIGNAL_SECONDS if is_terminated else 0.0
-    deadline = time.monotonic() + patience
+    if not slurm_job() and worker.returncode not in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        return
+    deadline = time.monotonic() + (_SLURM_SUCCESS_SECONDS if worker.returncode == 0 else _SLURM_SIGNAL_SECONDS)
     while time.monotonic() < deadline:
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why
