@@ -152,7 +152,7 @@ class TreeMemory:
         self._is_measured = reading is None or time.monotonic() >= reading.taken_at + self._pause(reading, found)
         if reading is None or self._is_measured:
             reading = self._reading = self._read(found)
-        self._now_bytes = max([reading.later(found), *sizes])
+        self._now_bytes = max([reading.total if self._is_measured else reading.later(found), *sizes])
         return reading.method
 
     def _pause(self, reading: Reading, found: Mapping[int, Resident]) -> float:
