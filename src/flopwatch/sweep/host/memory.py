@@ -77,7 +77,7 @@ def largest_peak(*peaks: HostPeak) -> HostPeak:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TreeReading:
     """The memory of several processes together, each page counted once, and the anonymous memory of each process.
 
     Attributes:
@@ -120,7 +120,7 @@ class TreeMemory:
         self.pids: Sequence[int] = ()
         self._seen: Mapping[int, Resident] = {}
         self._next_search = 0.0
-        self._reading: Reading | None = None
+        self._reading: TreeReading | None = None
         self._now_bytes, self._is_measured = 0, True
         self.peak = HostPeak()
         self.lower_bound_bytes = 0
@@ -155,14 +155,14 @@ class TreeMemory:
         self._now_bytes = max([reading.total if self._is_measured else reading.later(found), *sizes])
         return reading.method
 
-    def _pause(self, reading: Reading, found: Mapping[int, Resident]) -> float:
+    def _pause(self, reading: TreeReading, found: Mapping[int, Resident]) -> float:
         size = reading.later(found)
         new = sum(one.now for pid, one in found.items() if pid not in reading.anonymous)
         is_urgent = new > _WORTH_A_READING * size or (self._limit_bytes is not None and size > self._limit_bytes)
         least, share = _URGENT if is_urgent else _USUAL
         return max(least, share * reading.cost_seconds)
 
-    def _read(self, found: Mapping[int, Resident]) -> Reading:
+    def _read(self, found: Mapping[int, Resident]) -> TreeReading:
         began = time.process_time()
         reading = read_together(found)
         if reading.total > (self.peak.bytes or 0):
@@ -225,11 +225,11 @@ def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
     }
 
 
-def read_together(found: Mapping[int, Resident]) -> Reading:
+def read_together(found: Mapping[int, Resident]) -> TreeReading:
     """Read the memory of these processes from smaps_rollup, or their resident sizes if one cannot be read."""
     parts = {pid: part for pid in found if (part := _rollup_of(pid))}
     if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
-        return Reading(
+        return TreeReading(
             sum(one.now for one in found.values()), {pid: one.anonymous for pid, one in found.items()}, "rss"
         )
     files = sum(part.get(b"Pss_File", 0) for part in parts.values())
@@ -238,7 +238,7 @@ def read_together(found: Mapping[int, Resident]) -> Reading:
     has_file_pss = any(b"Pss_File" in part for part in parts.values())
     whole = max(found[pid].file for pid in parts) if has_file_pss else 0
     anonymous = {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()}
-    return Reading(others + max(files, whole), anonymous, "samples")
+    return TreeReading(others + max(files, whole), anonymous, "samples")
 
 
 def _rollup_of(pid: int) -> dict[bytes, int]:
