@@ -91,7 +91,7 @@ def kill(engine: Engine, what: str) -> Callable[[Trial], None]:
             engine.cancel()
             return
         folder = trial_folder(trial.sweep, trial.name)
-        words = "flopwatch.sweep.supervisor " if what == "supervisor" else f"node_agent {folder} "
+        words = "flopwatch.sweep.supervisor " if what == "supervisor" else f"supervisor.ranks {folder} "
         pids = processes(trial, words)
         if what != "supervisor":
             first = [

@@ -65,19 +65,14 @@ def start_ticks(pid: int) -> int | None:
 
 
 def start_unix_time() -> float | None:
-    """When this process started, with an error below 10 ms; None where the system does not provide it.
+    """When this process started, with an error below 10 ms; None without /proc.
 
-    On Linux `psutil.create_time` would be wrong by up to a second, because it uses a boot time in whole seconds.
+    `psutil.create_time` would be wrong by up to a second, because it uses a boot time in whole seconds.
     """
     ticks = start_ticks(os.getpid())
-    if ticks is not None:
-        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    try:
-        import psutil
-
-        return float(psutil.Process().create_time())
-    except Exception:  # not installed, or one of psutil's own errors: the process may not read about itself
+    if ticks is None:
         return None
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def own_identity() -> dict[str, Any]:

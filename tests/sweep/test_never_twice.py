@@ -32,7 +32,7 @@ from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, resu
 from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
-from flopwatch.sweep.supervisor.guard import group_tag
+from flopwatch.sweep.supervisor.guard import group_name
 from support.sweeping import left_behind
 from testbeds.fakes import FakeClock
 from testbeds.wait_until import wait_until
@@ -134,7 +134,7 @@ def test_a_killed_supervisor_leaves_no_cgroup(sweep):
 
 
 def groups_of(trial):
-    tag = group_tag(folder_of(trial))
+    tag = group_name(folder_of(trial))
     return [name for place in group_places() for name in os.listdir(place) if tag in name]
 
 

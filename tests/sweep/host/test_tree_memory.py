@@ -208,14 +208,14 @@ def test_where_the_kernel_does_not_tell_what_is_shared_the_record_says_so(child,
 def test_a_process_that_ends_while_the_others_are_read_does_not_count_twice(child, monkeypatch):
     child("-c", HOLDER)
     child("-c", HOLDER)
-    read, told = tree_memory.read_rollup, []
+    read, told = tree_memory.read_together, []
 
     def torn_at_first(found):
-        rollup = read(found)
-        told.append(rollup.total)
-        return replace(rollup, total=2 * rollup.total) if len(told) == 1 else rollup
+        reading = read(found)
+        told.append(reading.total)
+        return replace(reading, total=2 * reading.total) if len(told) == 1 else reading
 
-    monkeypatch.setattr(tree_memory, "read_rollup", torn_at_first)
+    monkeypatch.setattr(tree_memory, "read_together", torn_at_first)
     memory = TreeMemory(limit_bytes=int(400 * MIB))
     memory.sample()
     assert memory.over_limit_bytes() is None
@@ -223,8 +223,8 @@ def test_a_process_that_ends_while_the_others_are_read_does_not_count_twice(chil
 
 
 def test_a_child_that_still_runs_in_its_parents_memory_is_not_counted():
-    parent = Resident(100, 100, 90, 10, parent=1, figures=(b"100 kB", b"7 kB"))
-    same, copy = replace(parent, parent=5), replace(parent, parent=5, figures=(b"100 kB", b"6 kB"))
+    parent = Resident(100, 100, 90, 10, parent=1)
+    same, copy = replace(parent, parent=5), replace(parent, parent=5, file=4)
     assert set(distinct({5: parent, 6: same, 7: copy})) == {5, 7}
 
 

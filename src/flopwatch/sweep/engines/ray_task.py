@@ -24,7 +24,7 @@ from typing import Any
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.engines.ray_internals import publish_node
 from flopwatch.sweep.host.processes import PARENT
-from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
+from flopwatch.sweep.supervisor.ranks import LISTENER, TOKEN, encoded, listener
 from flopwatch.text import first_line
 
 FOLDER_TOKEN = ".ray-token"
@@ -276,4 +276,4 @@ def run_agent(agent: AgentOrder) -> None:
 
 def _run(agent: AgentOrder, trial_dir: Path, output: Any) -> None:
     words = [str(trial_dir), str(agent.node), f"{agent.host}:{agent.port}"]
-    _call("flopwatch.sweep.supervisor.node_agent", words, agent.order, output, {TOKEN: agent.token})
+    _call("flopwatch.sweep.supervisor.ranks", words, agent.order, output, {TOKEN: agent.token})

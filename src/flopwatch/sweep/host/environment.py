@@ -47,8 +47,7 @@ _NO_SOURCES = ("/proc/", "/sys/")
 def host_facts() -> dict[str, Any]:
     name = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     found: dict[str, Any] = {"cpu": f"{name}, {os.cpu_count()} threads"}
-    gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    if gpus:
+    if gpus := [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]:
         found["gpus"] = gpus
         with contextlib.suppress(OSError, IndexError):
             found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
@@ -67,10 +66,8 @@ def _line(file: Path, key: str) -> str:
 def machine() -> dict[str, Any]:
     found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

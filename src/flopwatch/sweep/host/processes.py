@@ -30,7 +30,6 @@ ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
-_IS_LINUX = sys.platform == "linux"
 _KILL_PATIENCE_SECONDS = 10.0  # time for killed processes to end
 
 
@@ -79,16 +78,21 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if _IS_LINUX:
+    if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
-    """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only."""
-    found = [pid for pid in all_pids() if is_marked(pid, trial_dir, attempt)]
-    # Leave out ancestors of this process, because a user's shell may have the same environment variables.
-    spared = _self_and_ancestors()
-    return [pid for pid in found if pid not in spared]
+    """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only.
+
+    Without this process and its ancestors, because a user's shell may have the same environment variables.
+    """
+    spared, pid = {0}, os.getpid()
+    while pid not in spared:
+        spared.add(pid)
+        stat = read_stat(pid)
+        pid = stat.parent if stat is not None else 0
+    return [pid for pid in all_pids() if pid not in spared and is_marked(pid, trial_dir, attempt)]
 
 
 def is_marked(pid: int, trial_dir: Path, attempt: str = "") -> bool | None:
@@ -99,15 +103,6 @@ def is_marked(pid: int, trial_dir: Path, attempt: str = "") -> bool | None:
         return marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
         return None
-
-
-def _self_and_ancestors() -> set[int]:
-    line, pid = set(), os.getpid()
-    while pid > 0 and pid not in line:
-        line.add(pid)
-        stat = read_stat(pid)
-        pid = stat.parent if stat is not None else 0
-    return line
 
 
 def kill_descendants(pid: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""Builds the result of a trial from its worker's exit status and from the files that the worker wrote.
-
-The module imports only the standard library, because every supervisor imports this module and must start quickly.
-"""
+"""Builds the result of a trial from its worker's exit and the files that the worker wrote. Standard library only."""
 
 import os
 import shlex
@@ -36,7 +33,6 @@ from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.classify import (
     ExitFacts,
     JobEnd,
-    RankEnd,
     WorkerExit,
     classify,
     memory_hint,
@@ -46,19 +42,12 @@ from flopwatch.sweep.supervisor.classify import (
 from flopwatch.text import cut, first_line, listed
 
 _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
-_PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300  # sums and products of larger numbers would overflow
-_MOST_OF_PEAK = 1.05
-"""The largest MFU or HFU accepted from a user's command. It is above 1, because datasheet peaks are not exact."""
-
-_MOST_NUMBERS = 500
-"""At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
-
+_MOST_OF_PEAK = 1.05  # of a reported MFU or HFU; above 1, because datasheet peaks are not exact
+_MOST_NUMBERS = 500  # so many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small
 _REPORTED_NUMBERS = ("samples_per_s", "tokens_per_s", "mfu", "hfu")
-REPORTED = "reported by the command"
-SWEEPS_FOLDER = "the sweep's folder"
-
 _RESAMPLES = 500  # 500 resamples give two correct digits of a 95 % bootstrap interval in 10 ms for 100 steps.
+SWEEPS_FOLDER = "the sweep's folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +96,11 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     facts = _exit_facts(sweep, name, spec, worker_exit, collected)
     outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
     is_complete = outcome == "ok" and (collected.done or facts.is_command)
-    progress = Progress("run") if facts.is_command else read_progress(folder)
-    progress = Progress("done") if is_complete else progress
+    progress = Progress("done") if is_complete else Progress("run") if facts.is_command else read_progress(folder)
     measured = collected.measured
     if outcome == "ok":
         measured = with_repeats(measured, job.earlier_attempts)
-        measured = measured if is_complete else with_missing_phases(measured, spec, progress, reason)
+        measured = measured if is_complete else _with_missing_phases(measured, spec, progress, reason)
     return TrialResult(
         name=name,
         key=job.key,
@@ -130,6 +118,7 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
         log_tail="" if is_complete else facts.log_tail,
         stacks=worker_exit.stacks,
         earlier_attempts=job.earlier_attempts,
+        attempt=job.attempt,
     )
 
 
@@ -153,7 +142,7 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
         reason=reason,
         phase=progress.phase,
         step=progress.step,
-        measured=with_missing_phases(measured, result.spec, progress, reason),
+        measured=_with_missing_phases(measured, result.spec, progress, reason),
         environment={**result.environment, **collected.environment},
     )
 
@@ -189,10 +178,11 @@ def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts
     outcome, reason = ended
     if facts.own_kill is not None:
         return ended
-    if outcome == "ok":
-        return outcome, f"{reason} ({_rank_text(job.first)})" if job.first is not None else reason
     if job.first is not None:
-        return outcome, f"{_rank_text(job.first)}: {reason}"
+        rank = f"rank {job.first.rank} on {job.first.host}"
+        return outcome, f"{reason} ({rank})" if outcome == "ok" else f"{rank}: {reason}"
+    if outcome == "ok":
+        return ended
     if job.is_mute:
         return outcome, f"torchrun on the first node: {reason}"
     if job.lost:
@@ -200,10 +190,6 @@ def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts
     if job.error:
         return "error", f"the trial's ranks could not connect to each other: {first_line(job.error, 300)}"
     return ended
-
-
-def _rank_text(end: RankEnd) -> str:
-    return f"rank {end.rank} on {end.host}"
 
 
 def _read_exception(folder: Path) -> dict[str, Any] | None:
@@ -245,13 +231,14 @@ def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) 
         return replace(left, measured=_with_steps(measured, rows, spec), reported=None)
     metrics, trouble = _read_metrics(trial_dir / METRICS)
     reported = metrics.get("outcome") if metrics.get("outcome") in ("oom_device", "oom_host") else None
-    measured = _with_reported(measured, trial_dir, metrics, spec.batch_size)
+    measured = _with_reported(measured, {**_monitor_values(trial_dir), **metrics}, spec.batch_size)
     if trouble:
         measured = replace(measured, not_measured={"reported numbers": trouble, **measured.not_measured})
     return replace(left, measured=measured, steps_done=False, reported=reported)
 
 
 def _read_metrics(file: Path) -> tuple[dict[str, Any], str]:
+    """The content of a command's `metrics.json`, and what is wrong with it."""
     try:
         content = load_json(file)
     except FileNotFoundError:
@@ -277,7 +264,7 @@ def _wanted(name: str, value: Any) -> str:
     return "a finite number" if is_number_meant and not _is_number(value) else ""
 
 
-def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
+def _with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
     is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
     is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,
@@ -307,56 +294,49 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
     if times is None:
         return measured
     positions = measured.extra.get("positions_per_step")
+    cost = measured.cost
+    if cost is not None and cost.peak:
+        at_peak = times.median * cost.peak["flops_per_s"]
+        mfu = cost.model_flops / at_peak if cost.model_flops is not None else None
+        hfu = cost.hardware_flops / at_peak if cost.hardware_flops is not None else None
+        cost = replace(cost, mfu=mfu, hfu=hfu)
     return replace(
         measured,
         steps=times,
-        phase_seconds={phase: median(sorted(getattr(row, phase) for row in timed)) for phase in _PHASES},
+        phase_seconds={
+            phase: median(sorted(getattr(row, phase) for row in timed))
+            for phase in ("forward", "backward", "optimizer")
+        },
         samples_per_s=spec.batch_size / times.median,
         tokens_per_s=positions / times.median if positions else None,
-        cost=_with_rates(measured.cost, times.median) if measured.cost else None,
+        cost=cost,
     )
 
 
-def _with_rates(cost: StepCost, seconds: float) -> StepCost:
-    if not cost.peak:
-        return cost
-    at_peak = seconds * cost.peak["flops_per_s"]
-    return replace(
-        cost,
-        mfu=cost.model_flops / at_peak if cost.model_flops is not None else None,
-        hfu=cost.hardware_flops / at_peak if cost.hardware_flops is not None else None,
-    )
-
-
-def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
-    known = {**_monitor_values(trial_dir), **reported}
-    numbers = {name: float(value) for name, value in known.items() if _is_number(value)}
-    seconds: Any = known.get("step_seconds")
+def _with_reported(measured: Measured, reported: Mapping[str, Any], batch_size: int) -> Measured:
+    numbers = {name: float(value) for name, value in reported.items() if _is_number(value)}
+    seconds: Any = reported.get("step_seconds")
     times = step_times([float(value) for value in seconds]) if _are_step_times(seconds) else None
-    shares, notes = _reported_shares(numbers)
-    by_steps = batch_size / times.median if times and times.median > 0 else None
+    shares: dict[str, Any] = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    notes = tuple(
+        f"the command reported {name} = {value:g}, which is ignored: write it as a share of the peak, 0.45 for 45 %"
+        for name, value in shares.items()
+        if not 0 <= value <= _MOST_OF_PEAK
+    )
+    shares = {name: value for name, value in shares.items() if 0 <= value <= _MOST_OF_PEAK}
+    shares = shares if "mfu" in shares else {}
     return replace(
         measured,
         steps=times,
-        samples_per_s=numbers.get("samples_per_s", by_steps),
+        samples_per_s=numbers.get("samples_per_s", batch_size / times.median if times else None),
         tokens_per_s=numbers.get("tokens_per_s"),
-        cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
+        cost=StepCost(**shares, method="reported by the command", notes=notes) if shares or notes else None,
         extra={cut(name, 200): value for name, value in islice(numbers.items(), _MOST_NUMBERS)},
     )
 
 
-def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
-    shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
-    notes = tuple(
-        f"the command reported {name} = {value:g}, which is ignored: write it as a share of the peak, 0.45 for 45 %"
-        for name, value in reported.items()
-        if name not in shares
-    )
-    return (shares if "mfu" in shares else {}), notes
-
-
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
+    """The numbers of a command that was monitored by flopwatch, from its log in the trial's folder."""
     if not any(trial_dir.glob("*.jsonl")) and not (trial_dir / "flopwatch").is_dir():  # see `find_log`
         return {}
     try:
@@ -366,13 +346,13 @@ def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
         return {}
     if summary is None:
         return {}
-    values = dict(summary.values)
     short = {
         "mfu": "perf/mfu",
         "hfu": "perf/hfu",
         "tokens_per_s": "perf/tokens_per_second",
         "samples_per_s": "perf/samples_per_second",
     }
+    values = dict(summary.values)
     return {**values, **{name: values[key] for name, key in short.items() if key in values}, "step_seconds": seconds}
 
 
@@ -420,8 +400,8 @@ def deleted_places(sweep: Path, name: str, claim_handle: int, sweep_handle: int)
         is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
     except OSError:  # A network file system raises ESTALE for a deleted file.
         is_folder_gone = True
-    is_log_gone = not os.path.lexists(log_file(sweep, name))
-    return (*(("its folder",) if is_folder_gone else ()), *(("its log",) if is_log_gone else ()))
+    gone = {"its folder": is_folder_gone, "its log": not os.path.lexists(log_file(sweep, name))}
+    return tuple(place for place, is_gone in gone.items() if is_gone)
 
 
 def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:

@@ -63,12 +63,9 @@ def become_guarded(trial_dir: Path) -> int | None:
 
 
 def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
-    def forward(number: int, frame: object) -> None:
-        # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
-        os.kill(supervisor, signal.SIGTERM)
-
     for number in _FORWARDED:
-        signal.signal(number, forward)
+        # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
+        signal.signal(number, lambda number, frame: os.kill(supervisor, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     why_killed = _wait(supervisor, pipe)
     for number in _FORWARDED:
@@ -78,7 +75,10 @@ def _guard(supervisor: int, pipe: int, trial_dir: Path) -> NoReturn:
         kill_descendants(os.getpid())
         claimed = read_object(trial_dir / STARTED)
         if claimed.get("pid") == supervisor and claimed.get("boot_id") == pid_scope().get("boot_id", ""):
-            _clear_attempt(trial_dir, claimed.get("attempt", ""), why_killed)
+            clear_attempts(trial_dir, attempt := claimed.get("attempt", ""))
+            if why_killed:
+                with contextlib.suppress(OSError):
+                    write_json(trial_dir / GUARD, {"attempt": attempt, "reason": why_killed})
     if status < 0:  # the engine reads the status of this process
         import resource
 
@@ -109,37 +109,20 @@ def _wait(supervisor: int, pipe: int) -> str:
             return f"the trial's supervisor did not respond for {time.monotonic() - heard:.0f} s and was killed"
 
 
-def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
-    """Kill the remaining processes of this attempt, but none of the next attempt, which may already be running."""
-    kill_marked(folder, attempt=attempt)
-    for group in _groups(group_name(folder, attempt)):
-        _remove_group(group)
-    if reason:
-        with contextlib.suppress(OSError):
-            write_json(folder / GUARD, {"attempt": attempt, "reason": reason})
+def group_name(trial_dir: Path, attempt: str = "") -> str:
+    """The last part of the name of an attempt's cgroup; without an attempt, its beginning for all of them."""
+    return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}-{attempt[:12]}"
 
 
-def group_tag(trial_dir: Path) -> str:
-    return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}"
-
-
-def group_name(trial_dir: Path, attempt: str) -> str:
-    return f"{group_tag(trial_dir)}-{attempt[:12]}"
-
-
-def clear_earlier_attempts(trial_dir: Path) -> list[int]:
-    unkillable = kill_marked(trial_dir)
-    for folder in _groups(group_tag(trial_dir)):
-        _remove_group(folder)
-    return unkillable
-
-
-def _groups(tag: str) -> list[Path]:
-    found = []
+def clear_attempts(trial_dir: Path, attempt: str = "") -> None:
+    """Kill what is left of this trial on this host; with `attempt`, of it only, because the next may already run."""
+    kill_marked(trial_dir, attempt=attempt)
+    name = group_name(trial_dir, attempt)
     for place in group_places():
         with contextlib.suppress(OSError):
-            found += [place / name for name in os.listdir(place) if name.startswith("flopwatch-") and tag in name]
-    return found
+            for group in os.listdir(place):
+                if group.startswith("flopwatch-") and name in group:
+                    _remove_group(place / group)
 
 
 def _remove_group(folder: Path) -> None:

@@ -26,7 +26,7 @@ class SpareSupervisor:
     """Starts the supervisors of a sweep on this machine, and keeps one more that waits for its trial."""
 
     def __init__(self, sweep: Path) -> None:
-        self._sweep = sweep
+        self._sweep = sweep.resolve()  # because the spare stays in the folder in which it was started
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, name: str, attempt: str, variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
@@ -35,7 +35,7 @@ class SpareSupervisor:
             process = self._hand_over([name, attempt], variables, log)
             process = process or self._new_process([name, attempt], variables, subprocess.DEVNULL, log)
         reads, self._pipe = socket.socketpair()
-        self._surroundings = _surroundings()
+        self._environment = dict(os.environ)
         with reads as order:
             self._process = self._new_process([], {}, order, subprocess.DEVNULL)
         return process
@@ -43,8 +43,8 @@ class SpareSupervisor:
     def _hand_over(
         self, arguments: list[str], variables: Mapping[str, str], log: IO[bytes]
     ) -> "subprocess.Popen[bytes] | None":
-        """Give the trial to the spare; None if it was killed, or if the environment or the folder has changed since."""
-        if self._process is None or self._process.poll() is not None or self._surroundings != _surroundings():
+        """Give the trial to the spare; None if it was killed, or if the environment has changed since."""
+        if self._process is None or self._process.poll() is not None or self._environment != os.environ:
             self.close()
             return None
         process, self._process = self._process, None
@@ -76,12 +76,6 @@ class SpareSupervisor:
             process.wait(_END_SECONDS)
         process.kill()
         process.wait()
-
-
-def _surroundings() -> tuple[dict[str, str], str | None]:
-    with contextlib.suppress(OSError):
-        return dict(os.environ), os.getcwd()
-    return dict(os.environ), None
 
 
 def wait_for_trial() -> list[str]:

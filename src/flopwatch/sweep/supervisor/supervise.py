@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from flopwatch.decode import BrokenRecordError
 from flopwatch.files import UnreadableError, load_json, read_object, write_json
@@ -27,6 +27,7 @@ from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_
 from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
 from flopwatch.sweep.claims import Progress, Strays, SupervisorHeartbeat, claim, read_progress, visible_seconds
 from flopwatch.sweep.full_disk import when_there_is_space
+from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import (
     HostPeak,
     MemoryLimit,
@@ -35,16 +36,6 @@ from flopwatch.sweep.host.memory import (
     limit_memory,
     own_oom_kills,
     resident,
-)
-from flopwatch.sweep.host.processes import (
-    ATTEMPT_MARK,
-    CORES,
-    adopt_orphans,
-    end_worker,
-    ends_with_parent,
-    kill_descendants,
-    start_worker,
-    waiter,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.supervisor.build_result import (
@@ -55,10 +46,10 @@ from flopwatch.sweep.supervisor.build_result import (
     with_full_disk,
 )
 from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
-from flopwatch.sweep.supervisor.guard import become_guarded, clear_earlier_attempts, group_name
+from flopwatch.sweep.supervisor.guard import become_guarded, clear_attempts, group_name
 
 if TYPE_CHECKING:
-    from flopwatch.sweep.supervisor.job_nodes import JobNodes
+    from flopwatch.sweep.supervisor.ranks import JobNodes
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
@@ -82,7 +73,7 @@ class UnusableSpecError(Exception):
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     sweep, name = Path(arguments[0]), arguments[1]
     attempt = arguments[2] if len(arguments) > 2 else None
-    if not ends_with_parent(signal.SIGTERM):
+    if not process_tree.ends_with_parent(signal.SIGTERM):
         return 1
     guard = become_guarded(trial_folder(sweep.resolve(), name))
     parent = os.getppid()
@@ -94,7 +85,7 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
-    if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):  # macOS does not have it
+    if (cores := os.environ.get(process_tree.CORES)) and hasattr(os, "sched_setaffinity"):  # macOS does not have it
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if not when_there_is_space(lambda: prepare_after_requeue(sweep.resolve(), name)):
         return 0
@@ -150,22 +141,22 @@ def supervise(
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
     job = _wait_for_job(folder, attempt)
-    adopt_orphans()
+    process_tree.adopt_orphans()
     with _claimed(sweep, folder, job.attempt, cancel) as handles:
         if guard is not None:
             os.write(guard, f"{allowed_silence(job.spec.limits) + _GUARD_PATIENCE_SECONDS:g}\n".encode())
         trial = _Supervised(sweep, name, job, cancel, SupervisorHeartbeat(folder, job.attempt, guard))
         trial.heartbeat.beat()
-        clear_earlier_attempts(folder)
-        os.environ[ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
+        clear_attempts(folder)
+        os.environ[process_tree.ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
         log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
         try:
             worker_exit = _run_worker(trial, log)
         finally:
             log.close(trial.wait_for_space)
         deleted = deleted_places(sweep, name, *handles)
-        result = build_result(sweep, name, job, worker_exit)
-        result = replace(with_deletions(with_full_disk(result, log.full_disk), deleted), attempt=job.attempt)
+        result = with_full_disk(build_result(sweep, name, job, worker_exit), log.full_disk)
+        result = with_deletions(result, deleted)
         if trial.heartbeat.check_superseded():
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
@@ -264,7 +255,7 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
             first = job_end.first.exception
             when_there_is_space(lambda: write_json(trial.folder / EXCEPTION, first), trial.wait_for_space)
         seconds = time.monotonic() - began
-        unkillable_pids = kill_descendants(os.getpid())
+        unkillable_pids = process_tree.kill_descendants(os.getpid())
         life_peak = _life_peak(watch.memory)
         return WorkerExit(
             pid=worker.pid,
@@ -276,7 +267,7 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
             host_peak=life_peak if spec.trainer == "command" else largest_peak(watch.steps_peak, job_end.host_peak),
             lower_bound_bytes=watch.memory.lower_bound_bytes,
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
-            memory_limit=_limit_facts(limit, spec, life_peak),
+            memory_limit=limit.facts(life_peak),
             unkillable_pids=unkillable_pids,
             unix_time=unix_time,
             seconds=seconds,
@@ -291,8 +282,8 @@ def _start_worker(
 ) -> "tuple[JobNodes | None, subprocess.Popen[bytes]]":
     arguments = trial.folder, trial.job, limit, output
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
-        return None, start_worker(*arguments)
-    from flopwatch.sweep.supervisor.job_nodes import start_nodes
+        return None, process_tree.start_worker(*arguments)
+    from flopwatch.sweep.supervisor.ranks import start_nodes
 
     return start_nodes(*arguments)
 
@@ -310,13 +301,6 @@ def _life_peak(memory: TreeMemory) -> HostPeak:
     if own is None or largest > own.peak:
         memory.note_ended(largest)
     return memory.peak
-
-
-def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> dict[str, Any]:
-    if limit.kind == "none":
-        return {}
-    facts = {"by": limit.kind, "limit_bytes": spec.limits.memory_bytes, "life_bytes": life_peak.bytes}
-    return {**facts, "charged_bytes": limit.peak_bytes()}
 
 
 @dataclass
@@ -362,7 +346,7 @@ class _Watch:
 def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", log: TrialLog) -> _Watch:
     is_command = trial.spec.trainer == "command"
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
-    wait, strays = waiter(worker), Strays(trial.folder)
+    wait, strays = process_tree.waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
         trial.heartbeat.beat()
         watch.memory.sample()
@@ -392,7 +376,7 @@ def _kill_worker(
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
     if nodes and wants_stacks:
         watch.stacks, wants_stacks = nodes.stacks(), False
-    stacks = end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
+    stacks = process_tree.end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
     watch.stacks = watch.stacks or stacks
 
 
@@ -402,12 +386,9 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
     Slurm sends SIGTERM to all processes of a job at once, and the worker may end before the supervisor's handler has
     run. The worker may end with any exit code: a trainer may save a checkpoint and exit with 0, for example.
     """
-    is_terminated = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    if slurm_job():
-        patience = _SLURM_SUCCESS_SECONDS if worker.returncode == 0 else _SLURM_SIGNAL_SECONDS
-    else:
-        patience = _SLURM_SIGNAL_SECONDS if is_terminated else 0.0
-    deadline = time.monotonic() + patience
+    if not slurm_job() and worker.returncode not in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        return
+    deadline = time.monotonic() + (_SLURM_SUCCESS_SECONDS if worker.returncode == 0 else _SLURM_SIGNAL_SECONDS)
     while time.monotonic() < deadline:
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from flopwatch.sweep.supervisor.job_nodes import TOKEN, JobNodes
+from flopwatch.sweep.supervisor.ranks import TOKEN, JobNodes
 
 SECRET = "s3cret"
 
