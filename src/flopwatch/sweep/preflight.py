@@ -31,7 +31,7 @@ UNFINISHED = "unfinished"  # the reason of a result as long as the pair is being
 _MOST_MISTAKES = 5
 
 
-class Pair(NamedTuple):
+class Combination(NamedTuple):
     """The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
 
     trainer: str
@@ -74,8 +74,8 @@ class PreflightResult(Stored):
     is_mistake: bool = False
 
     @property
-    def pair(self) -> Pair:
-        return Pair(self.trainer, self.model, self.checkpointing, self.dtype)
+    def pair(self) -> Combination:
+        return Combination(self.trainer, self.model, self.checkpointing, self.dtype)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -83,11 +83,13 @@ class PreflightResult(Stored):
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
 
-def pair_of(spec: TrialSpec) -> Pair:
-    return Pair(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
+def pair_of(spec: TrialSpec) -> Combination:
+    return Combination(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
 
 
-def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
+def refusals(
+    found: Mapping[Combination, PreflightResult], specs: Sequence[TrialSpec]
+) -> Callable[[TrialSpec], str | None]:
     """A function that returns why a trial cannot run; None if it can, or if the preflight did not try its options."""
     tried = _smallest(specs)
 
@@ -102,7 +104,7 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
 
 
 def preflight_trials(
-    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Pair, PreflightResult]], object]
+    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Combination, PreflightResult]], object]
 ) -> Callable[[Trial], str | None]:
     """Run the preflight of these trials; return a function that returns why a trial cannot run, or None if it can.
 
@@ -132,7 +134,7 @@ def preflight_trials(
 
 def run_preflight(
     sweep: Path, specs: Sequence[TrialSpec], timeout_seconds: float = 300.0
-) -> dict[Pair, PreflightResult]:
+) -> dict[Combination, PreflightResult]:
     """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
     If a pair crashes, or all pairs together take too long, its trials are not refused, because it is unknown whether
@@ -142,16 +144,14 @@ def run_preflight(
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
-    found: dict[Pair, PreflightResult] = {}
+    found: dict[Combination, PreflightResult] = {}
     while left := [spec for pair, spec in smallest.items() if pair not in found]:
         write_json(sweep / REQUEST, [spec.to_json() for spec in left])
         ending = _run_worker(sweep, deadline)
         reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
-        for result in _read_results(list(read_lines(sweep / PROGRESS))):
-            if is_unfinished := result.reason == UNFINISHED:
-                result = replace(result, reason=reason)
-            if not is_unfinished or result.pair not in found:  # a result of an earlier process takes precedence
-                found[result.pair] = result
+        latest = {result.pair: result for result in _read_results(list(read_lines(sweep / PROGRESS)))}
+        for pair, result in latest.items():
+            found.setdefault(pair, replace(result, reason=reason) if result.reason == UNFINISHED else result)
         if time.monotonic() >= deadline or not any(pair_of(spec) in found for spec in left):
             unknown = {pair: PreflightResult(*pair, supported=True, reason=reason, tried=False) for pair in smallest}
             found = unknown | found
@@ -168,9 +168,9 @@ def _read_results(content: object) -> list[PreflightResult]:
     return [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
 
 
-def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
-    """For each `Pair` of settings the first trial that has them, with the smallest batch size and length of all."""
-    found: dict[Pair, TrialSpec] = {}
+def _smallest(specs: Sequence[TrialSpec]) -> dict[Combination, TrialSpec]:
+    """For each combination the first trial that has it, with the smallest batch size and length of all."""
+    found: dict[Combination, TrialSpec] = {}
     for spec in specs:
         if spec.trainer != COMMAND:
             known = found.setdefault(pair_of(spec), spec)

@@ -35,8 +35,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         die_with_parent(signal.SIGKILL)
     stacks = when_there_is_space(lambda: (trial_dir / of_rank(STACKS, rank or 0)).open("w"))
     faulthandler.enable()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank or 0))
     heartbeat.beat("import")
     job: dict[str, Any] = read_json(trial_dir / SPEC)

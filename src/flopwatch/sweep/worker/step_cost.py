@@ -16,7 +16,6 @@ from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
-from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.text import cut, first_line
 from flopwatch.torch_internals.autograd import compiled_original, is_compiled_function
 from flopwatch.torch_internals.modules import compiled_call
@@ -49,7 +48,7 @@ def count_step(
         count = count_plain(model, batch)
         cost = StepCost(**{name: getattr(count, name) for name in same})
     except FlopwatchError as error:
-        cost = StepCost(notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",))
+        cost = StepCost(notes=(f"the model's FLOPs could not be counted: {cut(str(error))}",))
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
