@@ -28,7 +28,7 @@ from flopwatch.sweep.spec.parsing import (
     parse_share,
     process_points,
 )
-from flopwatch.sweep.trainers.options import PrivacySettings, check_privacy_used
+from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 from flopwatch.text import cut, first_line
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months

@@ -1,21 +1,81 @@
-"""Computes the epsilon of a planned private training from its `privacy` settings. Never loads torch.
+"""Computes the epsilon of a planned private training from the `privacy` settings of a matrix. Never loads torch.
 
 The trial itself trains on random data, so it has no epsilon. Opacus's accountants assume Poisson sampling: each sample
 is in a batch with the same probability, independently of all others.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, isfinite, log, sqrt
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from flopwatch.errors import MissingDependencyError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
 from flopwatch.records.privacy import Privacy, PrivacySpent
+from flopwatch.records.trial import COMMAND, is_private
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
 from flopwatch.text import first_line
+
+_USUAL_DELTA = 1e-5
+"""Default delta for a data set of unknown size; otherwise the default is 1 divided by the size."""
+
+
+class PrivacySettings(BaseModel):
+    """The planned training: data set size or sampling rate, epochs or steps, and Opacus's accountant for epsilon."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dataset_size: Annotated[int, Field(ge=1)] | None = None
+    sample_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    accountant: Literal["prv", "rdp", "gdp"] = "prv"  # the default of Opacus's PrivacyEngine
+    target_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> "PrivacySettings":
+        for first, second in (("dataset_size", "sample_rate"), ("epochs", "steps")):
+            if (getattr(self, first) is None) == (getattr(self, second) is None):
+                raise ValueError(f"give exactly one of {first} and {second}")
+        return self
+
+    def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings for a trial's spec, with default values; empty if the trainer cannot be private."""
+        if not may_be_private(trainer):
+            return {}
+        if self.dataset_size is not None and batch_size > self.dataset_size:
+            raise InputError(
+                f"privacy.dataset_size is {self.dataset_size}, less than the batch size of {batch_size}; give the "
+                "number of samples in the whole data set"
+            )
+        if self.target_epsilon is not None and "noise_multiplier" in options:
+            raise InputError(
+                "privacy.target_epsilon and options.noise_multiplier both determine the noise; leave one out"
+            )
+        given = self.model_dump(exclude_none=True)
+        delta = 1 / self.dataset_size if self.dataset_size is not None and self.dataset_size > 1 else _USUAL_DELTA
+        return {"delta": delta, **given}
+
+
+def may_be_private(trainer: str) -> bool:
+    """Whether a trainer is private, or is a class of the user, which declares that only once it is built."""
+    return is_private(trainer) is not False and trainer != COMMAND
+
+
+def check_privacy_used(privacy: PrivacySettings | None, trainers: Sequence[str]) -> None:
+    """Raise InputError if there are privacy settings, but no trainer can be private."""
+    if privacy is not None and not any(map(may_be_private, trainers)):
+        raise InputError(
+            "the setting `privacy` needs one of the trainers dpsgd, ghost, fast or a class of your own that declares "
+            f"its privacy, but the matrix has only {', '.join(dict.fromkeys(trainers))}; add a private trainer, or "
+            "leave `privacy` out"
+        )
+
 
 _MOST_POINTS = 2_000_000
 """The maximum number of grid points of the PRV accountant. That many points take up to 1 GB and some seconds."""
