@@ -52,16 +52,22 @@ def count_step(
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
-    if not is_alone and (type(trainer) is not StandardTrainer or cost.model_flops is None):
-        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     if not is_alone:
-        counts = [count_plain(model, part) for part in batches]
-        return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
+        if type(trainer) is not StandardTrainer or cost.model_flops is None:
+            return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
+        return replace(cost, hardware_flops=sum(count_plain(model, part).hardware_flops for part in batches))
     try:
         executed = count_executed(trainer, batches)
     except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
         return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(error, 300)}")
-    return _with_executed(cost, executed)
+    if executed is None:
+        return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
+    if executed.hardware_flops == 0:
+        return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
+    cost = replace(cost, hardware_flops=executed.hardware_flops)
+    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
+        cost = _noted(cost, f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}")
+    return replace(cost, is_lower_bound=cost.is_lower_bound or bool(ops))
 
 
 def count_executed(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> FlopCount | None:
@@ -85,18 +91,6 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any]) -> FlopCount:
     is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
     loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
     return count_flops(model, forward_inputs(model, tensors), loss_fn=loss_fn)
-
-
-def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
-    if executed is None:
-        return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
-    if executed.hardware_flops == 0:
-        return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
-    cost = replace(cost, hardware_flops=executed.hardware_flops)
-    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
-        note = f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"
-        cost = replace(_noted(cost, note), is_lower_bound=True)
-    return cost
 
 
 def _noted(cost: StepCost, note: str) -> StepCost:
