@@ -231,7 +231,7 @@ class MlflowTrials:
         try:
             found = self._client.get_experiment_by_name(experiment)
             self._experiment_id = str(found.experiment_id if found else self._client.create_experiment(experiment))
-        except Exception as error:
+        except require("mlflow.exceptions", "mlflow").MlflowException as error:
             raise unusable(f"MLflow at {uri} cannot be used", error) from error
         if found is not None and found.lifecycle_stage != "active":
             raise InputError(
@@ -267,9 +267,7 @@ class MlflowTrials:
             del params[: self._MOST_PARAMS]
         figures = [(key, float(value)) for key, value in _renamed(run.figures) if value is not None]
         metrics = [entities.Metric(key, value, milliseconds, 0) for key, value in figures]
-        facts = _renamed(
-            {"flopwatch.sweep": run.sweep, **{f"flopwatch.{key}": text for key, text in run.facts.items()}}
-        )
+        facts = _renamed({f"flopwatch.{key}": text for key, text in {"sweep": run.sweep, **run.facts}.items()})
         # The digest is sent with the last request, so a run that has the digest is complete.
         tags = [entities.RunTag(key, str(text)[:LONGEST_TAG]) for key, text in [*facts, (self._DIGEST_TAG, digest)]]
         self._client.log_batch(run_id, metrics, params, tags)
@@ -355,8 +353,16 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
     if wandb is None and mlflow is None:
         yield
         return
+    results = folder / RESULTS
+    offset = results.stat().st_size if results.exists() else 0
     with tempfile.TemporaryFile() as said:
-        follower = _start(folder, wandb, mlflow, said)
+        follower = subprocess.Popen(
+            [sys.executable, "-m", FOLLOWER, str(folder), str(offset), wandb or "", mlflow or ""],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C does not end the process that logs the trials
+        )
         try:
             yield
         finally:
@@ -369,24 +375,7 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
                     click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
-def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes]) -> "subprocess.Popen[bytes] | None":
-    results = folder / RESULTS
-    try:
-        offset = results.stat().st_size if results.exists() else 0
-        return subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, str(folder), str(offset), wandb or "", mlflow or ""],
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C does not end the process that logs the trials
-        )
-    except OSError:
-        return None
-
-
-def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
-    if follower is None:
-        return 1, "the process that logs trials could not be started"
+def _finish(follower: "subprocess.Popen[bytes]", said: IO[bytes]) -> tuple[int, str]:
     if follower.stdin is not None:
         with contextlib.suppress(OSError):  # raised if the follower has exited
             follower.stdin.close()
@@ -411,7 +400,6 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
 
 def main() -> int:
     folder, offset, wandb, mlflow = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4] or None
-
     over = threading.Event()
 
     def wait_for_end() -> None:

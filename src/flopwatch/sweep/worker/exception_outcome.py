@@ -4,12 +4,14 @@ import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.files import is_full_disk
 from flopwatch.records.trial import Outcome
 from flopwatch.text import cut
+
+_Result = TypeVar("_Result")
 
 # Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
 _MEMORY_WORDS: dict[str, Outcome] = {
@@ -46,11 +48,20 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _read(part: str, source: str, read: Callable[[], str]) -> str:
-    """A part of an exception, whose own code may raise anything."""
+    text, second = caught(read)
+    return (
+        text if text is not None else f"the exception's {part} cannot be read: {source} raised {type(second).__name__}"
+    )
+
+
+def caught(action: Callable[[], _Result], *passed_on: type[Exception]) -> tuple[_Result | None, Exception | None]:
+    """What the action returns, or what it raises: a user's trainer, model or exception may raise anything."""
     try:
-        return read()
-    except Exception as second:
-        return f"the exception's {part} cannot be read: {source} raised {type(second).__name__}"
+        return action(), None
+    except passed_on:
+        raise
+    except Exception as error:
+        return None, error
 
 
 def outcome_of(error: BaseException) -> Outcome:

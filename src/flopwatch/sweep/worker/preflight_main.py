@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_input
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
+from flopwatch.sweep.worker.exception_outcome import caught
 from flopwatch.sweep.worker.step_cost import count_plain
 from flopwatch.text import cut, first_line
 
@@ -57,8 +58,8 @@ def main(folder: str) -> None:
 def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     begin = time.perf_counter()
     for stage in (_with_facts, _try_trainer):
-        found, error = _caught(partial(stage, result, spec))
-        result = found if error is None else result
+        found, error = caught(partial(stage, result, spec))
+        result = found or result
         if isinstance(error, InputError | MissingDependencyError):  # the trial would fail with the same error
             is_mistake = not isinstance(error, UnsupportedError)
             result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(str(error), 1000))
@@ -67,16 +68,6 @@ def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
         if error is not None:
             break
     return replace(result, seconds=time.perf_counter() - begin)
-
-
-def _caught(action: Callable[[], Any], *passed_on: type[Exception]) -> tuple[Any, Exception | None]:
-    """What the action returns, or what it raises: a user's trainer, model or config may raise anything."""
-    try:
-        return action(), None
-    except passed_on:
-        raise
-    except Exception as error:
-        return None, error
 
 
 def _with_facts(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
@@ -110,8 +101,8 @@ def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
         if spec.checkpointing:
             enable_checkpointing(tiny)
         plain = spec if spec.trainer in LABELS else replace(spec, options={})
-        _, error = _caught(partial(_run_step, "standard", tiny, plain), UnsupportedError)
-        if error is None:
+        instance, error = caught(partial(_run_step, "standard", tiny, plain), UnsupportedError)
+        if instance is not None:
             return _try_on(tiny, result, spec)
         # The sizes of this copy may be invalid, so the next one is tried.
         problem = f"a standard training step of a tiny copy failed: {_said(error)}"
@@ -121,7 +112,7 @@ def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
 def _try_on(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     if spec.trainer == "standard":
         return result
-    instance, error = _caught(partial(_run_step, spec.trainer, tiny, spec), FlopwatchError)
+    instance, error = caught(partial(_run_step, spec.trainer, tiny, spec), FlopwatchError)
     if error is not None:
         if spec.trainer in PRIVATE:
             raise UnsupportedError(explain_failure(spec.trainer, _idle_parameters(tiny, spec), error)) from error
@@ -170,10 +161,10 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
 def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Compare the clipped gradients with those of a loop over the samples, because a step can run yet clip wrongly."""
     batch = _tiny_batch(tiny, spec)
-    found, error = _caught(partial(parity, tiny, batch, trainers=[result.trainer]))
-    if error is not None:
+    found, error = caught(partial(parity, tiny, batch, trainers=[result.trainer]))
+    if found is None:
         return replace(result, reason=f"the trainer runs, but its gradients were not checked: {_said(error)}")
-    difference: float = found[result.trainer]
+    difference = found[result.trainer]
     if difference <= _SAME_GRADIENTS:
         return replace(result, difference=difference)
     plain = without_dropout(copy.deepcopy(tiny))
@@ -187,7 +178,7 @@ def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> Pref
     )
 
 
-def _said(error: Exception) -> str:
+def _said(error: object) -> str:
     return f"{type(error).__name__}: {first_line(error, 1000)}"
 
 
@@ -233,7 +224,7 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
     elif is_config(model):
         settings = json.loads(config_file(model).read_text(encoding="utf-8"))
         for tried in (smaller(settings, is_narrow=True), smaller(settings, is_narrow=False), settings):
-            copy, _ = _caught(partial(_built, tried))
+            copy, _ = caught(partial(_built, tried))
             if copy is not None:
                 yield copy
     elif _parameters(load_model(model)) <= MOST_PARAMETERS:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
+from flopwatch.sweep.worker.exception_outcome import caught
 from flopwatch.text import cut, first_line
 from flopwatch.torch_internals.autograd import compiled_original, is_compiled_function
 from flopwatch.torch_internals.modules import compiled_call
@@ -56,10 +58,9 @@ def count_step(
         if type(trainer) is not StandardTrainer or cost.model_flops is None:
             return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
         return replace(cost, hardware_flops=sum(count_plain(model, part).hardware_flops for part in batches))
-    try:
-        executed = count_executed(trainer, batches)
-    except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
-        return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(error, 300)}")
+    executed, failure = caught(partial(count_executed, trainer, batches))
+    if failure is not None:
+        return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(failure, 300)}")
     if executed is None:
         return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
     if executed.hardware_flops == 0:
