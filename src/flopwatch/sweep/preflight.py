@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from flopwatch.decode import Stored, read_or_none
 from flopwatch.errors import InputError
@@ -27,17 +27,11 @@ from flopwatch.sweep.spec.parsing import needs_one_process
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"
-UNFINISHED = "unfinished"  # the reason of a result as long as the pair is being tried
 _MOST_MISTAKES = 5
 
 
-class Combination(NamedTuple):
-    """The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
-
-    trainer: str
-    model: str
-    checkpointing: bool
-    dtype: str
+Pair: TypeAlias = tuple[str, str, bool, str]
+"""The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +68,21 @@ class PreflightResult(Stored):
     is_mistake: bool = False
 
     @property
-    def pair(self) -> Combination:
-        return Combination(self.trainer, self.model, self.checkpointing, self.dtype)
-
-    @property
     def shares(self) -> dict[str, float]:
         """For each method of Opacus, its share of the trainable parameters: `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
 
-def pair_of(spec: TrialSpec) -> Combination:
-    return Combination(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
+def pair_of(one: TrialSpec | PreflightResult) -> Pair:
+    return one.trainer, one.model, one.checkpointing, one.dtype
 
 
-def refusals(
-    found: Mapping[Combination, PreflightResult], specs: Sequence[TrialSpec]
-) -> Callable[[TrialSpec], str | None]:
+def result_for(spec: TrialSpec) -> PreflightResult:
+    """The result of a trial's pair before anything is known."""
+    return PreflightResult(*pair_of(spec), supported=True, batch_size=spec.batch_size, seq_len=spec.seq_len)
+
+
+def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
     """A function that returns why a trial cannot run; None if it can, or if the preflight did not try its options."""
     tried = _smallest(specs)
 
@@ -104,7 +97,7 @@ def refusals(
 
 
 def preflight_trials(
-    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Combination, PreflightResult]], object]
+    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Pair, PreflightResult]], object]
 ) -> Callable[[Trial], str | None]:
     """Run the preflight of these trials; return a function that returns why a trial cannot run, or None if it can.
 
@@ -134,7 +127,7 @@ def preflight_trials(
 
 def run_preflight(
     sweep: Path, specs: Sequence[TrialSpec], timeout_seconds: float = 300.0
-) -> dict[Combination, PreflightResult]:
+) -> dict[Pair, PreflightResult]:
     """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
     If a pair crashes, or all pairs together take too long, its trials are not refused, because it is unknown whether
@@ -144,33 +137,34 @@ def run_preflight(
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
-    found: dict[Combination, PreflightResult] = {}
-    while left := [spec for pair, spec in smallest.items() if pair not in found]:
-        write_json(sweep / REQUEST, [spec.to_json() for spec in left])
+    found: dict[Pair, PreflightResult] = {}
+    while left := [pair for pair in smallest if pair not in found]:
+        write_json(sweep / REQUEST, [smallest[pair].to_json() for pair in left])
         ending = _run_worker(sweep, deadline)
         reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
-        latest = {result.pair: result for result in _read_results(list(read_lines(sweep / PROGRESS)))}
-        for pair, result in latest.items():
-            found.setdefault(pair, replace(result, reason=reason) if result.reason == UNFINISHED else result)
-        if time.monotonic() >= deadline or not any(pair_of(spec) in found for spec in left):
-            unknown = {pair: PreflightResult(*pair, supported=True, reason=reason, tried=False) for pair in smallest}
-            found = unknown | found
+        found |= _read_results(list(read_lines(sweep / PROGRESS)))
+        # Pairs are tried in order, so the first one without a result ended the process.
+        lost = [pair for pair in left if pair not in found]
+        for pair in lost if time.monotonic() >= deadline else lost[:1]:
+            found[pair] = replace(result_for(smallest[pair]), reason=reason, tried=False)
     # A resumed sweep tries only the pairs of trials that it still has to run.
-    before = {result.pair: result for result in _read_results(read_json(sweep / PREFLIGHT)) if not result.is_mistake}
+    before = _read_results(read_json(sweep / PREFLIGHT))
+    before = {pair: result for pair, result in before.items() if not result.is_mistake}
     write_json(sweep / PREFLIGHT, [result.to_json() for result in (before | found).values()])
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
     return found
 
 
-def _read_results(content: object) -> list[PreflightResult]:
+def _read_results(content: object) -> dict[Pair, PreflightResult]:
     rows = content if isinstance(content, list) else []
-    return [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
+    results = [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
+    return {pair_of(result): result for result in results}
 
 
-def _smallest(specs: Sequence[TrialSpec]) -> dict[Combination, TrialSpec]:
-    """For each combination the first trial that has it, with the smallest batch size and length of all."""
-    found: dict[Combination, TrialSpec] = {}
+def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
+    """For each pair the first trial that has it, with the smallest batch size and length of all."""
+    found: dict[Pair, TrialSpec] = {}
     for spec in specs:
         if spec.trainer != COMMAND:
             known = found.setdefault(pair_of(spec), spec)

@@ -15,7 +15,7 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.full_disk import refused_on_a_full_disk
-from flopwatch.sweep.preflight import Combination, PreflightResult, preflight_trials
+from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
 from flopwatch.sweep.runner.observing import Observer, RunnerFile, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy
 from flopwatch.sweep.runner.run import run_plan
@@ -106,7 +106,7 @@ class Screen:
     def warn(self, sweep: Path, text: str) -> None:
         warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called `flopwatch.sweep.run`
 
-    def show_preflight(self, found: Mapping[Combination, PreflightResult]) -> None:
+    def show_preflight(self, found: Mapping[Pair, PreflightResult]) -> None:
         pass
 
     def watch(self, sweep: Path, plan: Plan) -> AbstractContextManager[tuple[Observer | None, Stop]]:

@@ -25,7 +25,7 @@ from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, Preset, config_file, image_preset, is_config
 from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec
-from flopwatch.sweep.preflight import PROGRESS, REQUEST, UNFINISHED, PreflightResult, pair_of
+from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult, result_for
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_inputs, own_loss
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
@@ -48,15 +48,12 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     sweep = Path(folder)
     for content in read_json(sweep / REQUEST) or ():
-        spec = read_record(TrialSpec, content)
-        result = PreflightResult(*pair_of(spec), supported=True, batch_size=spec.batch_size, seq_len=spec.seq_len)
-        append_line(sweep / PROGRESS, replace(result, tried=False, reason=UNFINISHED).to_json())
-        append_line(sweep / PROGRESS, preflight(result, spec).to_json())
+        append_line(sweep / PROGRESS, preflight(read_record(TrialSpec, content)).to_json())
         gc.collect()
 
 
-def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
-    begin = time.perf_counter()
+def preflight(spec: TrialSpec) -> PreflightResult:
+    begin, result = time.perf_counter(), result_for(spec)
     for stage in (_with_facts, _try_trainer):
         found, error = caught(partial(stage, result, spec))
         result = found or result
