@@ -48,13 +48,15 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _read(part: str, source: str, read: Callable[[], str]) -> str:
-    text, second = caught(read)
+    text, second = result_or_error(read)
     return (
         text if text is not None else f"the exception's {part} cannot be read: {source} raised {type(second).__name__}"
     )
 
 
-def caught(action: Callable[[], _Result], *passed_on: type[Exception]) -> tuple[_Result | None, Exception | None]:
+def result_or_error(
+    action: Callable[[], _Result], *passed_on: type[Exception]
+) -> tuple[_Result | None, Exception | None]:
     """What the action returns, or what it raises: a user's trainer, model or exception may raise anything."""
     try:
         return action(), None

@@ -31,7 +31,7 @@ from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_input
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
-from flopwatch.sweep.worker.exception_outcome import caught
+from flopwatch.sweep.worker.exception_outcome import result_or_error
 from flopwatch.sweep.worker.step_cost import count_plain
 from flopwatch.text import cut, first_line
 
@@ -55,7 +55,7 @@ def main(folder: str) -> None:
 def preflight(spec: TrialSpec) -> PreflightResult:
     begin, result = time.perf_counter(), result_for(spec)
     for stage in (_with_facts, _try_trainer):
-        found, error = caught(partial(stage, result, spec))
+        found, error = result_or_error(partial(stage, result, spec))
         result = found or result
         if isinstance(error, InputError | MissingDependencyError):  # the trial would fail with the same error
             is_mistake = not isinstance(error, UnsupportedError)
@@ -98,7 +98,7 @@ def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
         if spec.checkpointing:
             enable_checkpointing(tiny)
         plain = spec if spec.trainer in LABELS else replace(spec, options={})
-        instance, error = caught(partial(_run_step, "standard", tiny, plain), UnsupportedError)
+        instance, error = result_or_error(partial(_run_step, "standard", tiny, plain), UnsupportedError)
         if instance is not None:
             return _try_on(tiny, result, spec)
         # The sizes of this copy may be invalid, so the next one is tried.
@@ -109,7 +109,7 @@ def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
 def _try_on(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     if spec.trainer == "standard":
         return result
-    instance, error = caught(partial(_run_step, spec.trainer, tiny, spec), FlopwatchError)
+    instance, error = result_or_error(partial(_run_step, spec.trainer, tiny, spec), FlopwatchError)
     if error is not None:
         if spec.trainer in PRIVATE:
             raise UnsupportedError(explain_failure(spec.trainer, _idle_parameters(tiny, spec), error)) from error
@@ -158,7 +158,7 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
 def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Compare the clipped gradients with those of a loop over the samples, because a step can run yet clip wrongly."""
     batch = _tiny_batch(tiny, spec)
-    found, error = caught(partial(parity, tiny, batch, trainers=[result.trainer]))
+    found, error = result_or_error(partial(parity, tiny, batch, trainers=[result.trainer]))
     if found is None:
         return replace(result, reason=f"the trainer runs, but its gradients were not checked: {_said(error)}")
     difference = found[result.trainer]
@@ -221,7 +221,7 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
     elif is_config(model):
         settings = json.loads(config_file(model).read_text(encoding="utf-8"))
         for tried in (smaller(settings, is_narrow=True), smaller(settings, is_narrow=False), settings):
-            copy, _ = caught(partial(_built, tried))
+            copy, _ = result_or_error(partial(_built, tried))
             if copy is not None:
                 yield copy
     elif _parameters(load_model(model)) <= MOST_PARAMETERS:

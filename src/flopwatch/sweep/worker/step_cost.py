@@ -17,7 +17,7 @@ from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
-from flopwatch.sweep.worker.exception_outcome import caught
+from flopwatch.sweep.worker.exception_outcome import result_or_error
 from flopwatch.text import cut, first_line
 from flopwatch.torch_internals.autograd import compiled_original, is_compiled_function
 from flopwatch.torch_internals.modules import compiled_call
@@ -58,7 +58,7 @@ def count_step(
         if type(trainer) is not StandardTrainer or cost.model_flops is None:
             return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
         return replace(cost, hardware_flops=sum(count_plain(model, part).hardware_flops for part in batches))
-    executed, failure = caught(partial(count_executed, trainer, batches))
+    executed, failure = result_or_error(partial(count_executed, trainer, batches))
     if failure is not None:
         return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(failure, 300)}")
     if executed is None:
