@@ -20,7 +20,7 @@ from flopwatch.report.summary import summarise
 from flopwatch.report.sweep.document import sweep_document, sweep_json
 from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial
-from flopwatch.sweep.preflight import PreflightResult
+from flopwatch.sweep.preflight import PreflightResult, pair_of
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
 from testbeds.documents import document_text
@@ -74,7 +74,7 @@ def _check_screens(results: list[TrialResult], texts: list[str], folder: Path) -
                 print_result(result, console)
             for text in texts:
                 found = PreflightResult(text, text, False, text, False, text)
-                print_preflight({found.pair: found})
+                print_preflight({pair_of(found): found})
                 print(probe_line(Probe(1, None, "error", text, None)))
         _assert_harmless(stream.getvalue(), "screen")
 

@@ -4,13 +4,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from flopwatch.report.capture import Capture
-from flopwatch.report.table import trial_run, trial_runs
-from flopwatch.sinks.protocol import MOST_FAILURES, log_trials
+from flopwatch.cli.trials.tracking import MOST_FAILURES, MlflowTrials, log_trials, trial_run
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 from support.sinks.fresh_python import fresh_environment
@@ -23,8 +20,6 @@ GOOD = make_result(example_specs()[0], with_accidents=False)
 
 
 class FailingLog:
-    name = "failing"
-
     def __init__(self, failing):
         self.failing, self.tried = failing, []
 
@@ -64,13 +59,13 @@ def test_out_of_memory_is_a_result_and_an_error_is_a_failure(outcome, state):
 
 def test_one_trial_that_cannot_be_logged_does_not_keep_the_others_from_it():
     log = FailingLog({"b"})
-    logged = log_trials(runs_named("a", "b", "c"), log)
+    logged = log_trials(runs_named("a", "b", "c"), log.log)
     assert (logged.count, logged.failures, logged.gave_up) == (2, ("b: away",), False)
 
 
 def test_a_service_that_is_away_is_given_up_after_a_few():
     log = FailingLog(set("abcdefg"))
-    logged = log_trials(runs_named(*"abcdefg"), log)
+    logged = log_trials(runs_named(*"abcdefg"), log.log)
     assert (logged.count, len(log.tried), logged.gave_up) == (0, MOST_FAILURES, True)
 
 
@@ -79,8 +74,6 @@ def test_a_service_that_is_away_is_given_up_after_a_few():
 
 @pytest.fixture
 def mlflow_trials(mlflow_address, monkeypatch, tmp_path):
-    from flopwatch.sinks.mlflow import MlflowTrials
-
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_address)
     return lambda experiment: MlflowTrials(experiment, tmp_path)
 
@@ -97,9 +90,9 @@ def by_key(entries):
 @pytest.mark.slow
 def test_mlflow_has_one_run_per_trial_however_often_they_are_logged(mlflow_trials, mlflow_address):
     results = [GOOD, *(make_result(spec, with_accidents=False) for spec in example_specs()[1:4])]
-    capture = Capture(Path("a-sweep"), {result.name: result for result in results}, {}, created=5.0)
     for _ in range(2):
-        assert log_trials(trial_runs(capture), mlflow_trials("twice")).failures == ()
+        planned = (trial_run(result, "a-sweep", 5.0) for result in results)
+        assert log_trials(planned, mlflow_trials("twice").log).failures == ()
     runs = runs_of(mlflow_address, "twice")
     assert sorted(run["info"]["run_name"] for run in runs) == sorted(result.name for result in results)
     (run,) = [run for run in runs if run["info"]["run_name"] == GOOD.name]
@@ -118,10 +111,10 @@ def test_mlflow_has_one_run_per_trial_however_often_they_are_logged(mlflow_trial
 @pytest.mark.slow
 def test_a_trial_that_was_run_again_updates_its_run_in_mlflow(mlflow_trials, mlflow_address):
     lost = replace(GOOD, outcome="lost", reason="node failure", measured=replace(GOOD.measured, steps=None))
-    log_trials([trial_run(lost, "s", 6.0)], mlflow_trials("again"))
+    log_trials([trial_run(lost, "s", 6.0)], mlflow_trials("again").log)
     (before,) = runs_of(mlflow_address, "again")
     assert before["info"]["status"] == "FAILED"
-    log_trials([trial_run(replace(GOOD, unix_time=GOOD.unix_time + 60), "s", 6.0)], mlflow_trials("again"))
+    log_trials([trial_run(replace(GOOD, unix_time=GOOD.unix_time + 60), "s", 6.0)], mlflow_trials("again").log)
     (after,) = runs_of(mlflow_address, "again")
     assert (after["info"]["run_id"], after["info"]["status"]) == (before["info"]["run_id"], "FINISHED")
     assert by_key(after["data"]["metrics"])["step_seconds_median"] == GOOD.measured.steps.median
@@ -139,7 +132,7 @@ def test_hostile_names_options_and_texts_reach_mlflow_as_text(mlflow_trials, mlf
     }
     results = [*hostile_results(), ended("standard", 4, 64, "error", options=many, reason="r" * 9000, name="many")]
     results = [replace(result, key=str(place)) for place, result in enumerate(results)]
-    logged = log_trials((trial_run(result, "<b>'s\n\ud83d", None) for result in results), mlflow_trials("hostile"))
+    logged = log_trials((trial_run(result, "<b>'s\n\ud83d", None) for result in results), mlflow_trials("hostile").log)
     assert (logged.failures, logged.count) == ((), len(results))
     (run,) = [run for run in runs_of(mlflow_address, "hostile") if run["info"]["run_name"] == "many"]
     params = by_key(run["data"]["params"])
@@ -149,7 +142,6 @@ def test_hostile_names_options_and_texts_reach_mlflow_as_text(mlflow_trials, mlf
 
 def test_a_server_that_is_away_is_told_with_what_to_check(monkeypatch, tmp_path):
     from flopwatch.errors import FlopwatchError
-    from flopwatch.sinks.mlflow import MlflowTrials
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

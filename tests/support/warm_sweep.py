@@ -73,7 +73,7 @@ def run_sweep_warm(folder, specs, *, listener=None, timeout=300.0, **choices):
 
 def run_preflight_warm(folder, specs, timeout_seconds=300.0):
     """As run_preflight(folder, specs, timeout_seconds)."""
-    from flopwatch.sweep.preflight import PreflightResult
+    from flopwatch.sweep.preflight import PreflightResult, pair_of
 
     code = "import sys; from support import warm_sweep; warm_sweep.fork_instead_of_exec()\n"
     code += "warm_sweep.run_given_preflight(*sys.argv[1:])"
@@ -81,7 +81,7 @@ def run_preflight_warm(folder, specs, timeout_seconds=300.0):
     done = _run(code, words, 2 * timeout_seconds, {})
     assert done.returncode == 0, done.stdout + done.stderr
     stored = [PreflightResult(**row) for row in json.loads((folder / "preflight.json").read_text())]
-    return {result.pair: result for result in stored}
+    return {pair_of(result): result for result in stored}
 
 
 def run_given_preflight(folder, specs, timeout_seconds):

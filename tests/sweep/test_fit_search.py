@@ -1,10 +1,13 @@
 """The search for the largest and the fastest batch, on memory curves whose truth is known."""
 
 import random
+from itertools import cycle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flopwatch.sweep.fit import Probe, fastest_of, next_for_largest, search
+from flopwatch.sweep.fit import Probe, fastest_of, search
 
 
 def trials_of(used_by, capacity, *, rate_by=None, spread=0.0):
@@ -191,15 +194,50 @@ def test_without_times_no_batch_is_called_the_fastest():
     assert len(asked) == found.probes_for_largest
 
 
-def test_the_next_batch_always_lies_within_what_is_open():
-    """Whatever the peaks say, over many random histories."""
-    rng = random.Random(1)
-    for _ in range(300):
-        truth, probes = rng.randint(1, 600), []
-        while (batch := next_for_largest(probes, 500)) is not None:
-            fitting = [probe.batch_size for probe in probes if probe.fits]
-            failing = [probe.batch_size for probe in probes if not probe.fits]
-            assert max(fitting, default=0) < batch < min(failing, default=501)
-            fits = batch <= truth
-            probes.append(Probe(batch, fits, "ok" if fits else "oom_host", "", rng.randint(1, 10_000), 5000))
-        assert len(probes) <= 20
+peaks = st.lists(st.none() | st.integers(1, 10_000), min_size=1, max_size=30)
+"""What the trials say of their memory, one after the other; it may be wrong or unknown."""
+
+
+@given(truth=st.integers(0, 600), most=st.integers(1, 500), peaks=peaks, capacity=st.none() | st.just(5000))
+def test_whatever_the_peaks_say_the_search_ends_at_the_largest_batch_that_fits(truth, most, peaks, capacity):
+    said = cycle(peaks)
+    fitting, failing = [0], [most + 1]
+
+    def measure(batch_size):
+        assert max(fitting) < batch_size < min(failing), "neither known to fit, nor known to fail, nor above the most"
+        (fitting if batch_size <= truth else failing).append(batch_size)
+        fits = batch_size <= truth
+        return Probe(batch_size, fits, "ok" if fits else "oom_host", "", next(said), capacity)
+
+    found = search(measure, most)
+    assert len(found.probes) <= 24
+    assert found.is_largest_known
+    assert 0.95 * min(truth, most) <= (found.largest or 0) <= truth
+
+
+@given(base=st.integers(0, 5000), each=st.integers(1, 500), capacity=st.integers(1, 100_000), most=st.integers(1, 4096))
+def test_where_memory_is_linear_in_the_batch_the_answer_takes_at_most_eight_trials(base, each, capacity, most):
+    truth = max(0, min(most, (capacity - base) // each))
+    measure, asked = trials_of(lambda batch: base + each * batch, capacity)
+    found = search(measure, most)
+    assert len(asked) <= 8
+    assert 0.95 * truth <= (found.largest or 0) <= truth
+
+
+@given(rates=st.lists(st.floats(0.1, 1000), min_size=1, max_size=8, unique=True), spread=st.floats(0, 0.5))
+def test_no_batch_tried_is_surely_faster_than_the_one_called_the_fastest(rates, spread):
+    probes = [
+        Probe(
+            2**place,
+            fits=True,
+            outcome="ok",
+            samples_per_s=rate,
+            slowest_per_s=rate * (1 - spread),
+            fastest_per_s=rate * (1 + spread),
+        )
+        for place, rate in enumerate(rates)
+    ]
+    fastest, as_fast = fastest_of(probes)
+    chosen = next(probe for probe in probes if probe.batch_size == fastest)
+    assert all(probe.slowest_per_s * 0.98 <= chosen.fastest_per_s * 1.03 for probe in probes)
+    assert as_fast is None or as_fast == 2 * fastest

@@ -12,11 +12,11 @@ from flopwatch import count_flops
 from flopwatch.models.load import load_model
 from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialSpec
-from flopwatch.sweep.preflight import Pair, PreflightResult, refusals
+from flopwatch.sweep.preflight import PreflightResult, pair_of, refusals
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.sweep.trainers.unsupported import layer_paths
-from flopwatch.sweep.worker.preflight_main import tiny_copies, with_small_width
+from flopwatch.sweep.worker.preflight_main import smaller, tiny_copies
 from support.tiny_transformers import build, config
 from support.warm_sweep import run_preflight_warm
 
@@ -37,7 +37,7 @@ LLAMA_7B = {
 def test_other_options_than_those_tried_are_not_refused():
     tried, other = (TrialSpec("mine:Own", "tiny", 4, 8, options={"precision": kind}) for kind in ("fp8", "bf16"))
     no = PreflightResult("mine:Own", "tiny", checkpointing=False, dtype="fp32", supported=False, reason="no fp8 here")
-    why_not = refusals({no.pair: no}, [tried, other])
+    why_not = refusals({pair_of(no): no}, [tried, other])
     assert why_not(tried) == "no fp8 here"
     assert why_not(replace(tried, batch_size=8)) == "no fp8 here"
     assert why_not(other) is None
@@ -59,8 +59,8 @@ def test_a_resumed_sweep_keeps_what_the_preflight_found_before(tmp_path):
     earlier = PreflightResult("ghost", "gpt2", False, "fp32", supported=False, reason="tied weights")
     (tmp_path / "preflight.json").write_text(json.dumps([one.to_json() for one in (misspelt, earlier)]))
     found = run_preflight_warm(tmp_path, specs("tiny", trainers=["standard"]))
-    assert list(found) == [earlier.pair, Pair("standard", "tiny", checkpointing=False, dtype="fp32")]
-    assert found[earlier.pair].reason == "tied weights"
+    assert list(found) == [pair_of(earlier), ("standard", "tiny", False, "fp32")]
+    assert found[pair_of(earlier)].reason == "tied weights"
 
 
 @pytest.mark.slow
@@ -76,15 +76,15 @@ def test_the_1b_preset_is_looked_at_in_a_few_hundred_megabytes(tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path), *ALL]
     megabytes = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
     stored = [PreflightResult(**row) for row in json.loads((tmp_path / "preflight.json").read_text())]
-    found = {result.pair: result for result in stored}
+    found = {pair_of(result): result for result in stored}
 
-    assert [pair.trainer for pair in found] == ALL
+    assert [trainer for trainer, *_ in found] == ALL
     full = load_model("1b")
     model_flops = count_flops(full, trial_batch(full, 4, 512, 0, "cpu")).model_flops
     for result in found.values():
         assert (result.supported, result.tried, result.reason) == (True, True, "")
         assert (result.parameters, result.model_flops) == (1_339_674_624, model_flops)
-    ghost = found[Pair("ghost", "1b", False, "fp32")]
+    ghost = found["ghost", "1b", False, "fp32"]
     assert ghost.shares["ghost"] > 0.999
     assert set(ghost.layers["ghost"]) == {"Linear", "Embedding"}
     assert set(ghost.layers["hook"]) == {"LayerNorm"}
@@ -260,7 +260,7 @@ def test_a_tiny_copy_has_the_same_classes_of_layers(name, tmp_path):
 
 def test_shrinking_keeps_one_layer_of_each_kind_and_the_ratio_of_heads():
     kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6
-    small = with_small_width({**LLAMA_7B, "num_hidden_layers": 12, "layer_types": kinds, "bos_token_id": 31999})
+    small = smaller({**LLAMA_7B, "num_hidden_layers": 12, "layer_types": kinds, "bos_token_id": 31999}, is_narrow=True)
 
     assert (small["num_hidden_layers"], small["layer_types"]) == (6, kinds[:6])
     assert small["num_attention_heads"] // small["num_key_value_heads"] == 4

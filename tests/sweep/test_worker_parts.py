@@ -15,7 +15,7 @@ from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import measure as worker_clock
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
-from flopwatch.sweep.worker.main import lost_peer, print_exception
+from flopwatch.sweep.worker.main import lost_peer
 from flopwatch.sweep.worker.measure import measure_trial, peak_bytes, reset_peak, timed_step
 from testbeds.fakes import FakeClock
 
@@ -145,12 +145,6 @@ def test_an_exception_that_cannot_be_printed_is_no_lost_peer():
 def test_a_trial_that_closed_its_output_leaves_with_its_own_status(harm):
     code = f"import sys; from flopwatch.sweep.worker.main import leave; {harm}; leave(7)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
-
-
-def test_a_hook_for_exceptions_that_raises_does_not_keep_the_trial_from_its_end(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", lambda *error: {}["a mistake of the hook"])
-    error = raised(ValueError("the trial's own"))
-    print_exception(error, describe_exception(error))
 
 
 def test_a_description_is_json():

@@ -1,11 +1,10 @@
-"""A sweep as one flat table with a row per trial, also as CSV, Parquet or runs of a tracking service such as MLflow."""
+"""A sweep as one flat table with a row per trial, also as CSV or Parquet."""
 
 import csv
-import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from flopwatch.optional import require_package
-from flopwatch.records.trial import FAILED, Measured, TrialResult, TrialSpec
+from flopwatch.records.trial import Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import MOST_FINITE, make_cell
 from flopwatch.report.records import Cell
-from flopwatch.sinks.protocol import TrialRun
-from flopwatch.text import one_line, plain
+from flopwatch.text import plain
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
 
@@ -340,54 +338,3 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "" if value is None else str(value).lower()
     return value if isinstance(value, str) else repr(value)
-
-
-_RESULTS = COLUMNS[[column.name for column in COLUMNS].index("outcome") :]
-_FACTS = {column.name for column in _RESULTS if column.kind == "text"}
-_FIGURES = {column.name for column in _RESULTS if column.kind != "text"}
-
-
-def trial_runs(capture: Capture) -> Iterator[TrialRun]:
-    for result in capture.results.values():
-        yield trial_run(result, capture.folder.resolve().name, capture.created)
-
-
-def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRun:
-    """Convert the result of a trial to a run of a tracking service.
-
-    Args:
-        result: The result.
-        sweep: Name of the sweep.
-        created: Unix time at which the sweep was planned. The ID of the run depends on this time, which
-            differs between sweeps with the same trials and stays the same if a sweep is resumed or its folder moved.
-    """
-    (row,) = make_table(Capture(Path(), {result.name: result}, {}))
-    sweep_id = _hashed(sweep if created is None else repr(created))
-    end = None if row["start_unix_seconds"] is None else row["start_unix_seconds"] + (row["total_seconds"] or 0)
-    return TrialRun(
-        id=_hashed(sweep_id, result.key or result.name),
-        name=one_line(result.name),
-        sweep=one_line(sweep),
-        sweep_id=sweep_id,
-        config=_clean(result.spec.to_json()),
-        figures={name: value for name, value in row.items() if name in _FIGURES or name.startswith("extra.")},
-        facts={name: value for name, value in row.items() if name in _FACTS and value is not None},
-        state="killed" if result.outcome == "cancelled" else "failed" if result.outcome in FAILED else "finished",
-        start_unix_seconds=row["start_unix_seconds"],
-        end_unix_seconds=end,
-    )
-
-
-def _hashed(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()[:20]
-
-
-def _clean(value: Any) -> Any:
-    """Make a value acceptable to every service: escape lone surrogates, and replace NaN and infinity by None."""
-    if isinstance(value, Mapping):
-        return {whole_text(str(name)): _clean(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    if isinstance(value, str):
-        return whole_text(value)
-    return None if isinstance(value, int | float) and not abs(value) <= MOST_FINITE else value

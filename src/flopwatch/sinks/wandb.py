@@ -1,4 +1,4 @@
-"""Logs rows to Weights & Biases, into a run separate from the training's run, and each trial of a sweep as a run."""
+"""Logs rows to Weights & Biases, into a run separate from the training's run."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from flopwatch.library_internals import is_lost_wandb_service, wandb_run_hider
 from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.sinks.protocol import Sink, TrialRun
+from flopwatch.sinks.protocol import Sink
 
 _SUFFIX = "-flopwatch"
 
@@ -109,7 +109,7 @@ class WandbSink(Sink):
             users = self._users_run
             beside = {} if users is None else {"x_disable_stats": True, "base_url": users.settings.base_url}
             options["settings"] = {"console": "off", **beside, **(settings or {})}
-        if shared := _shared_id(wandb):
+        if shared := shared_id(wandb):
             raise InputError(
                 f"in a {shared} W&B gives every run of a process the same id, so flopwatch cannot log into a separate "
                 "run; log its values into your run with wandb.log({..., **monitor.latest}), or, if you log nothing to "
@@ -158,7 +158,7 @@ class WandbSink(Sink):
                     self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
 
 
-def _shared_id(wandb: Any) -> str:
+def shared_id(wandb: Any) -> str:
     """`sweep` or `launch` if W&B has started this process in one, where all runs get the same id; otherwise empty."""
     settings = wandb.setup().settings
     return "sweep" if settings.sweep_id else "launch" if settings.launch else ""
@@ -172,48 +172,3 @@ def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
             f"W&B is in mode {mode!r}, but you are not logged in; run `wandb login`, or set WANDB_MODE=offline to keep "
             "the run on this machine"
         )
-
-
-_LONGEST_TAG = 64
-_LONGEST_NAME = 128
-
-
-class WandbTrials:
-    """Logs each trial as a run: settings as config, measurements as summary, outcome and sweep as tags.
-
-    W&B's environment variables (`WANDB_MODE`, `WANDB_ENTITY`, `WANDB_DIR`, ...) apply.
-
-    Args:
-        project: As for `wandb.init`.
-        folder: The folder for W&B's files, unless `WANDB_DIR` names another one.
-    """
-
-    name = "W&B"
-
-    def __init__(self, project: str, folder: Path) -> None:
-        self._wandb = require("wandb", "wandb")
-        self._project = project
-        self._folder = folder
-        if _shared_id(self._wandb):
-            raise InputError("inside a W&B sweep or launch every run gets the same id; log the trials outside of it")
-        refuse_to_prompt(self._wandb, None)
-
-    def log(self, run: TrialRun) -> None:
-        # The output, machine and code of this process are not recorded, because the trial ran in another process.
-        quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
-        with self._wandb.init(
-            project=self._project,
-            id=run.id,
-            resume="allow",
-            reinit="create_new",
-            name=run.name[:_LONGEST_NAME],
-            group=run.sweep[:_LONGEST_NAME],
-            job_type="trial",
-            tags=list(dict.fromkeys(tag[:_LONGEST_TAG] for tag in (run.facts["outcome"], run.sweep) if tag)),
-            settings=quiet,
-            **({} if os.environ.get("WANDB_DIR") else {"dir": str(self._folder)}),
-        ) as opened:
-            opened.config.update({**run.config, "flopwatch_sweep": run.sweep}, allow_val_change=True)
-            # Unknown values are written as None, so that an updated run does not keep old values.
-            opened.summary.update({**run.figures, **run.facts})
-            opened.finish(exit_code=0 if run.state == "finished" else 1)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
@@ -22,53 +22,8 @@ from flopwatch.sweep.runner.run import Refusal, run_plan
 #
 # Memory is nearly an affine function of the batch size, so two small trials predict the largest batch that fits. Real
 # trials just below and just above then verify the prediction. If memory is not affine, the search narrows the bracket
-# between the largest batch that fitted and the smallest that did not.
-
-Point: TypeAlias = tuple[int, int]
-"""A batch size and its peak memory in bytes. Lists of points are sorted by batch size."""
-
-
-def edge_of_line(points: Sequence[Point], capacity: int) -> int | None:
-    """The largest batch whose memory, predicted by a line, is within `capacity`; None if the line does not rise.
-
-    The line is fitted by least squares, weighted by the squared batch size, because large batches are nearest to the
-    capacity.
-
-    >>> edge_of_line([(1, 310), (8, 380)], 1000)
-    70
-    """
-    if len(points) < 2:
-        return None
-    total = sum(size**2 for size, _ in points)
-    mean_size = sum(size**3 for size, _ in points) / total
-    mean_peak = sum(size**2 * peak for size, peak in points) / total
-    spread = sum(size**2 * (size - mean_size) ** 2 for size, _ in points)
-    slope = sum(size**2 * (size - mean_size) * (peak - mean_peak) for size, peak in points) / spread
-    if slope <= 0:
-        return None
-    return max(0, math.floor(mean_size + (capacity - mean_peak) / slope + 1e-9))
-
-
-def edge_of_parabola(points: Sequence[Point], capacity: int) -> int | None:
-    """The largest batch whose memory is within the capacity, by a parabola through the three largest batches.
-
-    None if there are fewer than three points, or if the parabola does not curve upwards.
-
-    >>> edge_of_parabola([(size, 100 + 3 * size + size**2) for size in (1, 8, 20)], 100 + 3 * 50 + 50**2)
-    50
-    """
-    if len(points) < 3:
-        return None
-    (x0, y0), (x1, y1), (x2, y2) = points[-3:]
-    slope01, slope12 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
-    curvature = (slope12 - slope01) / (x2 - x0)
-    if curvature <= 0:
-        return None
-    # Solve y2 + slope (x - x2) + curvature (x - x2)^2 = capacity for x, and take the root above x2.
-    slope = slope12 + curvature * (x2 - x1)
-    root = slope**2 + 4 * curvature * (capacity - y2)
-    return math.floor(x2 + (math.sqrt(root) - slope) / (2 * curvature) + 1e-9) if root >= 0 else None
-
+# between the largest batch that fitted and the smallest that did not. After two trials in a row that did not fit, it
+# takes the middle of the bracket instead of a prediction.
 
 TOLERANCE = 0.05
 """The search ends when the largest batch that fits is known up to this relative error."""
@@ -84,7 +39,7 @@ _NEAR_MISS = 1.1
 fit. Predictions are a little too high, because they assume that a trial can use all of the memory.
 """
 
-_PATIENCE = 8
+_PATIENCE = 10
 """After this many trials the search no longer predicts: it doubles the batch until one does not fit, then bisects."""
 
 _LEAST_NOISE = 0.02
@@ -210,26 +165,26 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int) -> int | None:
     high = max_batch + 1 if too_large is None else too_large
     if high - low <= 1 or (too_large is not None and low >= (1 - TOLERANCE) * (high - 1)):
         return None
-    # Try two small batches first to fit a line to their memory. A third did not help (benchmarks/sweeps/fit_trials.py).
+    # Two small batches give a first line. A third did not help (benchmarks/sweeps/fit_trials.py).
     guess = next((size for size in _FIRST_BATCHES if low < size < high), None)
     if guess is None and len(probes) > _PATIENCE:
         guess = 2 * low if too_large is None else _middle(low, too_large)
     elif guess is None and too_large is None:
         guess = _guess_above(fitting)
     elif guess is None:
-        misses = next((number for number, probe in enumerate(reversed(probes)) if probe.fits), len(probes))
-        guess = _guess_between(fitting, high, misses)
+        has_missed_twice = not any(probe.fits for probe in probes[-2:])
+        guess = _middle(low, high) if has_missed_twice else _guess_between(fitting, high)
     return max(low + 1, min(guess, high - 1))
 
 
 def _guess_above(fitting: Sequence[Probe]) -> int:
-    low, edge = fitting[-1].batch_size, _edge(edge_of_line, fitting)
-    just_closing = _just_closing(low)
+    low, edge = fitting[-1].batch_size, edge_of_line(fitting)
     if edge is None:
         return 4 * low
+    just_closing = _just_closing(low)
     if edge >= just_closing:
         return min(edge, _MOST_GROWTH * low)
-    # A straight line predicts that hardly any larger batch fits. Whenever a larger one fits, the next step is larger.
+    # The line predicts that hardly any larger batch fits. Whenever a larger one fits, the next step is larger.
     surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
@@ -239,25 +194,18 @@ def _just_closing(low: int) -> int:
     return math.floor(low / (1 - TOLERANCE)) + 1
 
 
-def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int) -> int:
+def _guess_between(fitting: Sequence[Probe], too_large: int) -> int:
     """Guess a batch in the bracket: above the largest batch that fitted, and below `too_large`, which did not fit.
 
-    The guess is the largest batch that fits according to a line through the measured memory peaks; after two trials in
-    a row that did not fit (`misses`), according to a parabola; after three, it is the middle of the bracket. If the
-    prediction is slightly above the bracket, as when trials cannot use all of the capacity, the guess is the batch that
-    would end the search if it fits. A prediction far above the bracket is ignored.
+    If the prediction is slightly above the bracket, as when trials cannot use all of the capacity, the guess is the
+    batch that would end the search if it fits. A prediction far above the bracket is ignored.
     """
-    low = fitting[-1].batch_size
+    low, edge = fitting[-1].batch_size, edge_of_line(fitting)
     nearly = math.ceil((1 - TOLERANCE) * (too_large - 1))  # the search ends if this batch fits
-    if low >= (1 - TOLERANCE) * (nearly - 1):
-        return nearly  # a trial of this batch ends the search, whether the batch fits or not
-    curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
-    for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
-        if edge is not None and edge < nearly:
-            return max(edge, min(edge + 1, _just_closing(low)))
-        if edge is not None and edge <= _NEAR_MISS * too_large:
-            return nearly
-    return _middle(low, too_large)
+    if edge is not None and edge < nearly:
+        return max(edge, min(edge + 1, _just_closing(low)))
+    is_near = edge is not None and edge <= _NEAR_MISS * too_large
+    return nearly if is_near else _middle(low, too_large)
 
 
 def _middle(low: int, high: int) -> int:
@@ -265,10 +213,21 @@ def _middle(low: int, high: int) -> int:
     return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
 
 
-def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
-    points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
+def edge_of_line(fitting: Sequence[Probe]) -> int | None:
+    """The largest batch that fits according to a line through the memory of the two largest that fitted.
+
+    None if memory or capacity is unknown, or the line does not rise.
+
+    >>> edge_of_line([Probe(size, True, "ok", "", 300 + 10 * size, 1000) for size in (1, 8)])
+    70
+    """
     capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
-    return None if capacity is None else curve(points, capacity)
+    points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
+    if len(points) < 2 or capacity is None:
+        return None
+    (smaller, less), (size, peak) = points[-2:]
+    slope = (peak - less) / (size - smaller)
+    return max(0, math.floor(size + (capacity - peak) / slope + 1e-9)) if slope > 0 else None
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:

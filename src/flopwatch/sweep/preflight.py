@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from flopwatch.decode import Stored, read_or_none
 from flopwatch.errors import InputError
@@ -27,17 +27,11 @@ from flopwatch.sweep.spec.parsing import needs_one_process
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"
-UNFINISHED = "unfinished"  # the reason of a result as long as the pair is being tried
 _MOST_MISTAKES = 5
 
 
-class Pair(NamedTuple):
-    """The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
-
-    trainer: str
-    model: str
-    checkpointing: bool
-    dtype: str
+Pair: TypeAlias = tuple[str, str, bool, str]
+"""The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +68,18 @@ class PreflightResult(Stored):
     is_mistake: bool = False
 
     @property
-    def pair(self) -> Pair:
-        return Pair(self.trainer, self.model, self.checkpointing, self.dtype)
-
-    @property
     def shares(self) -> dict[str, float]:
         """For each method of Opacus, its share of the trainable parameters: `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
 
-def pair_of(spec: TrialSpec) -> Pair:
-    return Pair(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
+def pair_of(one: TrialSpec | PreflightResult) -> Pair:
+    return one.trainer, one.model, one.checkpointing, one.dtype
+
+
+def result_for(spec: TrialSpec) -> PreflightResult:
+    """The result of a trial's pair before anything is known."""
+    return PreflightResult(*pair_of(spec), supported=True, batch_size=spec.batch_size, seq_len=spec.seq_len)
 
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
@@ -143,33 +138,32 @@ def run_preflight(
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
     found: dict[Pair, PreflightResult] = {}
-    while left := [spec for pair, spec in smallest.items() if pair not in found]:
-        write_json(sweep / REQUEST, [spec.to_json() for spec in left])
+    while left := [pair for pair in smallest if pair not in found]:
+        write_json(sweep / REQUEST, [smallest[pair].to_json() for pair in left])
         ending = _run_worker(sweep, deadline)
         reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
-        for result in _read_results(list(read_lines(sweep / PROGRESS))):
-            if is_unfinished := result.reason == UNFINISHED:
-                result = replace(result, reason=reason)
-            if not is_unfinished or result.pair not in found:  # a result of an earlier process takes precedence
-                found[result.pair] = result
-        if time.monotonic() >= deadline or not any(pair_of(spec) in found for spec in left):
-            unknown = {pair: PreflightResult(*pair, supported=True, reason=reason, tried=False) for pair in smallest}
-            found = unknown | found
+        found |= _read_results(list(read_lines(sweep / PROGRESS)))
+        # Pairs are tried in order, so the first one without a result ended the process.
+        lost = [pair for pair in left if pair not in found]
+        for pair in lost if time.monotonic() >= deadline else lost[:1]:
+            found[pair] = replace(result_for(smallest[pair]), reason=reason, tried=False)
     # A resumed sweep tries only the pairs of trials that it still has to run.
-    before = {result.pair: result for result in _read_results(read_json(sweep / PREFLIGHT)) if not result.is_mistake}
+    before = _read_results(read_json(sweep / PREFLIGHT))
+    before = {pair: result for pair, result in before.items() if not result.is_mistake}
     write_json(sweep / PREFLIGHT, [result.to_json() for result in (before | found).values()])
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
     return found
 
 
-def _read_results(content: object) -> list[PreflightResult]:
+def _read_results(content: object) -> dict[Pair, PreflightResult]:
     rows = content if isinstance(content, list) else []
-    return [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
+    results = [result for row in rows if (result := read_or_none(PreflightResult, row)) is not None]
+    return {pair_of(result): result for result in results}
 
 
 def _smallest(specs: Sequence[TrialSpec]) -> dict[Pair, TrialSpec]:
-    """For each `Pair` of settings the first trial that has them, with the smallest batch size and length of all."""
+    """For each pair the first trial that has it, with the smallest batch size and length of all."""
     found: dict[Pair, TrialSpec] = {}
     for spec in specs:
         if spec.trainer != COMMAND:

@@ -168,18 +168,19 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[Mapping[st
     rows = batch_rows(batch)
     if size is None or size >= rows:
         return [batch]
-    return [{name: _part(name, batch[name], rows, begin, size) for name in batch} for begin in range(0, rows, size)]
-
-
-def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
-    """The rows of `value` for `size` samples from `begin`; `value` itself if it has no rows, or one row for all."""
-    if not isinstance(value, torch.Tensor | list | tuple) or (isinstance(value, torch.Tensor) and not value.dim()):
-        return value
-    if len(value) == rows:
-        return value[begin : begin + size]
-    if isinstance(value, torch.Tensor) and len(value) == 1:
-        return value
-    raise UnsupportedError(
-        f"the batch cannot be split into micro-batches, because {name} has {len(value)} rows for {rows} samples; leave "
-        "`micro_batch_size` out, or make a batch with one row for each sample"
-    )
+    with_rows = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.dim() and len(value) != 1)
+    }
+    for name, value in with_rows.items():
+        if len(value) != rows:
+            raise UnsupportedError(
+                f"the batch cannot be split into micro-batches, because {name} has {len(value)} rows for {rows} "
+                "samples; leave `micro_batch_size` out, or make a batch with one row for each sample"
+            )
+    # Values without rows, and tensors with one row for all samples, are the same in each part.
+    return [
+        {**batch, **{name: value[begin : begin + size] for name, value in with_rows.items()}}
+        for begin in range(0, rows, size)
+    ]

@@ -14,7 +14,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.privacy import Privacy
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
-from flopwatch.sweep.trainers.options import TrainerOptions, read_options
+from flopwatch.sweep.trainers.options import read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
 
@@ -39,7 +39,7 @@ def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.T
         loss = output
     if loss is None and hasattr(model, "per_sample_losses"):
         loss = model.per_sample_losses(output, batch).mean()  # type: ignore[operator]
-    if loss is None and _is_classified(output, batch):
+    if loss is None and _fitting(output, batch):
         loss = label_losses(output, batch).mean()
     if loss is None:
         raise UnsupportedError(
@@ -60,10 +60,6 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     return dict(batch) if takes_labels(model) else _without_labels(batch)
 
 
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "labels"}
-
-
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch without labels, so that the model does not compute a loss that is not used.
 
@@ -71,6 +67,10 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return dict(batch) if is_encoder_decoder else _without_labels(batch)
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
@@ -81,7 +81,7 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
     with torch.no_grad():
         output = model(**forward_inputs(model, row))
         logits, loss, labels = _logits(output), _part(output, "loss"), row.get("labels")
-        if loss is None and _is_classified(output, row):
+        if loss is None and _fitting(output, row):
             return label_losses
         if logits is None or loss is None or labels is None:
             returned = ", ".join(output) if isinstance(output, Mapping) else _described(output)
@@ -89,8 +89,7 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
                 f"flopwatch needs logits, loss and labels to find the loss of each sample, but {type(model).__name__} "
                 f"returned {returned} for a batch of {', '.join(batch)}; {_ADVICE}"
             )
-        fitting = [losses for losses in (next_token_losses, label_losses) if _fits(losses, logits, labels)]
-        distances = {losses: abs(float(losses(output, row).mean() / loss) - 1) for losses in fitting}
+        distances = {losses: abs(float(losses(output, row).mean() / loss) - 1) for losses in _fitting(output, row)}
     closest = min(distances, key=distances.__getitem__, default=None)
     if closest is None or not distances[closest] <= _SAME:
         raise UnsupportedError(
@@ -119,16 +118,14 @@ def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return each.sum(1) / counted.sum(1).clamp(min=1)
 
 
-def _fits(losses: PerSampleLosses, logits: torch.Tensor, labels: torch.Tensor) -> bool:
-    positions = logits.shape[:-1] == labels.shape and not labels.is_floating_point()
-    return positions and (labels.dim() > 1 if losses is next_token_losses else True)
-
-
-def _is_classified(output: Any, batch: Mapping[str, Any]) -> bool:
+def _fitting(output: Any, batch: Mapping[str, Any]) -> list[PerSampleLosses]:
+    """The cross-entropies that logits and labels have the right shapes for."""
     logits, labels = _logits(output), batch.get("labels")
     if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
-        return False
-    return _fits(label_losses, logits, labels)
+        return []
+    if logits.shape[:-1] != labels.shape or labels.is_floating_point():
+        return []
+    return [next_token_losses, label_losses] if labels.dim() > 1 else [label_losses]
 
 
 def _logits(output: Any) -> Any:
@@ -204,37 +201,49 @@ class StandardTrainer:
 
 
 class _PrivateTrainer:
-    """The common part of the DP-SGD trainers: per-sample losses, and an AdamW update with clipping and noise."""
+    """DP-SGD by Opacus: per-sample losses, clipped gradients, and an AdamW update with noise.
+
+    Except for `dpsgd` it runs two backward passes: the first computes the gradient norm of every sample, the second
+    the sum of the clipped gradients. No per-sample gradients are kept, so memory hardly grows with the batch.
+    """
 
     name: str
 
     def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
         check_supported(self.name, model)
-        self._opacus, options = load_opacus(), read_options(settings.options)
+        opacus, options = load_opacus(), read_options(settings.options)
+        noise, norm = options.noise_multiplier, options.max_grad_norm
         self.settings = settings
-        self.privacy = Privacy(options.noise_multiplier, options.max_grad_norm)
+        self.privacy = Privacy(noise, norm)
         self.plain_model = model.train()
-        self.model, optimizer = self._wrapped(model, options)
+        self._two_pass_loss: Any = None
+        if self.name == "dpsgd":
+            self.model, optimizer = opacus.GradSampleModule(model, loss_reduction="mean"), opacus.DPOptimizer
+        else:
+            self.model = opacus.GradSampleModuleFastGradientClipping(
+                model, loss_reduction="mean", max_grad_norm=norm, use_ghost_clipping=self.name == "ghost"
+            )
+            optimizer = opacus.DPOptimizerFastGradientClipping
+            self._two_pass_loss = opacus.DPTensorFastGradientClipping
         self.optimizer = optimizer(
             make_optimizer(model, options.lr),
-            noise_multiplier=options.noise_multiplier,
-            max_grad_norm=options.max_grad_norm,
+            noise_multiplier=noise,
+            max_grad_norm=norm,
             expected_batch_size=settings.batch_size,
         )
         self._losses: PerSampleLosses | None = None
 
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
-        """The model with what Opacus adds to it, and the class of its optimizer."""
-        raise NotImplementedError
-
-    def _sample_losses(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Any]) -> Any:
         if self._losses is None:
             # In a region of its own: in torch 2.10 and earlier, autocast keeps weights that it has converted for the
             # rest of the region, and weights that were converted without gradients get none.
             with autocast(self.settings):
                 self._losses = find_per_sample_losses(self.plain_model, batch)
         with autocast(self.settings):
-            return self._losses(self.model(**model_inputs(self.plain_model, batch)), batch)
+            losses = self._losses(self.model(**model_inputs(self.plain_model, batch)), batch)
+        if self._two_pass_loss is None:
+            return losses.mean()
+        return self._two_pass_loss(self.model, self.optimizer, losses, "mean")
 
     def backward(self, loss: Any) -> None:
         loss.backward()
@@ -252,31 +261,8 @@ class DPSGDTrainer(_PrivateTrainer):
 
     name = "dpsgd"
 
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
-        return self._opacus.hooks_module(model, loss_reduction="mean"), self._opacus.hooks_optimizer
 
-    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        return self._sample_losses(batch).mean()
-
-
-class _TwoPassTrainer(_PrivateTrainer):
-    """DP-SGD in two backward passes: the first computes the gradient norm of every sample, the second the sum of the
-    clipped gradients. No per-sample gradients are kept, so memory hardly grows with the batch.
-    """
-
-    def _wrapped(self, model: nn.Module, options: TrainerOptions) -> tuple[Any, Any]:
-        norm, is_ghost = options.max_grad_norm, self.name == "ghost"
-        wrapped = self._opacus.two_pass_module(
-            model, loss_reduction="mean", max_grad_norm=norm, use_ghost_clipping=is_ghost
-        )
-        return wrapped, self._opacus.two_pass_optimizer
-
-    def forward(self, batch: Mapping[str, Any]) -> Any:
-        losses = self._sample_losses(batch)
-        return self._opacus.two_pass_loss(self.model, self.optimizer, losses, "mean")
-
-
-class DPGhostClippingTrainer(_TwoPassTrainer):
+class DPGhostClippingTrainer(_PrivateTrainer):
     """Two-pass DP-SGD that computes the norms of linear layers and embeddings from products of all pairs of positions,
     without per-sample gradients, so that the cost grows with the square of the sequence length.
     """
@@ -284,7 +270,7 @@ class DPGhostClippingTrainer(_TwoPassTrainer):
     name = "ghost"
 
 
-class DPFastGradientClippingTrainer(_TwoPassTrainer):
+class DPFastGradientClippingTrainer(_PrivateTrainer):
     """Two-pass DP-SGD that computes norms from per-sample gradients, one layer at a time."""
 
     name = "fast"

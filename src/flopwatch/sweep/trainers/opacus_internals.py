@@ -6,7 +6,7 @@ MissingDependencyError that says so. This module imports Opacus only when a func
 
 import logging
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from flopwatch.errors import MissingDependencyError
@@ -18,38 +18,32 @@ MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "norm_sample")
 """Texts in the messages of Opacus's exceptions which mean that a trainable parameter got no gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpacusParts:
-    """The classes of Opacus that the trainers use.
+_TRAINERS_USE = {
+    "GradSampleModule": "opacus.grad_sample",
+    "GradSampleModuleFastGradientClipping": "opacus.grad_sample",
+    "DPOptimizer": "opacus.optimizers",
+    "DPOptimizerFastGradientClipping": "opacus.optimizers",
+    # The loss of two-pass clipping is exported nowhere else; its backward() runs both passes.
+    "DPTensorFastGradientClipping": "opacus.utils.fast_gradient_clipping_utils",
+}
+"""The classes that the trainers use, and their modules.
 
-    `PrivacyEngine` is not used, because it adds a data loader with random batch sizes, which a sweep must not have, and
-    because it silently ignores `use_ghost_clipping`.
-    """
-
-    hooks_module: Any
-    hooks_optimizer: Any
-    two_pass_module: Any
-    two_pass_optimizer: Any
-    two_pass_loss: Any
+`PrivacyEngine` is not used, because it adds a data loader with random batch sizes, which a sweep must not have, and
+because it silently ignores `use_ghost_clipping`.
+"""
 
 
-def load_opacus() -> OpacusParts:
+def load_opacus() -> SimpleNamespace:
+    """Import Opacus without its side effects, and return the classes that the trainers use."""
     root = logging.getLogger()
     handlers = list(root.handlers)
-    parts = OpacusParts(
-        _name("opacus.grad_sample", "GradSampleModule"),
-        _name("opacus.optimizers", "DPOptimizer"),
-        _name("opacus.grad_sample", "GradSampleModuleFastGradientClipping"),
-        _name("opacus.optimizers", "DPOptimizerFastGradientClipping"),
-        # The loss of two-pass clipping is exported nowhere else; its backward() runs both passes.
-        _name("opacus.utils.fast_gradient_clipping_utils", "DPTensorFastGradientClipping"),
-    )
+    classes = SimpleNamespace(**{name: _name(module, name) for name, module in _TRAINERS_USE.items()})
     # Importing Opacus has called logging.basicConfig, so restore the log format of the whole program.
     root.handlers[:] = handlers
     # torch warns in every backward pass of a language model, because the input of an embedding has no gradient. The
     # hooks of Opacus do not read gradients of inputs, so the warning does not matter here.
     warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
-    return parts
+    return classes
 
 
 def has_ghost_norm(layer: object) -> bool:
@@ -57,7 +51,7 @@ def has_ghost_norm(layer: object) -> bool:
 
     NORM_SAMPLERS is Opacus's undocumented table of these classes.
     """
-    return type(layer) in _attribute(load_opacus().two_pass_module, "NORM_SAMPLERS")
+    return type(layer) in _attribute(load_opacus().GradSampleModuleFastGradientClipping, "NORM_SAMPLERS")
 
 
 def has_gradient_hook(layer: object) -> bool:
@@ -66,7 +60,7 @@ def has_gradient_hook(layer: object) -> bool:
     GRAD_SAMPLERS is Opacus's undocumented table of these classes. For all other layers, Opacus computes per-sample
     gradients with functorch's vmap, which runs the layer a second time.
     """
-    return type(layer) in _attribute(load_opacus().two_pass_module, "GRAD_SAMPLERS")
+    return type(layer) in _attribute(load_opacus().GradSampleModuleFastGradientClipping, "GRAD_SAMPLERS")
 
 
 def clip_and_accumulate(optimizer: Any) -> None:

@@ -3,17 +3,25 @@
 import dis
 import sys
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.files import is_full_disk
 from flopwatch.records.trial import Outcome
 from flopwatch.text import cut
 
+_Result = TypeVar("_Result")
+
 # Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
-_DEVICE_WORDS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "HIP out of memory")
-_HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_MEMORY_WORDS: dict[str, Outcome] = {
+    "CUDA out of memory": "oom_device",
+    "CUDA error: out of memory": "oom_device",
+    "CUBLAS_STATUS_ALLOC_FAILED": "oom_device",
+    "HIP out of memory": "oom_device",
+    "DefaultCPUAllocator: can't allocate memory": "oom_host",
+    "DefaultCPUAllocator: not enough memory": "oom_host",
+}
 
 
 def describe_exception(error: BaseException) -> dict[str, Any]:
@@ -25,28 +33,37 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
         "traceback": traceback_of(error),
     }
     if isinstance(error, SystemExit):
-        try:
-            code = repr(error.code)
-        except Exception:  # the code's own __repr__ may raise anything
-            code = f"<{type(error.code).__name__}>"
-        content["message"] = cut(f"the trial called sys.exit({code})")
-        is_number = error.code is None or isinstance(error.code, int)
-        content["exit_code"] = error.code if is_number else content["message"]
+        code = error.code
+        content["message"] = cut(_read("message", "its __repr__", lambda: f"the trial called sys.exit({code!r})"))
+        content["exit_code"] = code if code is None or isinstance(code, int) else content["message"]
     return content
 
 
 def message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:
-        return f"the exception's message cannot be read: its __str__ raised {type(second).__name__}"
+    return _read("message", "its __str__", lambda: str(error))
 
 
 def traceback_of(error: BaseException) -> str:
+    return _read("traceback", "formatting it", lambda: "".join(map(cut, traceback.format_exception(error)))[-20_000:])
+
+
+def _read(part: str, source: str, read: Callable[[], str]) -> str:
+    text, second = result_or_error(read)
+    return (
+        text if text is not None else f"the exception's {part} cannot be read: {source} raised {type(second).__name__}"
+    )
+
+
+def result_or_error(
+    action: Callable[[], _Result], *passed_on: type[Exception]
+) -> tuple[_Result | None, Exception | None]:
+    """What the action returns, or what it raises: a user's trainer, model or exception may raise anything."""
     try:
-        return "".join(cut(part) for part in traceback.format_exception(error))[-20_000:]
-    except Exception as second:
-        return f"the exception's traceback cannot be read: formatting it raised {type(second).__name__}"
+        return action(), None
+    except passed_on:
+        raise
+    except Exception as error:
+        return None, error
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -71,22 +88,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(link))
         yield link
-        waiting += _members(link)
+        # Python 3.10 has no exception groups, but the package `exceptiongroup`, whose classes have the same name.
+        if any(base.__name__ == "BaseExceptionGroup" for base in type(link).__mro__):
+            waiting += getattr(link, "exceptions", ())
         before = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__
         if before is not None:
             waiting.append(before)
-
-
-def _members(error: BaseException) -> list[BaseException]:
-    """The exceptions of a group. Python 3.10 has no class for groups, so their attribute `exceptions` identifies them.
-
-    A user's exception may have an attribute of that name with any content, so only exceptions in it are returned.
-    """
-    try:
-        members = list(getattr(error, "exceptions", ()))
-    except Exception:
-        return []
-    return [member for member in members if isinstance(member, BaseException)]
 
 
 def _memory_outcome(error: BaseException) -> Outcome | None:
@@ -97,10 +104,7 @@ def _memory_outcome(error: BaseException) -> Outcome | None:
         return "oom_device"
     if isinstance(error, RuntimeError) and _is_native(error):
         text = message_of(error)
-        if any(words in text for words in _DEVICE_WORDS):
-            return "oom_device"
-        if any(words in text for words in _HOST_WORDS):
-            return "oom_host"
+        return next((outcome for words, outcome in _MEMORY_WORDS.items() if words in text), None)
     return None
 
 

@@ -35,8 +35,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         die_with_parent(signal.SIGKILL)
     stacks = when_there_is_space(lambda: (trial_dir / of_rank(STACKS, rank or 0)).open("w"))
     faulthandler.enable()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank or 0))
     heartbeat.beat("import")
     job: dict[str, Any] = read_json(trial_dir / SPEC)
@@ -51,7 +50,8 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         file = trial_dir / (EXCEPTION if rank is None else exception_file(rank))
         facts = {} if rank is None else {"rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
         heartbeat.written(lambda: write_json(file, content | facts))
-        print_exception(error, content)
+        with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
+            sys.stderr.write(content["traceback"])
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
@@ -62,15 +62,6 @@ def lost_peer(error: BaseException) -> bool:
     if any(base.__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") for base in type(error).__mro__):
         return True
     return type(error) is RuntimeError and any(words in message_of(error) for words in _LOST_PEER)
-
-
-def print_exception(error: BaseException, content: dict[str, Any]) -> None:
-    """Print the exception to the log, and ignore errors of an excepthook or stderr that the trainer has replaced."""
-    with contextlib.suppress(Exception):
-        if len(content["message"]) < len(message_of(error)):
-            sys.stderr.write(content["traceback"])  # shortened, because a message of 50 MB would fill the log
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def leave(status: int) -> None:

@@ -66,20 +66,19 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> Non
     """
     trial = _TrialRun(trial_dir, spec, heartbeat)
     trial.build()
-    own_steps = trial_dir / of_rank(STEPS, trial.ranks.rank)
-    own_steps.unlink(missing_ok=True)
-    rows = when_there_is_space(lambda: open_for_lines(own_steps))
-    trial.run_steps("warmup", spec.warmup_steps, rows)
-    trial.run_steps("measure", spec.steps, rows)
-    os.close(rows)
-    trial.write_slowest_steps(own_steps)
+    trial.run_steps()
     trial.finish_steps()
-    trial.attempt("memory", trial.measure_memory)
-    trial.attempt("flops", trial.count_flops)
+    phases: dict[str, Callable[[], None]] = {"memory": trial.measure_memory, "flops": trial.count_flops}
     if spec.privacy:
-        trial.attempt("privacy", trial.account_privacy)
+        phases["privacy"] = trial.account_privacy
     if spec.trace:
-        trial.attempt("trace", trial.record_trace)
+        phases["trace"] = trial.record_trace
+    for phase, action in phases.items():
+        heartbeat.beat(phase)
+        trial.attempt(phase, action)
+        trial.save()
+    if trial.ranks.rank == 0:
+        trial.attempt("tensorboard", trial.write_scalars, needs_all_ranks=False)
     trial.save(is_done=True)
 
 
@@ -117,20 +116,22 @@ class _TrialRun:
         self.measured = replace(self.measured, parameters=parameters, extra=positions, declared_privacy=declared)
         self.save()
 
-    def run_steps(self, phase: str, count: int, rows: int) -> None:
-        for step in range(count):
-            self._heartbeat.beat(phase, step)
-            row = {"phase": phase, "step": step, **timed_step(self._parts(), self.device)}
-            self._heartbeat.written(partial(write_line, rows, row))
-
-    def write_slowest_steps(self, own_steps: Path) -> None:
-        """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
-        if self.ranks.size == 1:
-            return
-        rows = slowest_rows(self.ranks.gathered(list(read_lines(own_steps))))
-        if self.ranks.rank == 0:
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            self._heartbeat.written(lambda: own_steps.write_text(text))
+    def run_steps(self) -> None:
+        own_steps = self.trial_dir / of_rank(STEPS, self.ranks.rank)
+        own_steps.unlink(missing_ok=True)
+        rows = when_there_is_space(lambda: open_for_lines(own_steps))
+        for phase, count in (("warmup", self.spec.warmup_steps), ("measure", self.spec.steps)):
+            for step in range(count):
+                self._heartbeat.beat(phase, step)
+                row = {"phase": phase, "step": step, **timed_step(self._parts(), self.device)}
+                self._heartbeat.written(partial(write_line, rows, row))
+        os.close(rows)
+        if self.ranks.size > 1:
+            # Rank 0 writes the step times of the slowest process, which determines how long a step takes.
+            slowest = slowest_rows(self.ranks.gathered(list(read_lines(own_steps))))
+            if self.ranks.rank == 0:
+                text = "".join(json.dumps(row) + "\n" for row in slowest)
+                self._heartbeat.written(lambda: own_steps.write_text(text))
 
     def _parts(self) -> list[StepPart]:
         return step_parts(self.trainer, self._batches)
@@ -151,22 +152,18 @@ class _TrialRun:
         self._has_all_steps = True
         self.save()
 
-    def attempt(self, phase: str, action: Callable[[], None]) -> None:
+    def attempt(self, phase: str, action: Callable[[], None], *, needs_all_ranks: bool = True) -> None:
         """Run a phase after the steps; if it fails, record the reason and go on, because the steps are measured."""
-        self._heartbeat.beat(phase)
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self.ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
+            if needs_all_ranks and self.ranks.size > 1:  # the other ranks wait for this rank in a collective
                 raise
-            self._note_missing(phase, error)
-        self.save()
-
-    def _note_missing(self, phase: str, why: str | BaseException) -> None:
-        if isinstance(why, BaseException):
             with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
-                sys.stderr.write(traceback_of(why))
-            why = f"{type(why).__name__}: {message_of(why)[:300]}"
+                sys.stderr.write(traceback_of(error))
+            self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
+
+    def _note_missing(self, phase: str, why: str) -> None:
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
@@ -213,17 +210,27 @@ class _TrialRun:
         profiler.export_chrome_trace(str(path))
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
 
-    def save(self, *, is_done: bool = False) -> None:
-        if self.ranks.rank > 0:
+    def write_scalars(self) -> None:
+        """Write TensorBoard's files, if it is installed. The trainer may have changed steps.jsonl or its writer."""
+        try:
+            writer_class = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        except MissingDependencyError:
             return
-        if is_done:
-            try:
-                write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
-            except Exception as error:  # the trainer may have changed steps.jsonl or TensorBoard's writer
-                self._note_missing("tensorboard", error)
-        facts = {"done": is_done, "steps_done": self._has_all_steps}
-        content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
-        self._heartbeat.written(lambda: write_json(self.trial_dir / MEASURED, content))
+        with writer_class(str(self.run_dir)) as writer:
+            for index, row in enumerate(read_lines(self.trial_dir / STEPS)):
+                writer.add_scalar(f"{row['phase']}/step_seconds", row["seconds"], index)
+                writer.add_scalar(f"{row['phase']}/samples_per_s", self.spec.batch_size / row["seconds"], index)
+            for part, peak in self.measured.memory.by_phase.items():
+                writer.add_scalar(f"memory_mib/{part}", peak / 2**20, 0)
+            cost = self.measured.cost
+            if cost is not None and cost.model_flops is not None:
+                writer.add_scalar("flops/model", cost.model_flops, 0)
+
+    def save(self, *, is_done: bool = False) -> None:
+        if self.ranks.rank == 0:
+            facts = {"done": is_done, "steps_done": self._has_all_steps}
+            content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
+            self._heartbeat.written(lambda: write_json(self.trial_dir / MEASURED, content))
 
 
 def _model(spec: TrialSpec, device: str) -> nn.Module:
@@ -231,21 +238,6 @@ def _model(spec: TrialSpec, device: str) -> nn.Module:
     if spec.checkpointing:
         enable_checkpointing(model)
     return model
-
-
-def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:
-    try:
-        writer_class = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
-    except MissingDependencyError:
-        return
-    with writer_class(str(run_dir)) as writer:
-        for index, row in enumerate(read_lines(trial_dir / STEPS)):
-            writer.add_scalar(f"{row['phase']}/step_seconds", row["seconds"], index)
-            writer.add_scalar(f"{row['phase']}/samples_per_s", spec.batch_size / row["seconds"], index)
-        for part, peak in measured.memory.by_phase.items():
-            writer.add_scalar(f"memory_mib/{part}", peak / 2**20, 0)
-        if measured.cost is not None and measured.cost.model_flops is not None:
-            writer.add_scalar("flops/model", measured.cost.model_flops, 0)
 
 
 def choose_device(name: str) -> torch.device:
@@ -271,21 +263,19 @@ def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
         for _, part in parts:
             part()
             marks.append(monotonic_seconds())
-        return _by_name(parts, marks[-1] - marks[0], [after - before for before, after in pairwise(marks)])
-    torch.accelerator.synchronize()
-    events = [torch.Event(device.type, enable_timing=True) for _ in range(len(parts) + 1)]
-    began = monotonic_seconds()
-    events[0].record()
-    for (_, part), event in zip(parts, events[1:], strict=True):
-        part()
-        event.record()
-    torch.accelerator.synchronize()
-    whole = monotonic_seconds() - began
-    return _by_name(parts, whole, [first.elapsed_time(second) / 1000 for first, second in pairwise(events)])
-
-
-def _by_name(parts: list[StepPart], whole: float, seconds: list[float]) -> dict[str, float]:
-    """The sum of the seconds by name, because a step with micro-batches has several forward and backward passes."""
+        whole, seconds = marks[-1] - marks[0], [after - before for before, after in pairwise(marks)]
+    else:
+        torch.accelerator.synchronize()
+        events = [torch.Event(device.type, enable_timing=True) for _ in range(len(parts) + 1)]
+        began = monotonic_seconds()
+        events[0].record()
+        for (_, part), event in zip(parts, events[1:], strict=True):
+            part()
+            event.record()
+        torch.accelerator.synchronize()
+        whole = monotonic_seconds() - began
+        seconds = [first.elapsed_time(second) / 1000 for first, second in pairwise(events)]
+    # Added up by name, because a step with micro-batches has several forward and backward passes.
     found = {"seconds": whole, **dict.fromkeys(PARTS, 0.0)}
     for (name, _), value in zip(parts, seconds, strict=True):
         found[name] += value
@@ -315,10 +305,6 @@ def peak_bytes(device: torch.device) -> int | None:
     """Peak memory since `reset_peak`: that of tensors on CUDA, else this process's resident memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _host_peak_bytes()
-
-
-def _host_peak_bytes() -> int | None:
     memory = resident("self")
     return memory.peak if memory else None
 
@@ -333,7 +319,7 @@ def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
             alloc_retries=counts.get("num_alloc_retries", 0),
             device_bytes=torch.cuda.get_device_properties(device).total_memory,
         )
-    return replace(memory, host_bytes=_host_peak_bytes(), host_method="high_water")
+    return replace(memory, host_bytes=peak_bytes(torch.device("cpu")), host_method="high_water")
 
 
 def device_peak(device: torch.device, dtype: str) -> Peak | None:

@@ -4,14 +4,14 @@ A tiny copy is a model of the same architecture that is so small that a step tak
 """
 
 import copy
-import functools
 import gc
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, Preset, config_file, image_preset, is_config
 from flopwatch.records.privacy import Privacy
 from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec
-from flopwatch.sweep.preflight import PROGRESS, REQUEST, UNFINISHED, PreflightResult, pair_of
+from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult, result_for
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import enable_checkpointing, forward_inputs, own_loss
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings, declared_privacy, load_trainer
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
-from flopwatch.sweep.worker.exception_outcome import message_of
+from flopwatch.sweep.worker.exception_outcome import result_or_error
 from flopwatch.sweep.worker.step_cost import count_plain
 from flopwatch.text import cut, first_line
 
@@ -48,23 +48,22 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     sweep = Path(folder)
     for content in read_json(sweep / REQUEST) or ():
-        spec = read_record(TrialSpec, content)
-        result = PreflightResult(*pair_of(spec), supported=True, batch_size=spec.batch_size, seq_len=spec.seq_len)
-        append_line(sweep / PROGRESS, replace(result, tried=False, reason=UNFINISHED).to_json())
-        append_line(sweep / PROGRESS, preflight(result, spec).to_json())
+        append_line(sweep / PROGRESS, preflight(read_record(TrialSpec, content)).to_json())
         gc.collect()
 
 
-def preflight(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
-    begin = time.perf_counter()
-    try:
-        result = _with_facts(result, spec)
-        result = _try_trainer(result, spec)
-    except (InputError, MissingDependencyError) as error:  # the trial would fail with the same error
-        is_mistake = not isinstance(error, UnsupportedError)
-        result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(message_of(error), 1000))
-    except Exception as error:  # a user's trainer or model may raise anything; the other pairs must still be tried
-        result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
+def preflight(spec: TrialSpec) -> PreflightResult:
+    begin, result = time.perf_counter(), result_for(spec)
+    for stage in (_with_facts, _try_trainer):
+        found, error = result_or_error(partial(stage, result, spec))
+        result = found or result
+        if isinstance(error, InputError | MissingDependencyError):  # the trial would fail with the same error
+            is_mistake = not isinstance(error, UnsupportedError)
+            result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(str(error), 1000))
+        elif error is not None:
+            result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
+        if error is not None:
+            break
     return replace(result, seconds=time.perf_counter() - begin)
 
 
@@ -78,7 +77,7 @@ def _with_facts(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     )
 
 
-@functools.cache
+@cache
 def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None) -> int | None:
     """The FLOPs of a standard step; cached, because they are the same for all trainers. None if they are unknown."""
     full = load_model(model)
@@ -90,38 +89,31 @@ def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None
 
 def _try_trainer(result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     if spec.trainer in PRIVATE:
-        check_supported(spec.trainer, _checkpointed(load_model(spec.model), spec))
+        full = load_model(spec.model)
+        if spec.checkpointing:
+            enable_checkpointing(full)
+        check_supported(spec.trainer, full)
     problem = "no copy of the model is small enough for the preflight"
-    for copied in tiny_copies(spec.model):
-        tiny = _checkpointed(copied, spec)
-        try:
-            _run_step("standard", tiny, spec if spec.trainer in LABELS else replace(spec, options={}))
-        except UnsupportedError:
-            raise
-        except Exception as error:  # the reduced sizes of this copy may be invalid; try the next copy
-            problem = f"a standard training step of a tiny copy failed: {_said(error)}"
-            continue
-        return _try_on(tiny, result, spec)
+    for tiny in tiny_copies(spec.model):
+        if spec.checkpointing:
+            enable_checkpointing(tiny)
+        plain = spec if spec.trainer in LABELS else replace(spec, options={})
+        instance, error = result_or_error(partial(_run_step, "standard", tiny, plain), UnsupportedError)
+        if instance is not None:
+            return _try_on(tiny, result, spec)
+        # The sizes of this copy may be invalid, so the next one is tried.
+        problem = f"a standard training step of a tiny copy failed: {_said(error)}"
     return replace(result, tried=False, reason=f"not tried: {problem}")
-
-
-def _checkpointed(model: nn.Module, spec: TrialSpec) -> nn.Module:
-    if spec.checkpointing:
-        enable_checkpointing(model)
-    return model
 
 
 def _try_on(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     if spec.trainer == "standard":
         return result
-    try:
-        instance = _run_step(spec.trainer, tiny, spec)
-    except FlopwatchError:
-        raise
-    except Exception as error:
+    instance, error = result_or_error(partial(_run_step, spec.trainer, tiny, spec), FlopwatchError)
+    if error is not None:
         if spec.trainer in PRIVATE:
             raise UnsupportedError(explain_failure(spec.trainer, _idle_parameters(tiny, spec), error)) from error
-        raise
+        raise error
     if spec.trainer in PRIVATE:
         return _compared(tiny, result, spec)
     found = getattr(instance, "privacy", None)
@@ -166,10 +158,10 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
 def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> PreflightResult:
     """Compare the clipped gradients with those of a loop over the samples, because a step can run yet clip wrongly."""
     batch = _tiny_batch(tiny, spec)
-    try:
-        difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
-    except Exception as error:
+    found, error = result_or_error(partial(parity, tiny, batch, trainers=[result.trainer]))
+    if found is None:
         return replace(result, reason=f"the trainer runs, but its gradients were not checked: {_said(error)}")
+    difference = found[result.trainer]
     if difference <= _SAME_GRADIENTS:
         return replace(result, difference=difference)
     plain = without_dropout(copy.deepcopy(tiny))
@@ -183,7 +175,7 @@ def _compared(tiny: nn.Module, result: PreflightResult, spec: TrialSpec) -> Pref
     )
 
 
-def _said(error: Exception) -> str:
+def _said(error: object) -> str:
     return f"{type(error).__name__}: {first_line(error, 1000)}"
 
 
@@ -193,7 +185,7 @@ MOST_PARAMETERS = 20_000_000
 """Larger models are not run in the preflight, because a step would take seconds and hundreds of megabytes."""
 
 # Sizes of the tiny copies of models, and what these sizes are called in the configs of transformers.
-_HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
+_HEADS, _HEAD_WIDTH, _VOCABULARY, _PATCH = 4, 8, 96, 4
 _CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
@@ -202,10 +194,14 @@ _INNER = (
     *("encoder_ffn_dim", "decoder_ffn_dim"),
 )
 _ATTENTION_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-_NUMBER_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NARROW = {
+    **dict.fromkeys(_ATTENTION_HEADS, _HEADS),
+    **dict.fromkeys(_INNER, 2 * _HEADS * _HEAD_WIDTH),
+    **dict.fromkeys(("head_dim", "d_kv"), _HEAD_WIDTH),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+}
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "cls_token_id", "sep_token_id")
-
-Settings = dict[str, Any]
 
 
 def tiny_copies(model: str) -> Iterator[nn.Module]:
@@ -224,73 +220,53 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
         yield ResNet(replace(images, image_size=_SIDE, widths=widths, blocks_per_stage=1)).train()
     elif is_config(model):
         settings = json.loads(config_file(model).read_text(encoding="utf-8"))
-        for smaller in (with_small_width(settings), with_few_layers(settings), settings):
-            copy = _built(smaller)
+        for tried in (smaller(settings, is_narrow=True), smaller(settings, is_narrow=False), settings):
+            copy, _ = result_or_error(partial(_built, tried))
             if copy is not None:
                 yield copy
     elif _parameters(load_model(model)) <= MOST_PARAMETERS:
         yield load_model(model, device="cpu").train()
 
 
-def with_few_layers(settings: Settings) -> Settings:
-    """The config with two layers, or as many as it needs to have one of each layer type, and a small vocabulary."""
-    small = _parts(settings, with_few_layers)
-    kinds = settings.get("layer_types")
-    count = 2
+def smaller(settings: dict[str, Any], *, is_narrow: bool) -> dict[str, Any]:
+    """The config with a small vocabulary and two layers, or as many as it needs to have one of each layer type.
+
+    If `is_narrow`, it also has few and narrow heads, few experts and small images.
+    """
+    small: dict[str, Any] = {
+        key: smaller(value, is_narrow=is_narrow) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in settings.items()
+    }
+    count, kinds = 2, settings.get("layer_types")
     if isinstance(kinds, list):
         count = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
         small["layer_types"] = kinds[:count]
-    _limit(small, _LAYERS, count)
-    _limit(small, ("vocab_size",), _VOCABULARY)
+    limits = {**dict.fromkeys(_LAYERS, count), "vocab_size": _VOCABULARY}
+    if is_narrow:
+        heads: int = next((small[name] for name in _ATTENTION_HEADS if isinstance(small.get(name), int)), _HEADS)
+        groups = small.get("num_key_value_heads")
+        if isinstance(groups, int):
+            small["num_key_value_heads"] = max(1, min(heads, _HEADS) * groups // heads)
+        if isinstance(small.get("image_size"), int) and isinstance(small.get("patch_size"), int):
+            small["image_size"], small["patch_size"] = 4 * _PATCH, _PATCH
+        limits |= {**_NARROW, **dict.fromkeys(_WIDTH, min(heads, _HEADS) * _HEAD_WIDTH)}
+    for name, most in limits.items():
+        if isinstance(small.get(name), int):
+            small[name] = min(small[name], most)
     for name in _TOKENS:
         if isinstance(small.get(name), int) and small[name] >= _VOCABULARY:
             small[name] = None if name != "decoder_start_token_id" else 0
     return small
 
 
-def with_small_width(settings: Settings) -> Settings:
-    """The config with few layers, few and narrow heads, few experts, small images and a small vocabulary."""
-    small = with_few_layers(_parts(settings, with_small_width))
-    heads: int = next((small[name] for name in _ATTENTION_HEADS if isinstance(small.get(name), int)), _HEADS)
-    groups = small.get("num_key_value_heads")
-    if isinstance(groups, int):
-        small["num_key_value_heads"] = max(1, min(heads, _HEADS) * groups // heads)
-    _limit(small, _ATTENTION_HEADS, _HEADS)
-    _limit(small, _WIDTH, min(heads, _HEADS) * _HEAD_WIDTH)
-    _limit(small, _INNER, 2 * _HEADS * _HEAD_WIDTH)
-    _limit(small, ("head_dim", "d_kv"), _HEAD_WIDTH)
-    _limit(small, _NUMBER_OF_EXPERTS, _EXPERTS)
-    _limit(small, ("num_experts_per_tok",), 2)
-    if isinstance(small.get("image_size"), int) and isinstance(small.get("patch_size"), int):
-        small["image_size"], small["patch_size"] = 4 * _PATCH, _PATCH
-    return small
-
-
-def _parts(settings: Settings, shrink: Callable[[Settings], Settings]) -> Settings:
-    return {
-        key: shrink(value) if key.endswith("_config") and isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
-
-
-def _limit(settings: Settings, names: tuple[str, ...], most: int) -> None:
-    for name in names:
-        if isinstance(settings.get(name), int):
-            settings[name] = min(settings[name], most)
-
-
-def _built(settings: Settings) -> nn.Module | None:
-    with tempfile.TemporaryDirectory() as folder:
+def _built(settings: dict[str, Any]) -> nn.Module | None:
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(settings))
-        try:
-            if _parameters(load_model(str(file))) > MOST_PARAMETERS:
-                return None
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                return load_model(str(file), device="cpu")
-        except Exception:  # transformers may raise anything for an invalid config
+        if _parameters(load_model(str(file))) > MOST_PARAMETERS:
             return None
+        torch.manual_seed(0)
+        return load_model(str(file), device="cpu")
 
 
 def _parameters(model: nn.Module) -> int:

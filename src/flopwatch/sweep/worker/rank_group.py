@@ -144,12 +144,12 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
     >>> job_cost([StepCost(model_flops=10, hardware_flops=12), StepCost(model_flops=10)]).model_flops
     20
     """
-    coverages = [cost.coverage for cost in costs if cost.coverage is not None]
+    model, hardware = [cost.model_flops for cost in costs], [cost.hardware_flops for cost in costs]
     return replace(
         costs[0],
-        model_flops=_sum([cost.model_flops for cost in costs]),
-        hardware_flops=_sum([cost.hardware_flops for cost in costs]),
-        coverage=min(coverages, default=None),
+        model_flops=None if None in model else sum(filter(None, model)),
+        hardware_flops=None if None in hardware else sum(filter(None, hardware)),
+        coverage=min((cost.coverage for cost in costs if cost.coverage is not None), default=None),
         is_lower_bound=any(cost.is_lower_bound for cost in costs),
         notes=tuple(dict.fromkeys(note for cost in costs for note in cost.notes)),
     )
@@ -180,13 +180,12 @@ def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
 def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
     """The largest memory of any accelerator. Host memory is that of rank 0; the supervisor measures the total."""
     parts = dict.fromkeys(part for memory in memories for part in memory.by_phase)
-    return replace(
-        memories[0],
-        allocated_bytes=_most([memory.allocated_bytes for memory in memories]),
-        reserved_bytes=_most([memory.reserved_bytes for memory in memories]),
-        alloc_retries=_most([memory.alloc_retries for memory in memories]),
-        by_phase={part: max(memory.by_phase.get(part, 0) for memory in memories) for part in parts},
-    )
+    of_device = {
+        name: max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
+        for name in ("allocated_bytes", "reserved_bytes", "alloc_retries")
+    }
+    by_phase = {part: max(memory.by_phase.get(part, 0) for memory in memories) for part in parts}
+    return replace(memories[0], **of_device, by_phase=by_phase)
 
 
 def slowest_rows(rows_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -203,12 +202,3 @@ def slowest_rows(rows_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[di
 
     slowest = max(range(len(rows_by_rank)), key=typical)
     return [{**row, "rank": slowest} for row in rows_by_rank[slowest]]
-
-
-def _sum(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _most(values: Sequence[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
-from flopwatch.sweep.worker.exception_outcome import message_of
+from flopwatch.sweep.worker.exception_outcome import result_or_error
 from flopwatch.text import cut, first_line
 from flopwatch.torch_internals.autograd import compiled_original, is_compiled_function
 from flopwatch.torch_internals.modules import compiled_call
@@ -49,20 +50,25 @@ def count_step(
         count = count_plain(model, batch)
         cost = StepCost(**{name: getattr(count, name) for name in same})
     except FlopwatchError as error:
-        cost = StepCost(notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",))
+        cost = StepCost(notes=(f"the model's FLOPs could not be counted: {cut(str(error))}",))
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
-    if not is_alone and (type(trainer) is not StandardTrainer or cost.model_flops is None):
-        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     if not is_alone:
-        counts = [count_plain(model, part) for part in batches]
-        return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
-    try:
-        executed = count_executed(trainer, batches)
-    except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
-        return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(error, 300)}")
-    return _with_executed(cost, executed)
+        if type(trainer) is not StandardTrainer or cost.model_flops is None:
+            return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
+        return replace(cost, hardware_flops=sum(count_plain(model, part).hardware_flops for part in batches))
+    executed, failure = result_or_error(partial(count_executed, trainer, batches))
+    if failure is not None:
+        return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(failure, 300)}")
+    if executed is None:
+        return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
+    if executed.hardware_flops == 0:
+        return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
+    cost = replace(cost, hardware_flops=executed.hardware_flops)
+    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
+        cost = _noted(cost, f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}")
+    return replace(cost, is_lower_bound=cost.is_lower_bound or bool(ops))
 
 
 def count_executed(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> FlopCount | None:
@@ -86,18 +92,6 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any]) -> FlopCount:
     is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
     loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
     return count_flops(model, forward_inputs(model, tensors), loss_fn=loss_fn)
-
-
-def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
-    if executed is None:
-        return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
-    if executed.hardware_flops == 0:
-        return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
-    cost = replace(cost, hardware_flops=executed.hardware_flops)
-    if ops := ", ".join(sorted({op.op for op in executed.uncounted})):
-        note = f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"
-        cost = replace(_noted(cost, note), is_lower_bound=True)
-    return cost
 
 
 def _noted(cost: StepCost, note: str) -> StepCost:
