@@ -92,12 +92,13 @@ class SlotPool:
         for slot, free in self._free_share.items():
             if len(chosen) < count and free + _EPSILON >= share and all(map(self._lock, self._lock_names(slot))):
                 chosen.append(slot)
-        if len(chosen) == count:
-            for slot in chosen:
-                self._free_share[slot] -= share
+        is_enough = len(chosen) == count
+        for slot in chosen if is_enough else ():
+            self._free_share[slot] -= share
         self._unlock_unused()
-        taken = DeviceSlot(tuple(gpu for slot in chosen for gpu in slot.gpus), share, chosen[0].cores if chosen else ())
-        return taken if len(chosen) == count else None
+        if not is_enough:
+            return None
+        return DeviceSlot(tuple(gpu for slot in chosen for gpu in slot.gpus), share, chosen[0].cores)
 
     def give_back(self, slot: DeviceSlot) -> None:
         for part in self._free_share:
