@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -307,6 +308,28 @@ def test_a_ray_of_its_own_is_on_loopback_and_ends_with_a_killed_runner(tmp_path)
     assert psutil.wait_procs(quick, timeout=60)[1] == []
     assert start_ticks(pid) is None
     assert process_tree.marked_processes(trial) == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stopped_sweep_gets_back_what_had_not_begun_when_the_driver_ended(tmp_path, has_begun):
+    """Nothing is given to another driver, though Ray does not answer."""
+    (trial,) = contract.make_trials(tmp_path, "true")
+    sent, engine = [], RayEngine(gpus_per_trial=0)
+    engine._sweep = tmp_path
+    engine._cluster = SimpleNamespace(
+        nodes=[], begun={}, ended=[], stage="connected", silent_since=1.0,
+        listen=lambda seconds: None, send=lambda *call: sent.append(call[0]), restart_driver=lambda: True,
+    )  # fmt: skip
+    engine.submit([trial])
+    assert engine.withdraw() == engine.withdraw() == []
+    assert sent == ["place", "recall"]
+    if has_begun:
+        (contract.folder_of(trial) / "started.json").write_text("{}")
+    engine._cluster.stage = "ended"
+    ended = engine.wait(0)
+    assert [end.evidence for end in ended] == ([{"error": "RayDriverEnded"}] if has_begun else [])
+    assert engine.withdraw() == ([] if has_begun else [trial.name])
+    assert sent == ["place", "recall"]
 
 
 def test_a_node_too_small_or_without_gpus_holds_none():
