@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from flopwatch.optional import require
-from flopwatch.sweep.engines.ray_internals import local_environment, start_local
+from flopwatch.sweep.engines.ray_task import local_environment, start_local
 
 
 def need_ray():

@@ -66,7 +66,7 @@ def by_ray_tasks(folder: Path, words: list[str]) -> float:
     trials = prepared(folder, words)
     program = (
         "import json, os, subprocess, sys\n"
-        "from flopwatch.sweep.engines.ray_internals import local_environment, start_local\n"
+        "from flopwatch.sweep.engines.ray_task import local_environment, start_local\n"
         "os.environ.update(local_environment())\n"
         "import ray\n"
         "start_local(ray, None, None)\n"

@@ -1,5 +1,11 @@
-import pytest
+from typing import get_args
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from flopwatch.records.trial import Outcome
+from flopwatch.sweep.engines import protocol
 from flopwatch.sweep.engines.protocol import ending_from_evidence, outcome_known_to_engine
 
 
@@ -88,3 +94,54 @@ def test_an_engine_that_saw_nothing_explains_nothing():
 
 def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
     assert "folder that all nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]
+
+
+STATES = ["", "TIMEOUT", "OUT_OF_MEMORY", "CANCELLED by 0", "REFUSED", "NOT_TAKEN", "FAILED", "COMPLETED", "UNKNOWN"]
+EVIDENCE = some.fixed_dictionaries(
+    {},
+    optional={
+        "stuck": some.sampled_from(["", "it did not respond"]),
+        "state": some.sampled_from(STATES),
+        "error": some.sampled_from(["", "OutOfMemoryError", "NodeDiedError", "ModuleNotFoundError"]),
+        "detail": some.sampled_from(["", "words with {braces}"]),
+        "signal": some.sampled_from([None, 9, 15, 53, "SIGKILL"]),
+        "exit_code": some.sampled_from([None, 0, 1]),
+        "log": some.sampled_from(["", "one\n two {x}\n\n", "slurmstepd: error: oom-kill event\n"]),
+        "host": some.sampled_from(["", "n1"]),
+        "job": some.just("5_0"),
+    },
+)
+
+
+@given(EVIDENCE)
+def test_every_evidence_has_one_outcome_and_a_reason_in_one_line(evidence):
+    outcome, reason = ending_from_evidence(evidence)
+    assert outcome in get_args(Outcome)
+    assert reason
+    assert "\n" not in reason
+
+
+@given(EVIDENCE)
+def test_a_cause_holds_also_if_the_supervisor_wrote_that_it_was_cancelled(evidence):
+    known = outcome_known_to_engine(evidence)
+    assert known in (None, ending_from_evidence(evidence), ("lost", "the trial's guard process was killed by SIGKILL"))
+    assert known is not None or ending_from_evidence(evidence)[0] == "lost"
+
+
+@given(EVIDENCE, some.sampled_from(["NodeDiedError", "OutOfMemoryError"]))
+def test_a_supervisor_that_did_not_respond_goes_before_everything_and_slurms_memory_before_its_state(evidence, error):
+    assert ending_from_evidence({**evidence, "stuck": "silent", "host": None}) == ("lost", "silent")
+    over_memory = {"state": "TIMEOUT", "error": error, "log": "slurmstepd: error: exceeded memory limit"}
+    assert ending_from_evidence({**evidence, "stuck": None, **over_memory})[0] == "oom_host"
+
+
+@pytest.mark.parametrize(
+    "row", [*protocol._CAUSES, *protocol._EXITS], ids=lambda row: " ".join(map(str, row[0])) or "-"
+)
+def test_no_row_of_the_table_is_hidden_by_one_above_it(row):
+    facts, outcome, reason = row
+    evidence = {key: "SOMETHING" if value is protocol._ANY else value for key, value in facts.items()}
+    if evidence.pop("is_over_memory", False):
+        evidence["log"] = "slurmstepd: error: exceeded memory limit"
+    found = ending_from_evidence(evidence)
+    assert found == (outcome, reason.format_map({"detail": None, "last_line": "", **evidence}))

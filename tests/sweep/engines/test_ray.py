@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,6 +12,7 @@ from flopwatch.errors import InputError
 from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.engines import ray as engine_module
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine, fits, spare
@@ -177,28 +179,58 @@ def test_what_no_node_has_begun_is_withdrawn_and_what_runs_goes_on(tmp_path):
 
 @on_ray
 def test_a_cluster_that_does_not_answer_for_a_while_is_waited_out_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.2)
     trials = contract.make_trials(tmp_path, "echo hello", "echo hello")
     engine = RayEngine(address="auto")
     engine.open(tmp_path, [])
-    call = engine._driver.call
+    note = engine._cluster._note
 
-    def silent(method, *arguments, **settings):
-        if method == "nodes":
-            raise ConnectionError("failed to connect to the head")
-        return call(method, *arguments, **settings)
+    def silent(kind, *facts):
+        note("failed", "RpcError", "failed to connect to the head") if kind == "nodes" else note(kind, *facts)
 
-    monkeypatch.setattr(engine._driver, "call", silent)
-    monkeypatch.setattr(engine, "_nodes_read", -1e9)
-    assert engine.room(trials[0].spec) == 0
-    engine.submit(trials)
+    monkeypatch.setattr(engine._cluster, "_note", silent)
     assert not engine.wait(1.2)
+    assert engine.room(trials[0].spec) == 0
     assert engine.state().startswith("Ray has not answered for ")
     assert "failed to connect to the head" in engine.state()
-    monkeypatch.setattr(engine._driver, "call", call)
+    engine.submit(trials)
+    monkeypatch.setattr(engine._cluster, "_note", note)
     contract.run_all_placed(engine, trials)
     assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]
     assert engine.room(trials[0].spec) > 0
     engine.close()
+
+
+@on_ray
+def test_another_error_of_the_driver_ends_the_sweep(tmp_path):
+    engine = RayEngine()
+    engine.open(tmp_path, [])
+    engine._cluster.send("no_such_method")
+    with pytest.raises(RuntimeError, match="AttributeError: 'Driver' object has no attribute 'no_such_method'"):
+        engine.wait(30)
+    engine.close()
+
+
+@on_ray
+def test_a_driver_that_dies_is_replaced_and_only_what_had_not_begun_runs_in_another_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "_RESTART_SECONDS", 0.1)
+    go = "{trial_dir}/../../go"
+    hold = f"echo $$ >> {{trial_dir}}/../../ran-$FLOPWATCH_TRIAL_NAME; while ! test -e {go}; do sleep 0.05; done"
+    trials = contract.make_trials(tmp_path, *[hold] * 6)
+    engine = RayEngine()
+    engine.open(tmp_path, [])
+    engine.submit(trials)
+    wait_until(lambda: not engine.wait(0.1) and len(list(tmp_path.glob("ran-*"))) == 4, "four run")
+    begun = {file.name.removeprefix("ran-") for file in tmp_path.glob("ran-*")}
+    engine._cluster.kill_driver()
+    (tmp_path / "go").touch()
+    evidence = contract.run_all_placed(engine, trials)
+    engine.close()
+    assert {name for name, found in evidence.items() if found.get("error") == "RayDriverEnded"} == begun
+    for trial in trials:
+        if trial.name not in begun:
+            assert contract.outcome(trial) == "ok"
+    assert [len((tmp_path / f"ran-{trial.name}").read_text().split()) for trial in trials] == [1] * 6
 
 
 @on_ray
@@ -276,6 +308,28 @@ def test_a_ray_of_its_own_is_on_loopback_and_ends_with_a_killed_runner(tmp_path)
     assert psutil.wait_procs(quick, timeout=60)[1] == []
     assert start_ticks(pid) is None
     assert process_tree.marked_processes(trial) == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stopped_sweep_gets_back_what_had_not_begun_when_the_driver_ended(tmp_path, has_begun):
+    """Nothing is given to another driver, though Ray does not answer."""
+    (trial,) = contract.make_trials(tmp_path, "true")
+    sent, engine = [], RayEngine(gpus_per_trial=0)
+    engine._sweep = tmp_path
+    engine._cluster = SimpleNamespace(
+        nodes=[], begun={}, ended=[], stage="connected", silent_since=1.0,
+        listen=lambda seconds: None, send=lambda *call: sent.append(call[0]), restart_driver=lambda: True,
+    )  # fmt: skip
+    engine.submit([trial])
+    assert engine.withdraw() == engine.withdraw() == []
+    assert sent == ["place", "recall"]
+    if has_begun:
+        (contract.folder_of(trial) / "started.json").write_text("{}")
+    engine._cluster.stage = "ended"
+    ended = engine.wait(0)
+    assert [end.evidence for end in ended] == ([{"error": "RayDriverEnded"}] if has_begun else [])
+    assert engine.withdraw() == ([] if has_begun else [trial.name])
+    assert sent == ["place", "recall"]
 
 
 def test_a_node_too_small_or_without_gpus_holds_none():

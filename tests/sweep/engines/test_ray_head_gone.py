@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from flopwatch.records.sweep_results import read_results
-from flopwatch.sweep.engines.ray_driver import RayConnection
+from flopwatch.sweep.engines.ray import Cluster
 from flopwatch.sweep.runner.observing import read_runner
 from support.sweeping import left_behind
 from testbeds.real_ray import kill_gcs, ray_head
@@ -82,17 +82,18 @@ def shutdown():
 """
 
 
-def test_a_head_that_starts_again_as_a_new_cluster_counts_as_away_and_its_driver_process_is_ended(tmp_path):
+def test_a_head_that_starts_again_as_a_new_cluster_counts_as_away_and_its_driver_process_is_ended(
+    tmp_path, monkeypatch
+):
     (tmp_path / "ray.py").write_text(RAY_OF_ANOTHER_CLUSTER)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    connection = RayConnection({"PYTHONPATH": path}, "10.0.0.1:6379", None, None)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    cluster = Cluster("10.0.0.1:6379", None, None)
     try:
-        connection.wait_until_connected(60)
-        with pytest.raises(ConnectionError, match="new cluster"):
-            connection.call("nodes")
-        assert not connection.is_alive(), "the engine starts another one"
+        wait_until(lambda: cluster.listen(0.1) or cluster.silent_since is not None, "the driver has asked", 60)
+        assert "new cluster" in cluster.outage()
+        wait_until(lambda: cluster.listen(0.1) or cluster.stage == "ended", "the engine starts another one")
     finally:
-        connection.close()
+        cluster.close()
 
 
 def lines(ledger):

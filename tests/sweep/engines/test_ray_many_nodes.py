@@ -1,5 +1,7 @@
 """Trials over two nodes of a Ray cluster: a placement group, the supervisor on its first, an agent on the other."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from flopwatch.errors import InputError
@@ -27,6 +29,6 @@ def test_one_trial_over_two_nodes_measures_and_one_loses_a_process(cluster, tmp_
 
 def test_a_ray_of_one_node_says_that_it_has_no_two():
     engine = RayEngine()
-    engine._nodes, engine._nodes_read = [{"Alive": True, "Resources": {"CPU": 8}}], float("inf")
+    engine._cluster = SimpleNamespace(listen=lambda seconds: None, silent_since=None, resources=lambda: [{"CPU": 8}])
     with pytest.raises(InputError, match="needs 2 nodes"):
         engine.room(many_nodes.spec(nodes=2, layout="ddp"))

@@ -1,9 +1,9 @@
 """Texts as slurm 22.05 printed them."""
 
-from flopwatch.sweep.engines.slurm_commands import (
+from flopwatch.sweep.engines.slurm import (
     Accounted,
     Queued,
-    job_list,
+    job_lists,
     read_bytes,
     read_sacct,
     read_scontrol,
@@ -62,7 +62,7 @@ def test_scontrol_names_the_task_by_its_array():
         "JobId=85 ArrayJobId=84 ArrayTaskId=1 JobName=a b JobState=FAILED Reason=None ExitCode=0:9 NodeList=n1\n"
         "JobId=84 ArrayJobId=84 ArrayTaskId=2-5%4 JobState=PENDING ExitCode=0:0 NodeList=(null)\n"
     )
-    assert read_scontrol(text) == {"84_1": Accounted("FAILED", None, 9, node="n1")}
+    assert read_scontrol(text) == {"84_1": Accounted("FAILED", None, 9, host="n1")}
     assert read_scontrol("slurm_load_jobs error: Invalid job id specified") == {}
 
 
@@ -71,4 +71,5 @@ def test_amounts_that_are_none_are_none():
 
 
 def test_arrays_are_asked_for_whole_and_in_order():
-    assert job_list(["10_3", "9_0", "10_4"]) == ["9", "10"]
+    assert job_lists(["10_3", "9_0", "10_4"]) == [["9", "10"]]
+    assert [len(jobs) for jobs in job_lists(f"{number}_0" for number in range(1200))] == [500, 500, 200]

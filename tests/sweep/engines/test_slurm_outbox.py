@@ -9,9 +9,8 @@ from flopwatch.files import write_json
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.engines import slurm as slurm_module
-from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import ending_from_evidence
-from flopwatch.sweep.engines.slurm import SlurmEngine
+from flopwatch.sweep.engines.slurm import SlurmEngine, SubmissionError
 from support.engines import contract
 from testbeds.wait_until import wait_until
 
@@ -107,7 +106,7 @@ def test_a_bad_request_ends_those_trials_at_once_with_slurms_words(tmp_path, slu
 
 def test_a_full_queue_is_no_failure_though_its_words_name_limits(tmp_path, slurm):
     words = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-    assert isinstance(slurm_commands.submission_error(words), slurm_commands.QueueFullError)
+    assert SubmissionError(words).kind == "full"
 
 
 def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_repeated(tmp_path, slurm):

@@ -2,34 +2,37 @@ import subprocess
 from pathlib import Path
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.sweep.engines.slurm_commands import Request, request_for, script
-
-NOTHING = {"cpus": None, "gpus": 0, "memory_megabytes": None, "minutes": None}
+from flopwatch.sweep.engines.slurm import Requests
 
 
 def spec(**settings):
     return TrialSpec("standard", "tiny", 1, 1, **settings)
 
 
+def requested(requests, **settings):
+    """Cores, GPUs, memory and minutes as sbatch gets them."""
+    asked = requests.options(spec(**settings))
+    return tuple(asked[key] for key in ("cpus-per-task", "gres", "mem", "time"))
+
+
 def test_slurm_gives_more_time_and_memory_than_our_own_limits():
     limits = Limits(wall_seconds=600.0, memory_bytes=1 << 30)
-    assert request_for(spec(limits=limits), **NOTHING) == Request(None, 0, 1024 + 256, 12)
+    assert requested(Requests(), limits=limits) == (None, None, f"{1024 + 256}M", 12)
 
 
 def test_without_limits_the_site_decides():
-    assert request_for(spec(limits=Limits(wall_seconds=None)), **NOTHING) == Request(None, 0, None, None)
+    assert requested(Requests(), limits=Limits(wall_seconds=None)) == (None, None, None, None)
 
 
 def test_the_trial_goes_before_the_engine_and_a_share_of_a_gpu_is_a_whole_one():
-    asked = request_for(spec(cpus=4, gpus=0.5), cpus=2, gpus=3, memory_megabytes=100, minutes=5)
-    assert asked == Request(4, 1, 100, 5)
-    assert request_for(spec(), cpus=2, gpus=3, memory_megabytes=100, minutes=5) == Request(2, 3, 100, 5)
+    engine = Requests(cpus_per_trial=2, gpus_per_trial=3, memory_megabytes=100, time_minutes=5)
+    assert requested(engine, cpus=4, gpus=0.5) == (4, "gpu:1", "100M", 5)
+    assert requested(engine) == (2, "gpu:3", "100M", 5)
 
 
 def text(tmp_path, **changes):
-    settings = {"parallelism": None, "partition": None, "extra": {}, **changes}
-    request = Request(2, 1, 500, 10)
-    return script("name", request, tmp_path / "batch.names", 3, ["printf", "%s|"], **settings)
+    requests = Requests(cpus_per_trial=2, gpus_per_trial=1, memory_megabytes=500, time_minutes=10, **changes)
+    return requests.script("name", tmp_path / "batch.names", 3, ["printf", "%s|"], requests.options(spec()))
 
 
 def options(script_text):
@@ -37,7 +40,7 @@ def options(script_text):
 
 
 def test_the_script_asks_for_what_the_trial_needs_and_may_be_requeued_unless_the_user_says_no(tmp_path):
-    asked = options(text(tmp_path, parallelism=2, partition="long", extra={"account": "lab", "exclusive": True}))
+    asked = options(text(tmp_path, array_parallelism=2, partition="long", extra={"account": "lab", "exclusive": True}))
     for option in ("array=0-2%2", "partition=long", "cpus-per-task=2", "gres=gpu:1", "mem=500M", "time=10"):
         assert option in asked
     assert {"requeue", "open-mode=append", "account=lab", "exclusive"} <= set(asked)

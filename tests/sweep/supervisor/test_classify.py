@@ -1,8 +1,12 @@
 import signal
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
+from flopwatch.records.trial import Outcome
 from flopwatch.sweep.supervisor.classify import ExitFacts, classify, memory_hint
 
 EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcome": "error"}
@@ -125,3 +129,63 @@ def test_a_helper_killed_for_memory_is_told_though_the_trial_went_on():
     outcome, reason = classify(ExitFacts(exit_code=0, has_finished=True, oom_kills=2))
     assert outcome == "ok"
     assert "2 of its processes were killed for memory" in reason
+
+
+EXCEPTIONS = some.sampled_from([None, EXCEPTION, {**EXCEPTION, "outcome": "oom_device"}])
+STATUSES = some.sampled_from([0, 1, 3, 137, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV, None])
+
+
+@some.composite
+def ending(draw):
+    """Any combination of facts, also those that no worker can cause."""
+    status = draw(STATUSES)
+    own_kill = draw(some.sampled_from([None, "timeout", "hang", "cancelled", "oom_host"]))
+    return ExitFacts(
+        own_kill=own_kill,
+        own_kill_detail="we killed it" if own_kill else "",
+        exit_code=status if status is not None and status >= 0 else None,
+        signal_number=-status if status is not None and status < 0 else None,
+        has_finished=draw(some.booleans()),
+        has_finished_steps=draw(some.booleans()),
+        is_command=draw(some.booleans()),
+        exception=draw(EXCEPTIONS),
+        reported=draw(some.sampled_from([None, "oom_device", "oom_host"])),
+        oom_kills=draw(some.integers(0, 2)),
+        has_own_group=draw(some.booleans()),
+        held_bytes=draw(some.sampled_from([None, 90, 96, 101])),
+        limit_bytes=draw(some.sampled_from([None, 100])),
+    )
+
+
+@given(ending())
+def test_every_combination_of_facts_has_one_outcome_and_a_reason_in_one_line(facts):
+    outcome, reason = classify(facts)
+    assert outcome in get_args(Outcome)
+    assert reason
+    assert "\n" not in reason
+
+
+@given(ending())
+def test_a_finished_worker_goes_before_our_own_kill_and_that_before_all_that_the_kill_may_have_caused(facts):
+    facts = replace(facts, has_finished_steps=False)
+    outcome, reason = classify(facts)
+    if facts.exit_code == 0 and facts.has_finished:
+        assert outcome == "ok"
+    elif facts.own_kill is not None:
+        assert (outcome, reason) == (facts.own_kill, "we killed it")
+    elif facts.reported is not None:
+        assert outcome == facts.reported
+
+
+@given(ending())
+def test_a_trial_is_out_of_memory_only_if_something_else_than_its_status_says_so(facts):
+    silent = replace(
+        facts, own_kill=None, reported=None, exception=None, oom_kills=0, held_bytes=None, has_finished_steps=False
+    )
+    assert classify(silent)[0] in ("ok", "error", "crash")
+
+
+@given(ending())
+def test_after_its_steps_a_trial_is_ok_or_cancelled(facts):
+    before, after = (classify(replace(facts, has_finished_steps=is_so))[0] for is_so in (False, True))
+    assert after == ("cancelled" if before == "cancelled" else "ok")

@@ -36,7 +36,7 @@ def lock_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class DeviceSlot:
     """The devices of one trial.
 
     Attributes:
@@ -66,63 +66,52 @@ class SlotPool:
 
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
         self._sweep = sweep
-        self._free_share = dict.fromkeys(gpus, 1.0)
-        self._lock_names = {gpu: f"gpu-{uuid}" for gpu, uuid in gpu_uuids(gpus).items()}
-        self._core_sets = [] if gpus else core_sets(jobs)
+        slots = [DeviceSlot((gpu,)) for gpu in gpus] or [DeviceSlot(cores=cores) for cores in core_sets(jobs)]
+        self._free_share = dict.fromkeys(slots, 1.0)  # by the slots of one GPU or one set of cores
+        self._uuids = gpu_uuids(gpus)
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
         _need_folder()
 
-    def take(self, gpus: float) -> Slot | None:
+    def take(self, gpus: float) -> DeviceSlot | None:
         """Reserve a slot. If none is free, return None and set `waits_for` to a device and the sweep that uses it."""
         self.waits_for = ""
-        if not self._free_share:
-            return self._take_cores(gpus)
-        wanted = gpus or 1.0
-        if wanted > len(self._free_share):
+        if gpus and not self._uuids:
             raise InputError(
-                f"a trial needs {wanted:g} GPUs, but this machine has {len(self._free_share)}; "
+                f"a trial needs {gpus:g} GPUs, but no GPU was found on this machine; remove `gpus` from the "
+                "configuration, or set the GPUs to use with --gpu-ids"
+            )
+        wanted = gpus or 1.0
+        if self._uuids and wanted > len(self._uuids):
+            raise InputError(
+                f"a trial needs {wanted:g} GPUs, but this machine has {len(self._uuids)}; "
                 "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
         count, share = (1, wanted) if wanted < 1.0 else (round(wanted), 1.0)
-        chosen: list[str] = []
-        for gpu, free in self._free_share.items():
-            if len(chosen) < count and free + _EPSILON >= share and self._lock(self._lock_names[gpu]):
-                chosen.append(gpu)
-        if len(chosen) < count:
-            self._unlock_unused()
+        chosen: list[DeviceSlot] = []
+        for slot, free in self._free_share.items():
+            if len(chosen) < count and free + _EPSILON >= share and all(map(self._lock, self._lock_names(slot))):
+                chosen.append(slot)
+        is_enough = len(chosen) == count
+        for slot in chosen if is_enough else ():
+            self._free_share[slot] -= share
+        self._unlock_unused()
+        if not is_enough:
             return None
-        for gpu in chosen:
-            self._free_share[gpu] -= share
-        return Slot(tuple(chosen), share)
+        return DeviceSlot(tuple(gpu for slot in chosen for gpu in slot.gpus), share, chosen[0].cores)
 
-    def give_back(self, slot: Slot) -> None:
-        for gpu in slot.gpus:
-            self._free_share[gpu] = min(1.0, self._free_share[gpu] + slot.share)
-        if slot.cores:
-            self._core_sets.append(slot.cores)
-            for core in slot.cores:
-                self._locks.pop(f"core-{core}").close()
+    def give_back(self, slot: DeviceSlot) -> None:
+        for part in self._free_share:
+            if set(part.gpus) & set(slot.gpus) or (part.cores and part.cores == slot.cores):
+                self._free_share[part] = min(1.0, self._free_share[part] + slot.share)
         self._unlock_unused()
 
     def close(self) -> None:
         while self._locks:
             self._locks.popitem()[1].close()
 
-    def _take_cores(self, gpus: float) -> Slot | None:
-        if gpus:
-            raise InputError(
-                f"a trial needs {gpus:g} GPUs, but no GPU was found on this machine; remove `gpus` from the "
-                "configuration, or set the GPUs to use with --gpu-ids"
-            )
-        for cores in self._core_sets:
-            locked = [core for core in cores if self._lock(f"core-{core}")]
-            if len(locked) == len(cores):
-                self._core_sets.remove(cores)
-                return Slot(cores=cores)
-            for core in locked:
-                self._locks.pop(f"core-{core}").close()
-        return None
+    def _lock_names(self, slot: DeviceSlot) -> list[str]:
+        return [*(f"gpu-{self._uuids[gpu]}" for gpu in slot.gpus), *(f"core-{core}" for core in slot.cores)]
 
     def _lock(self, name: str) -> bool:
         if name in self._locks:
@@ -153,9 +142,10 @@ class SlotPool:
         return True
 
     def _unlock_unused(self) -> None:
-        for gpu, share in self._free_share.items():
-            if share > 1.0 - _EPSILON and self._lock_names[gpu] in self._locks:
-                self._locks.pop(self._lock_names[gpu]).close()
+        for slot, free in self._free_share.items():
+            for name in self._lock_names(slot) if free > 1.0 - _EPSILON else ():
+                if name in self._locks:
+                    self._locks.pop(name).close()
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -263,7 +253,7 @@ class _Running:
 
     trial: Trial
     process: "subprocess.Popen[bytes]"
-    slot: Slot
+    slot: DeviceSlot
     give_up_at: float = math.inf
 
     def is_gone(self) -> bool:
@@ -294,7 +284,7 @@ class LocalEngine:
         if not self._gpus:
             core_sets(jobs)  # raises InputError if there are not enough cores
         self._running: dict[str, _Running] = {}
-        self._next_slot: Slot | None = None
+        self._next_slot: DeviceSlot | None = None
         self._pool: SlotPool
         self._supervisors: SpareSupervisor
 

@@ -4,7 +4,6 @@ The supervisor writes the trial's result to a file. If it ended without writing 
 from the evidence that the engine returns, such as the exit code. The module also loads engines by name.
 """
 
-import contextlib
 import importlib
 import inspect
 import json
@@ -12,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import Outcome, TrialSpec
@@ -36,29 +35,18 @@ class Ended:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # The runner writes the evidence to results.jsonl, but a user's own engine may put any object into it.
-        object.__setattr__(self, "evidence", _as_json(self.evidence))
+        # The runner writes the evidence to results.jsonl, but a user's own engine may return any object.
+        found: Any = {} if self.evidence is None else self.evidence
+        found = found if isinstance(found, Mapping) else {"detail": found}
+        object.__setattr__(self, "evidence", {str(key): _as_json(value) for key, value in found.items()})
 
 
-def _as_json(evidence: Any) -> dict[str, Any]:
-    if isinstance(evidence, Mapping):
-        return {_text(key): value if _is_json(value) else _text(value) for key, value in evidence.items()}
-    return {} if evidence is None else {"detail": _text(evidence)}
-
-
-def _is_json(value: Any) -> bool:
+def _as_json(value: Any) -> Any:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _text(value: Any) -> str:
-    try:
         return cut(str(value))
-    except Exception:  # the value's own __str__ may raise anything
-        return type(value).__name__
+    return value
 
 
 class Engine(Protocol):
@@ -122,49 +110,85 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot load the engine {name!r}: {error}") from error
-    known: Mapping[str, inspect.Parameter] = {}
-    takes_all = True
-    with contextlib.suppress(TypeError, ValueError):  # a callable of the user's may not say what it takes
+    try:
         known = inspect.signature(make).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    if unknown := [] if takes_all else [key for key in settings if key not in known]:
-        raise InputError(f"the engine {name!r} does not take {unknown[0]!r}{did_you_mean(unknown[0], list(known))}")
-    try:
+        if unknown := [] if takes_all else [key for key in settings if key not in known]:
+            raise InputError(f"the engine {name!r} does not take {unknown[0]!r}{did_you_mean(unknown[0], list(known))}")
         return cast("Engine", make(**settings))
     except TypeError as error:
         raise InputError(f"the engine {name!r} does not take the settings {dict(settings)}: {error}") from None
 
 
-# The states of Slurm's jobs and the classes of Ray's exceptions that say how a trial ended.
-_KNOWN: dict[str, tuple[Outcome, str]] = {
-    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine"),
-    "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
-    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
-    "CANCELLED": ("cancelled", "the job was cancelled"),
-    "PREEMPTED": ("lost", "Slurm preempted the job"),
-    "NODE_FAIL": ("lost", "its node failed"),
-    "BOOT_FAIL": ("lost", "its node did not boot"),
-    "REQUEUED": ("lost", "Slurm requeued the job"),
-    "REVOKED": ("lost", "Slurm moved the job to another cluster"),
-    "OutOfMemoryError": (
+_ANY = object()
+
+# What the evidence must contain, and the outcome and reason that follow. `_ANY` stands for any value but an empty one;
+# a reason may name keys of `_facts`.
+_Ending: TypeAlias = tuple[Mapping[str, object], Outcome, str]
+
+# The causes of an end. They hold even if the supervisor wrote a result, because SIGTERM did not tell it the cause.
+# A supervisor that was killed because it did not respond comes first: the engine saw only the signal. The lines of
+# slurmstepd come before Slurm's state, because Slurm without cgroups reports a job with too much memory as FAILED.
+_CAUSES: tuple[_Ending, ...] = (
+    ({"stuck": _ANY}, "lost", "{stuck}"),
+    (
+        {"state": _ANY, "is_over_memory": True},
+        "oom_host",
+        "the job used more host memory than it had requested; request more memory",
+    ),
+    (
+        {"state": "TIMEOUT"},
+        "timeout",
+        "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine",
+    ),
+    ({"state": "DEADLINE"}, "timeout", "Slurm ended the job at its deadline"),
+    (
+        {"state": "OUT_OF_MEMORY"},
+        "oom_host",
+        "Slurm ended the job because it ran out of host memory; request more memory",
+    ),
+    ({"state": "CANCELLED"}, "cancelled", "the job was cancelled"),
+    ({"state": "PREEMPTED"}, "lost", "Slurm preempted the job"),
+    ({"state": "NODE_FAIL"}, "lost", "its node failed"),
+    ({"state": "BOOT_FAIL"}, "lost", "its node did not boot"),
+    ({"state": "REQUEUED"}, "lost", "Slurm requeued the job"),
+    ({"state": "REVOKED"}, "lost", "Slurm moved the job to another cluster"),
+    (
+        {"state": "REFUSED"},
+        "invalid",
+        "Slurm rejected the job: {detail}; correct the engine's settings and run with --only failed",
+    ),
+    (
+        {"error": "OutOfMemoryError"},
         "oom_host",
         "Ray's memory monitor killed the trial because its node ran out of memory, perhaps because of another trial; "
         "run fewer trials per node",
     ),
-    "TaskCancelledError": ("cancelled", "the task was cancelled"),
-    "NodeDiedError": ("lost", "its node died"),
-    "WorkerCrashedError": ("lost", "its Ray worker died"),
-    "RaySystemError": ("lost", "Ray itself failed"),
-    "RayDriverEnded": ("lost", "Ray's head did not answer for too long, so Ray ended the trial"),
-}
+    ({"error": "TaskCancelledError"}, "cancelled", "the task was cancelled"),
+    ({"error": "NodeDiedError"}, "lost", "its node died"),
+    ({"error": "WorkerCrashedError"}, "lost", "its Ray worker died"),
+    ({"error": "RaySystemError"}, "lost", "Ray itself failed"),
+    ({"error": "RayDriverEnded"}, "lost", "Ray's head did not answer for too long, so Ray ended the trial"),
+)
 
-# If Slurm runs without cgroups and a job uses too much memory, Slurm reports only FAILED and SIGKILL. It writes the
-# reason to the job's output in lines that begin with slurmstepd. The trial's own output is in another file.
-_SLURM_SAYS = "slurmstepd"
+# How the supervisor ended. Without a cause, that is all there is to say about a trial without a result. An error of Ray
+# comes first, because then no supervisor ran; Slurm's state comes last, because FAILED says less than a signal.
+_EXITS: tuple[_Ending, ...] = (
+    ({"state": "NOT_TAKEN"}, "lost", "{detail}"),
+    (
+        {"state": "FAILED", "signal": "signal 53"},  # Slurm could not open the file for the job's output
+        "lost",
+        "the node cannot write to the sweep's folder; use a folder that all nodes share",
+    ),
+    ({"error": _ANY, "detail": _ANY}, "lost", "its supervisor could not be run: {error}: {detail}{last_line}"),
+    ({"error": _ANY}, "lost", "its supervisor could not be run: {error}{last_line}"),
+    ({"signal": _ANY}, "lost", "its supervisor was killed by {signal}{last_line}"),
+    ({"exit_code": _ANY}, "lost", "its supervisor left with exit code {exit_code} and wrote no result{last_line}"),
+    ({"state": _ANY}, "lost", "its supervisor wrote no result; Slurm reports the state {state}{last_line}"),
+    ({}, "lost", "its supervisor ended without a result, for an unknown reason{last_line}"),
+)
+
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
-
-_NO_OUTPUT_FILE = 53
-"""Slurm reports `0:53` (exit code 0, signal 53) if it could not open the file for the job's output."""
 
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
@@ -178,9 +202,9 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
     """
-    outcome, reason = _ending(evidence)
-    host = evidence.get("host")
-    return outcome, f"{reason} ({host})" if host else reason
+    ending = _first((*_CAUSES, *_EXITS), evidence)
+    assert ending is not None, "the last row fits all evidence"
+    return ending
 
 
 def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
@@ -193,55 +217,33 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
     """
-    outcome, reason = ending_from_evidence(evidence)
-    if outcome != "lost" or evidence.get("stuck") or _state(evidence) in _KNOWN or evidence.get("error") in _KNOWN:
-        return outcome, reason
-    if evidence.get("signal") == signal.SIGKILL:
-        return "lost", "the trial's guard process was killed by SIGKILL"
+    if (cause := _first(_CAUSES, evidence)) is not None:
+        return cause
+    is_guard_killed = evidence.get("signal") == signal.SIGKILL
+    return ("lost", "the trial's guard process was killed by SIGKILL") if is_guard_killed else None
+
+
+def _first(endings: Sequence[_Ending], evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    facts = _facts(evidence)
+    host = f" ({evidence['host']})" if evidence.get("host") else ""
+    for wanted, outcome, reason in endings:
+        if all(facts[key] if value is _ANY else facts[key] == value for key, value in wanted.items()):
+            return outcome, reason.format_map(facts) + host
     return None
 
 
-def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
-    if stuck := evidence.get("stuck"):
-        return "lost", str(stuck)
-    log, state, error = str(evidence.get("log") or ""), _state(evidence), str(evidence.get("error") or "")
-    if state and _is_over_memory(log):
-        return "oom_host", "the job used more host memory than it had requested; request more memory"
-    if known := _KNOWN.get(state) or _KNOWN.get(error):
-        return known
-    detail = evidence.get("detail")
-    if state == "REFUSED":
-        return "invalid", f"Slurm rejected the job: {detail}; correct the engine's settings and run with --only failed"
-    if state == "NOT_TAKEN":
-        return "lost", str(detail)
-    if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
-        return "lost", "the node cannot write to the sweep's folder; use a folder that all nodes share"
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    last_line = f"; its last output line: {lines[-1][:200]}" if lines else ""
-    return "lost", _how_it_left(evidence, state, error) + last_line
-
-
-def _is_over_memory(log: str) -> bool:
-    lines = [line for line in log.lower().splitlines() if line.startswith(_SLURM_SAYS)]
-    return any(text in line for line in lines for text in _OVER_MEMORY)
-
-
-def _state(evidence: Mapping[str, Any]) -> str:
-    return str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
-
-
-def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
-    number, exit_code, detail = evidence.get("signal"), evidence.get("exit_code"), evidence.get("detail")
-    if error:
-        return f"its supervisor could not be run: {error}" + (f": {detail}" if detail else "")
-    if number:
-        return f"its supervisor was killed by {signal_text(number)}"
-    if exit_code:
-        return f"its supervisor left with exit code {exit_code} and wrote no result"
-    if state:
-        return f"its supervisor wrote no result; Slurm reports the state {state}"
-    return "its supervisor ended without a result, for an unknown reason"
-
-
-def signal_text(signal: Any) -> str:
-    return f"signal {signal}" if isinstance(signal, int) else str(signal)
+def _facts(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    lines = [line.strip() for line in str(evidence.get("log") or "").splitlines() if line.strip()]
+    number = evidence.get("signal")
+    return {
+        **{key: evidence.get(key) for key in ("stuck", "detail", "exit_code")},
+        "state": str(evidence.get("state") or "").partition(" ")[0].rstrip("+"),  # "CANCELLED by 1000"
+        "error": str(evidence.get("error") or ""),
+        "signal": f"signal {number}" if number and isinstance(number, int) else number,
+        # Slurm writes these lines to the job's output. The trial's own output is in another file.
+        "is_over_memory": any(
+            line.lower().startswith("slurmstepd") and any(text in line.lower() for text in _OVER_MEMORY)
+            for line in lines
+        ),
+        "last_line": f"; its last output line: {lines[-1][:200]}" if lines else "",
+    }

@@ -1,59 +1,102 @@
-"""The Ray task of a trial, which runs the trial's supervisor on the node that Ray chose.
+"""What runs in processes of Ray: the driver, which talks to Ray, and the tasks of trials, on the nodes that Ray chose.
 
-If the node can read the sweep's folder, the trial writes its files there. Otherwise the trial runs in a temporary
-folder, and the task returns its files as a value.
+The driver is `python -m flopwatch.sweep.engines.ray_task PIPE`. It calls the methods of `Driver` that the runner
+sends through the pipe, each until Ray has answered, and sends back what has happened.
+
+The task of a trial runs its supervisor. If the node can read the sweep's folder, the trial writes its files there.
+Otherwise the trial runs in a temporary folder, and the task returns its files as a value.
 
 A trial with several nodes has a placement group with one bundle per node. The task of the first node runs the
 supervisor, and starts the agents of the other nodes as child tasks, so that Ray ends them when the first task ends.
+
+Undocumented names of Ray are used here and in `ray.py` (`_OUTAGE_ERRORS`, `_OTHER_CLUSTER`, `_RECONNECT`), each with a
+comment that says why. Checked with Ray 2.60.0.
 """
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from flopwatch.optional import require
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
-from flopwatch.sweep.engines.ray_internals import publish_node
-from flopwatch.sweep.host.processes import PARENT
+from flopwatch.sweep.host.processes import PARENT, ends_with_parent
 from flopwatch.sweep.supervisor.ranks import LISTENER, TOKEN, encoded, listener
 from flopwatch.text import first_line
 
 FOLDER_TOKEN = ".ray-token"
 """A file in the sweep's folder. A node that reads the expected token in it has access to the same folder."""
 
+_TICK_SECONDS = 0.05
+_RETRY_SECONDS = 1.0  # This is the time between two tries of a call while Ray does not answer.
+_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because the value may be on another node.
+_LEAVE_SECONDS = 20.0
+
 # Limits of what a task returns through Ray's object store, which is small (see `start_local`).
 _FILE_BYTES = 4 << 20
 _ALL_BYTES = 64 << 20
 _TAIL_BYTES = 4000
-_LEAVE_SECONDS = 20.0
+
+_RAY_TOKEN = secrets.token_hex(32)  # the same during the whole process, because Ray's core reads it only once
 
 
-_NODE_VARIABLES = (
-    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "VIRTUAL_ENV", "HOME", "TMPDIR", "TMP", "TEMP"),
-    *("USER", "LOGNAME", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "HOSTNAME", "HOST", "TERM", "DISPLAY"),
-    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    *("FLOPWATCH_PARENT_PID", "FLOPWATCH_CORES", "FLOPWATCH_GPUS", "FLOPWATCH_SLOT_DIR"),
-)
-_NODE_PREFIXES = ("RAY_", "SLURM_", "SSH_", "XDG_", "DBUS_", "CONDA_", "NVIDIA_", "KUBERNETES_")
+def local_environment() -> dict[str, str]:
+    """Return environment variables for a local Ray. Ray ignores those that it does not know."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Without this variable, Ray uses the address of the network card and listens on all interfaces.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ray runs its workers at nice 15. Trials would inherit this, and other load would make their steps slower.
+        "RAY_worker_niceness": "0",
+        # Without these, Ray's authentication would depend on whether the home folder contains a token for Ray.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _RAY_TOKEN,
+    }
 
 
-def without_node_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the runner's environment variables for a trial, without those that describe the runner's own machine.
+def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:
+    """Start a local Ray with one node, without dashboard. It ends together with this process."""
+    ray.init(
+        address="local",  # otherwise Ray connects to an older cluster if it finds that cluster's files
+        num_cpus=cpus,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=80 << 20,  # the minimum, because tasks return little data
+        _node_ip_address="127.0.0.1",  # undocumented; makes Ray listen on loopback only
+    )
 
-    >>> without_node_variables({"HF_HOME": "/data", "PATH": "/bin", "RAY_ADDRESS": "auto"})
-    {'HF_HOME': '/data'}
+
+@functools.cache
+def _node_records() -> ModuleType | None:
+    """Return Ray's key-value store, an undocumented module, in which each task records its node; None without it.
+
+    The runner needs the nodes, because Ray does not end a task whose node has lost its connection. Without them, it
+    notices this as late as Ray does, and does not withdraw queued tasks.
     """
-    own = {name for name in environment if name in _NODE_VARIABLES or name.startswith(_NODE_PREFIXES)}
-    return {name: value for name, value in environment.items() if name not in own}
+    with contextlib.suppress(ImportError):
+        store = import_module("ray.experimental.internal_kv")
+        names = ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del")
+        return store if all(hasattr(store, name) for name in names) else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +106,7 @@ class Order:
     Attributes:
         token: Content of the file FOLDER_TOKEN in that folder.
         spec: Content of `trials/NAME/spec.json`.
+        need: The cores and GPUs on each node: `{"CPU": 1, "GPU": 0.5}`.
     """
 
     sweep: str
@@ -71,8 +115,22 @@ class Order:
     spec: bytes
     cwd: str
     environment: Mapping[str, str]
-    nodes: int = 1
-    need: Mapping[str, float] = field(default_factory=dict)
+    nodes: int
+    need: Mapping[str, float]
+
+    @property
+    def record(self) -> bytes:
+        """The key of its node in Ray's key-value store."""
+        return f"flopwatch/{self.token}/{self.name}".encode()
+
+    def options(self, group: Any, bundle: int) -> dict[str, Any]:
+        """Return Ray's options for a task of this trial; `bundle` is the node in a placement group, None without."""
+        # A trial with one node needs no placement group, because Ray places all GPUs of a task on one node.
+        found = {"num_cpus": self.need["CPU"], "num_gpus": self.need["GPU"], "name": f"flopwatch {self.name}"}
+        if group is not None:
+            strategy = require("ray", "ray").util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            found["scheduling_strategy"] = strategy(group, placement_group_bundle_index=bundle)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +146,159 @@ class Returned:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Placed:
+    """A task: its placement group, if the trial has several nodes, and Ray's reference of it."""
+
+    order: Order
+    group: Any = None
+    reference: Any = None
+    is_recalled: bool = False
+
+
+class Driver:
+    """The tasks of a sweep's trials. `task` is an id that the runner chooses.
+
+    It sends `("nodes", Ray's list of nodes, node of each begun task)` every few seconds, the latter only if a node is
+    dead, `("ended", task, what it returned, whether recall cancelled it)` and `("failed", class of an exception, its
+    message)`.
+    """
+
+    def __init__(self, pipe: "Connection[Any, Any]") -> None:
+        self._pipe = pipe
+        self.tasks: dict[str, _Placed] = {}
+        self._next_nodes = 0.0
+        self.is_connected = False
+
+    def connect(self, address: str | None, cpus: int | None, gpus: int | None, nodes_every_seconds: float) -> None:
+        """Connect to the cluster at this address, or start a local Ray that ends with this process."""
+        self._ray, self._nodes_every = require("ray", "ray"), nodes_every_seconds
+        if address is None:
+            start_local(self._ray, cpus, gpus)
+        else:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        self._run_trial = _remote(run_trial)
+        self.is_connected = True
+
+    def place(self, task: str, order: Order) -> None:
+        placed = self.tasks.setdefault(task, _Placed(order))
+        if order.nodes > 1 and placed.group is None:
+            bundle = {resource: amount for resource, amount in order.need.items() if amount > 0}
+            placed.group = self._ray.util.placement_group([bundle] * order.nodes, strategy="STRICT_SPREAD")
+        placed.reference = self._run_trial.options(**order.options(placed.group, 0)).remote(order)
+
+    def recall(self) -> None:
+        """Cancel the tasks that have not begun, if Ray can tell."""
+        begun = self._begun() if _node_records() is not None else self.tasks
+        for task, placed in self.tasks.items():
+            if task not in begun and not placed.is_recalled:
+                self._ray.cancel(placed.reference, force=True)
+                placed.is_recalled = True
+
+    def cancel(self, tasks: Sequence[str]) -> None:
+        for task in tasks:
+            if task in self.tasks:
+                self._ray.cancel(self.tasks[task].reference, force=True)
+
+    def _begun(self) -> dict[str, str]:
+        if (records := _node_records()) is None:
+            return {}
+        nodes = {task: records._internal_kv_get(placed.order.record) for task, placed in self.tasks.items()}
+        return {task: node.decode() for task, node in nodes.items() if node is not None}
+
+    def report(self) -> None:
+        """Wait a moment for a task to end, and send what has happened."""
+        tasks = {placed.reference: task for task, placed in self.tasks.items() if placed.reference is not None}
+        for reference in self._ray.wait(list(tasks), timeout=_TICK_SECONDS, fetch_local=False)[0] if tasks else ():
+            placed = self.tasks.pop(tasks[reference])
+            self._pipe.send(("ended", tasks[reference], self._value(reference), placed.is_recalled))
+            self._forget(placed)
+        if time.monotonic() >= self._next_nodes:
+            nodes = self._ray.nodes()
+            begun = {} if all(node["Alive"] for node in nodes) else self._begun()
+            self._pipe.send(("nodes", nodes, begun))
+            self._next_nodes = time.monotonic() + self._nodes_every
+
+    def _value(self, reference: Any) -> Returned:
+        try:
+            returned: Returned = self._ray.get(reference, timeout=_GET_SECONDS)
+            return returned
+        except Exception as error:  # Ray has many errors for a dead task, and a task may raise anything
+            cause = getattr(error, "cause", None)  # Ray wraps it in a generated class: `RayTaskError(ValueError)`
+            cause = cause if isinstance(cause, Exception) else error
+            return Returned({"error": type(cause).__name__, "detail": first_line(cause, 300)})
+
+    def _forget(self, placed: _Placed) -> None:
+        with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
+            if placed.group is not None:
+                self._ray.util.remove_placement_group(placed.group)
+            if (records := _node_records()) is not None:
+                records._internal_kv_del(placed.order.record)
+
+
+def drive(pipe: "Connection[Any, Any]") -> None:
+    """Do what the runner asks until it closes the pipe, or the connection to Ray cannot be made."""
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # It reads all the time: otherwise the runner would block in `send` while this process waits for Ray.
+    threading.Thread(target=_read, args=[pipe, asked], daemon=True).start()
+    driver, calls = Driver(pipe), deque[Any]()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            calls.append(asked.get(timeout=0.0 if calls or driver.tasks else _TICK_SECONDS))
+            while True:
+                calls.append(asked.get_nowait())
+        if None in calls:
+            return
+        try:
+            while calls:
+                method, arguments = calls[0]
+                getattr(driver, method)(*arguments)
+                calls.popleft()
+            driver.report()
+        except Exception as error:  # Ray has many errors for an outage; the runner decides
+            pipe.send(("failed", type(error).__name__, first_line(error, 300)))
+            if not driver.is_connected:
+                return
+            time.sleep(_RETRY_SECONDS)
+
+
+def _read(pipe: "Connection[Any, Any]", asked: "queue.SimpleQueue[Any]") -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked.put(pipe.recv())
+    asked.put(None)
+
+
+def main(pipe: int) -> int:
+    if not ends_with_parent(signal.SIGKILL):
+        return 1
+    del os.environ[PARENT]
+    os.set_inheritable(pipe, False)
+    if sys.path and sys.path[0] == os.getcwd():  # added by `python -m`; a user's own `ray.py` may be there
+        del sys.path[0]
+    with contextlib.suppress(ConnectionError):  # the runner has ended
+        drive(Connection(pipe))
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    return 0
+
+
+def _remote(function: Any) -> Any:
+    return require("ray", "ray").remote(max_calls=1, max_retries=0, retry_exceptions=False)(function)
+
+
 def run_trial(order: Order) -> Returned:
     """Run the supervisor until it ends. A failure of the trial raises no exception."""
-    publish_node(order.token, order.name)
-    if sees_the_sweep(order):
-        return Returned(_supervise_all(Path(order.sweep), order))
+    if (records := _node_records()) is not None:
+        node = require("ray", "ray").get_runtime_context().get_node_id()
+        records._internal_kv_put(order.record, node.encode(), overwrite=True)
+    if _sees_the_sweep(order):
+        return Returned(_supervise(Path(order.sweep), order))
     with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
         return _run_apart(Path(folder), order)
 
 
-def sees_the_sweep(order: Order) -> bool:
+def _sees_the_sweep(order: Order) -> bool:
     try:
         return (Path(order.sweep) / FOLDER_TOKEN).read_bytes() == order.token.encode()
     except OSError:
@@ -108,15 +309,15 @@ def _run_apart(sweep: Path, order: Order) -> Returned:
     for folder in (trial_folder(sweep, order.name), log_file(sweep, order.name).parent):
         folder.mkdir(parents=True)
     (trial_folder(sweep, order.name) / SPEC).write_bytes(order.spec)
-    evidence = _supervise_all(sweep, order)
+    evidence = _supervise(sweep, order)
     files, left_out = collect(sweep, order.name)
     if left_out:
         missing = {"left_on_the_node": left_out}
         evidence |= missing
+        file = _result(order.name)
         with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):  # no result, or an unreadable one
-            result = json.loads(files[_result(order.name)])
-            result["evidence"] = {**result.get("evidence", {}), **missing}
-            files[_result(order.name)] = json.dumps(result).encode()
+            result = json.loads(files[file])
+            files[file] = json.dumps({**result, "evidence": {**result.get("evidence", {}), **missing}}).encode()
     return Returned(evidence, files)
 
 
@@ -124,19 +325,17 @@ def _result(name: str) -> str:
     return str(trial_folder(Path(), name) / RESULT)
 
 
-def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
-    if order.nodes == 1:
-        return _supervise(sweep, order, {}, [])
-    with listener("") as meeting:
-        variables = {LISTENER: str(meeting.fileno()), TOKEN: secrets.token_hex(16)}
-        with placed_agents(order, meeting.getsockname()[1], variables[TOKEN]):
-            return _supervise(sweep, order, variables, [meeting.fileno()])
-
-
-def _supervise(sweep: Path, order: Order, variables: Mapping[str, str], sockets: Sequence[int]) -> dict[str, Any]:
-    attempt = str(json.loads(order.spec).get("attempt", ""))
-    with tempfile.TemporaryFile() as output:
-        words = [str(sweep), order.name, attempt]
+def _supervise(sweep: Path, order: Order) -> dict[str, Any]:
+    """Run the supervisor; return the evidence of its end."""
+    words = [str(sweep), order.name, str(json.loads(order.spec).get("attempt", ""))]
+    with contextlib.ExitStack() as held:
+        variables, sockets = {}, []
+        if order.nodes > 1:
+            meeting = held.enter_context(listener(""))
+            sockets = [meeting.fileno()]
+            variables = {LISTENER: str(meeting.fileno()), TOKEN: secrets.token_hex(16)}
+            held.enter_context(_placed_agents(order, meeting.getsockname()[1], variables[TOKEN]))
+        output = held.enter_context(tempfile.TemporaryFile())
         status = _call("flopwatch.sweep.supervisor", words, order, output, variables, sockets)
         output.seek(max(0, output.tell() - _TAIL_BYTES))
         printed = output.read().decode(errors="replace")
@@ -171,69 +370,34 @@ def _call(
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
     """Return the content of the trial's files (only the end of a long log), and the paths of files above the limit."""
+    log, files, left_out, total = log_file(sweep, name), {}, [], 0
     folders = (trial_folder(sweep, name), run_folder(sweep, name))
-    found = [log_file(sweep, name), *(file for folder in folders for file in sorted(folder.rglob("*")))]
-    files: dict[str, bytes] = {}
-    left_out, total = [], 0
-    for file in (file for file in found if file.is_file()):
+    for file in (log, *(file for folder in folders for file in sorted(folder.rglob("*")))):
+        if not file.is_file():
+            continue
         path, size = str(file.relative_to(sweep)), file.stat().st_size
-        if file == log_file(sweep, name):
-            files[path] = _tail(file)
-        elif path == _result(name):  # always returned, because without it the trial would count as lost
-            files[path] = file.read_bytes()
-        elif size > _FILE_BYTES or total + size > _ALL_BYTES:
-            left_out.append(path)
+        is_small = size <= _FILE_BYTES and total + size <= _ALL_BYTES
+        # The result is always returned, because without it the trial would count as lost.
+        if is_small or file == log or path == _result(name):
+            with file.open("rb") as stream:
+                stream.seek(max(0, size - _FILE_BYTES) if file == log else 0)
+                files[path] = stream.read()
         else:
-            files[path] = file.read_bytes()
+            left_out.append(path)
         total += min(size, _FILE_BYTES)
     return files, left_out
 
 
-def _tail(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - _FILE_BYTES))
-        return stream.read()
-
-
-def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files that a node returned, `result.json` last, because it marks the trial's files as complete."""
-    for path in sorted(files, key=lambda path: path.endswith("/result.json")):
-        file = sweep / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.{os.getpid()}")
-        beside.write_bytes(files[path])
-        os.replace(beside, file)
-
-
-def on_bundle(group: Any, index: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentOrder:
-    """The argument of `run_agent`, the task on every node but the first. The last three are the supervisor's."""
-
-    order: Order
-    node: int
-    host: str
-    port: int
-    token: str
-
-
 @contextlib.contextmanager
-def placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
+def _placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
     """In the first node's task, start the tasks of the other nodes, whose agents connect to this port."""
-    import ray
-
-    group = ray.util.get_current_placement_group()
-    remote = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(run_agent)
-    references = {}
-    for node in range(1, order.nodes):
-        needs = {"num_cpus": order.need["CPU"], "num_gpus": order.need["GPU"]}
-        placed = remote.options(**needs, scheduling_strategy=on_bundle(group, node), name=f"flopwatch {order.name}")
-        references[placed.remote(AgentOrder(order, node, ray.util.get_node_ip_address(), port, token))] = node
+    ray = require("ray", "ray")
+    group, remote = ray.util.get_current_placement_group(), _remote(run_agent)
+    address = f"{ray.util.get_node_ip_address()}:{port}"
+    references = {
+        remote.options(**order.options(group, node)).remote(order, node, address, token): node
+        for node in range(1, order.nodes)
+    }
     threading.Thread(target=_watch, args=[references, port, token], daemon=True).start()
     try:
         yield
@@ -245,8 +409,8 @@ def placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
 
 
 def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
-    import ray
-
+    """Tell the supervisor which tasks of other nodes have failed."""
+    ray = require("ray", "ray")
     left = list(references)
     while left:
         (ready, *_), left = ray.wait(left, num_returns=1, fetch_local=False)
@@ -260,20 +424,25 @@ def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
                 connection.sendall(encoded({**report, "is_lost": not is_own}))
 
 
-def run_agent(agent: AgentOrder) -> None:
-    order = agent.order
-    if sees_the_sweep(order):
+def run_agent(order: Order, node: int, address: str, token: str) -> None:
+    """The task of every node but the first. Its agent connects to the supervisor at this address, with this token."""
+
+    def run(trial_dir: Path, output: Any) -> None:
+        words = [str(trial_dir), str(node), address]
+        _call("flopwatch.sweep.supervisor.ranks", words, order, output, {TOKEN: token})
+
+    if _sees_the_sweep(order):
         with log_file(Path(order.sweep), order.name).open("ab") as log:
-            _run(agent, trial_folder(Path(order.sweep), order.name), log)
+            run(trial_folder(Path(order.sweep), order.name), log)
         return
-    with tempfile.TemporaryDirectory(prefix="flopwatch-node-") as folder:
+    with tempfile.TemporaryDirectory(prefix="flopwatch-node-") as folder, tempfile.TemporaryFile() as output:
         trial_dir = trial_folder(Path(folder), order.name)
         trial_dir.mkdir(parents=True)
         (trial_dir / SPEC).write_bytes(order.spec)
-        with tempfile.TemporaryFile() as output:
-            _run(agent, trial_dir, output)
+        run(trial_dir, output)
 
 
-def _run(agent: AgentOrder, trial_dir: Path, output: Any) -> None:
-    words = [str(trial_dir), str(agent.node), f"{agent.host}:{agent.port}"]
-    _call("flopwatch.sweep.supervisor.ranks", words, agent.order, output, {TOKEN: agent.token})
+if __name__ == "__main__":
+    from flopwatch.sweep.engines import ray_task  # Ray would send the functions of `__main__` to nodes as code
+
+    sys.exit(ray_task.main(int(sys.argv[1])))

@@ -6,9 +6,10 @@ near its limit; the exit status. The exit status comes last because SIGKILL may 
 another user. The text of the log does not change the outcome; a line about memory is only shown as a hint.
 """
 
+import math
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ def classify(facts: ExitFacts) -> tuple[Outcome, str]:
     A trial whose steps are all measured is `ok` even if it failed later, because the later phases are measurements by
     flopwatch and not part of the training. A cancelled trial stays `cancelled`, so that it runs again.
     """
-    outcome, reason = _ignoring_steps(facts)
+    outcome, reason = next((outcome, reason) for is_so, outcome, reason in _endings(facts) if is_so)
     if outcome not in ("ok", "cancelled") and facts.has_finished_steps:
         return ok_after_steps(reason)
     return outcome, reason
@@ -77,48 +78,46 @@ def ok_after_steps(reason: str) -> tuple[Outcome, str]:
     return "ok", f"all steps were measured; the trial failed after them: {reason}"
 
 
-def _ignoring_steps(facts: ExitFacts) -> tuple[Outcome, str]:
-    # The worker may have finished just before the supervisor killed it. Then its result is complete.
-    if facts.exit_code == 0 and facts.has_finished:
-        killed = f"; {facts.oom_kills} of its processes were killed for memory" if facts.oom_kills else ""
-        return "ok", f"ran to its end{killed}"
-    if facts.own_kill is not None:
-        return facts.own_kill, facts.own_kill_detail
-    if facts.reported is not None:
-        return facts.reported, "reported by the command in metrics.json"
-    if facts.exception is not None and facts.exception["outcome"] != "error":
-        return facts.exception["outcome"], _exception_text(facts.exception)
-    return _by_memory(facts) or _by_status(facts)
-
-
-def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
-    is_killed = facts.signal_number == signal.SIGKILL or facts.exit_code == 128 + signal.SIGKILL
-    if facts.oom_kills and (is_killed or (facts.has_own_group and facts.signal_number is None)):
-        whom = "it" if is_killed else f"{facts.oom_kills} of its processes"
-        return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
-    if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
-        return None
-    held = f"it used {facts.held_bytes / 2**20:,.0f} MiB of its limit of {facts.limit_bytes / 2**20:,.0f} MiB"
-    is_aborted = facts.signal_number == signal.SIGABRT  # C++ aborts the process after an uncaught std::bad_alloc
-    if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
-        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
-    if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:
-        return "oom_host", f"{held}, and exited before flopwatch killed it"
-    return None
-
-
-def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
-    if facts.exception is not None:
-        return "error", _exception_text(facts.exception)
-    if facts.signal_number == signal.SIGKILL:
-        return "crash", "killed by SIGKILL from outside; the kernel counted no out-of-memory kill in the trial's cgroup"
-    if facts.signal_number is not None:
-        return "crash", f"ended by {signal_name(facts.signal_number)}"
-    if facts.exit_code == 0 and facts.is_command:
-        return "ok", "ran to its end"
-    if facts.exit_code == 0:
-        return "error", "left with exit code 0 before its last step; does the trainer call sys.exit()?"
-    return "error", f"left with exit code {facts.exit_code}"
+def _endings(facts: ExitFacts) -> Sequence[tuple[object, Any, str]]:
+    """Return whether the facts show this ending, its outcome and its reason. The first ending that they show counts."""
+    number, code, has_exited = facts.signal_number, facts.exit_code, facts.signal_number is None
+    is_killed = number == signal.SIGKILL or code == 128 + signal.SIGKILL
+    is_aborted = number == signal.SIGABRT  # C++ aborts the process after an uncaught std::bad_alloc
+    exception = facts.exception or {"outcome": "error", "type": "", "message": ""}
+    raised = f"{exception['type']}: {first_line(exception['message'], 300)}"
+    kills = f"{facts.oom_kills} of its processes"
+    limit, held = facts.limit_bytes or math.inf, facts.held_bytes or 0
+    is_near, used = (
+        held > NEAR_LIMIT * limit,
+        f"it used {held / 2**20:,.0f} MiB of its limit of {limit / 2**20:,.0f} MiB",
+    )
+    return (
+        # The worker may have finished just before the supervisor killed it. Then its result is complete.
+        (code == 0 and facts.has_finished and not facts.oom_kills, "ok", "ran to its end"),
+        (code == 0 and facts.has_finished, "ok", f"ran to its end; {kills} were killed for memory"),
+        (facts.own_kill, facts.own_kill, facts.own_kill_detail),
+        (facts.reported, facts.reported, "reported by the command in metrics.json"),
+        (exception["outcome"] != "error", exception["outcome"], raised),
+        (facts.oom_kills and is_killed, "oom_host", "the kernel killed it: its memory limit was reached"),
+        (
+            facts.oom_kills and facts.has_own_group and has_exited,
+            "oom_host",
+            f"the kernel killed {kills}: its memory limit was reached",
+        ),
+        (facts.exception, "error", raised),
+        (is_killed and is_near, "oom_host", f"ended by SIGKILL while {used}"),
+        (is_aborted and is_near, "oom_host", f"ended by SIGABRT while {used}"),
+        (has_exited and held > limit, "oom_host", f"{used}, and exited before flopwatch killed it"),
+        (
+            number == signal.SIGKILL,
+            "crash",
+            "killed by SIGKILL from outside; the kernel counted no out-of-memory kill in the trial's cgroup",
+        ),
+        (number is not None, "crash", f"ended by {signal_name(number or 0)}"),
+        (code == 0 and facts.is_command, "ok", "ran to its end"),
+        (code == 0, "error", "left with exit code 0 before its last step; does the trainer call sys.exit()?"),
+        (True, "error", f"left with exit code {code}"),
+    )
 
 
 def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
@@ -134,10 +133,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _exception_text(exception: Mapping[str, Any]) -> str:
-    return f"{exception['type']}: {first_line(exception['message'], 300)}"
 
 
 @dataclass(frozen=True, slots=True)
