@@ -63,20 +63,17 @@ _SWEEP_HEAD = """\
 #   flopwatch report flopwatch-sweep        compares the results
 """
 
-_SWEEP_GROUPS = {
-    "What every sweep varies": ("trainers", "models", "batch_sizes", "seq_lens", "dtypes"),
-    "The training step": ("checkpointing", "micro_batch_sizes", "batch", "seeds", "options", "privacy"),
-    "How long a trial measures": ("steps", "warmup_steps", "trace"),
-    "Where a trial runs": ("device", "threads", "cpus", "gpus", "nodes", "processes", "layouts", "gpus_per_node"),
-}
-
 
 def _template(is_sweep: bool) -> str:
     if is_sweep:
+        from flopwatch.records.settings import SECTIONS
         from flopwatch.sweep.spec.matrix import Matrix
 
         defaults = {name: field.default for name, field in Matrix.model_fields.items()}
-        groups = {**_SWEEP_GROUPS, "Which trials run, and when they are ended": ()}
+        groups = {
+            title: tuple(name for name, field in Matrix.model_fields.items() if field.title == title)
+            for title in SECTIONS
+        } | {"Which trials run, and when they are ended": ()}
         return _SWEEP_HEAD + _settings(Matrix.model_fields, defaults, groups, indent="")
     from flopwatch.monitor.config import MonitorConfig
 

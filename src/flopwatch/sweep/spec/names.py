@@ -18,17 +18,14 @@ from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
+from flopwatch.records.settings import SETTINGS, placeholders
 from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 from flopwatch.text import one_line
 
 _WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings
-_MAY_VARY = (
-    *("model", "dtype", "device", "checkpointing", "seed", "threads", "gpus", "nodes", "processes", "layout"),
-    "micro_batch_size",
-)
-"""Settings that names of trials contain if they vary, in this order."""
+_ALWAYS_NAMED = ("trainer", "batch_size", "seq_len")
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -63,9 +60,9 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _other_settings(spec: TrialSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in _MAY_VARY} | {
-        f"options.{name}": value for name, value in spec.options.items()
-    }
+    axes = [name for name, setting in SETTINGS.items() if setting.axis is not None and name not in _ALWAYS_NAMED]
+    options = {f"options.{name}": value for name, value in spec.options.items()}
+    return {name: getattr(spec, name) for name in axes} | options
 
 
 def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
@@ -77,17 +74,15 @@ def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
 
 
 def _part(key: str, value: Any) -> str:
-    if key == "checkpointing":
-        return "ckpt" if value else ""
-    if key in ("layout", "micro_batch_size") and value is None:  # one process, or no micro-batches
-        return ""
-    if key == "model" and (path := Path(value)).suffix == ".json":
-        # The folder of a `config.json` identifies the model, else the file's name.
-        return slug(path.parent.name if path.stem == "config" and path.parent.name else path.stem)
     if key == "model":
-        return slug(path.name if "/" in value else value)
-    word = {"micro_batch_size": "micro", "dtype": "", "device": "", "layout": ""}.get(key, key)
-    return slug(f"{word.removeprefix('options.')}{value}")
+        path = Path(value)  # the folder of a `config.json` identifies the model, else the file's name
+        in_folder = path.name == "config.json" and path.parent.name
+        return slug(path.parent.name if in_folder else path.stem if path.suffix == ".json" else path.name)
+    word = SETTINGS[key].word if key in SETTINGS else key.removeprefix("options.")
+    word = key if word is None else word
+    if key in SETTINGS and (value is None or isinstance(value, bool)):
+        return word if value else ""
+    return slug(f"{word}{value}")
 
 
 def slug(text: str) -> str:
@@ -170,7 +165,6 @@ _STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, 
 
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
-_PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _ALIKE = 0.75  # similarity at which a word is a typo of a placeholder; at difflib's default of 0.6, {date} would be one
 
@@ -204,7 +198,7 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
 
 def _check_placeholders(spec: TrialSpec) -> None:
     """Raise InputError for a word in braces that is similar to a placeholder; other braces belong to the shell."""
-    known = (*_PLACEHOLDERS, *spec.options)
+    known = (*placeholders(spec), "trial_dir")
     for word in _PLACEHOLDER.findall(spec.command or ""):
         near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
         if word not in known and near:
