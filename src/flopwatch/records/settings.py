@@ -180,7 +180,8 @@ class TrialSpec(Stored):
         "function that makes the batch", pattern=r"^[\w.]+:\w+$"))
     micro_batch_size: int | None = field(default=None, metadata=_set(
         "micro_batch_sizes", STEP, (None,), "Samples in memory at once; null is the whole batch.",
-        "samples per forward pass (empty: whole batch)", compared="named", heading="micro-batch", word="micro"))
+        "samples per forward pass (empty: whole batch)", heading="micro-batch", word="micro",
+        compared="named"))  # because it changes memory and time even if it is the same in all trials
     privacy: Mapping[str, Any] = field(default_factory=dict, metadata=_set(
         "privacy", STEP, None, "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, "
         "target_epsilon: 8}."))
@@ -217,22 +218,11 @@ MATRIX_KEYS: Mapping[str, str] = {
 """Other words for keys of a matrix, and the key."""
 
 _IN_THE_REPORT = (
-    *(
-        "trainer",
-        "label",
-        "model",
-        "batch_size",
-        "seq_len",
-        "dtype",
-        "checkpointing",
-        "seed",
-        "micro_batch_size",
-        "batch",
-    ),
-    *("nodes", "processes", "layout", "device", "threads", "gpus", "cpus", "steps", "warmup_steps"),
+    "trainer label model batch_size seq_len dtype checkpointing seed micro_batch_size batch nodes processes layout "
+    "device threads gpus cpus steps warmup_steps"
 )
-REPORTED: Mapping[str, Setting] = {name: SETTINGS[name] for name in dict.fromkeys((*_IN_THE_REPORT, *SETTINGS))}
-"""The settings in the order in which the report's columns and headings have them."""
+REPORTED: Mapping[str, Setting] = {name: SETTINGS[name] for name in [*_IN_THE_REPORT.split(), *SETTINGS]}
+"""The settings in the order of the report's columns and headings."""
 
 
 def placeholders(spec: TrialSpec) -> dict[str, Any]:
@@ -303,7 +293,7 @@ def canonical_trainer(name: str) -> tuple[str, str]:
         import difflib  # imported here, because supervisor processes import this module and start faster without it
 
         folded = {spelling.lower(): spelling for pair in LABELS.items() for spelling in pair}
-        near = difflib.get_close_matches(name.strip().lower(), folded, n=1)
+        near = difflib.get_close_matches(plain.lower(), folded, n=1)
         hint = f"; did you mean {folded[near[0]]!r}?" if near else "."
         known = f"There are {', '.join(LABELS)} and your own as 'package.module:Class'"
         raise InputError(f"there is no trainer {name!r}{hint} {known}")

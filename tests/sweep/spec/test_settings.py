@@ -1,18 +1,24 @@
 """A setting of a trial is declared once: as a field of `TrialSpec` with a `Setting` in its metadata."""
 
 import dataclasses
+import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import flopwatch
 from flopwatch.cli.app import app
+from flopwatch.decode import read_record
 from flopwatch.records.settings import REPORTED, SETTINGS, Setting, TrialSpec
-from flopwatch.sweep.spec.matrix import Matrix
+from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
+from flopwatch.sweep.spec.names import trial_names
 
 LAST = "    privacy: Mapping[str, Any] = field("
 MADE_UP = """\
@@ -81,3 +87,24 @@ def test_a_new_setting_is_a_column_and_a_part_of_the_trials_key(with_a_new_setti
     before = flopwatch.records.trial.content_key(TrialSpec("standard", "tiny", 4, 8), {})
     assert f"'none': '{before}'" in keys  # results of the time before the setting stay valid
     assert f"'fast': '{before}'" not in keys
+
+
+AXES = {setting.key: Matrix.model_fields[setting.key] for setting in SETTINGS.values() if setting.axis}
+VALUES = {
+    "models": st.sampled_from(["tiny", "small", "a/config.json", "mine:build"]),
+    "dtypes": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "checkpointing": st.booleans(),
+    "seeds": st.integers(-(2**63), 2**64 - 1),
+    "batch_sizes": st.integers(1, 2**63 - 1),
+    "seq_lens": st.integers(1, 2**63 - 1),
+    "micro_batch_sizes": st.none() | st.integers(1, 2**63 - 1),
+}
+
+
+@hypothesis.given(st.fixed_dictionaries({}, optional={key: st.lists(each, max_size=3) for key, each in VALUES.items()}))
+def test_every_combination_is_one_trial_with_a_name_of_its_own_that_is_read_back(matrix):
+    hypothesis.assume(all(matrix.values()))
+    specs = expand(read_matrix(None, matrix))
+    assert len(specs) == math.prod(len(set(matrix.get(key, field.default))) for key, field in AXES.items())
+    assert len(set(trial_names(specs))) == len(specs)
+    assert [read_record(TrialSpec, json.loads(json.dumps(spec.to_json()))) for spec in specs] == specs

@@ -18,7 +18,6 @@ from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
-    ProcessPoint,
     check_conditions,
     check_processes,
     did_you_mean,
@@ -51,7 +50,6 @@ def _none_for_word(value: Any) -> Any:
 
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ints = Annotated[list[PositiveInt], Several]
 Words = Annotated[list[str], Several]
 
@@ -128,7 +126,7 @@ class Matrix(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     trainers: Annotated[list[TrainerEntry], Several] = _field_of("trainer")
-    gpus: NonNegative | None = _field_of("gpus", None)
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _field_of("gpus", None)
     options: dict[str, Any] = _field_of("options", {})
     privacy: PrivacySettings | None = _field_of("privacy", None)
     limits: LimitSettings = _field_of("limits", {"wall_seconds": 3600})
@@ -152,14 +150,6 @@ class Matrix(BaseModel):
     )
 
 
-_INNER: dict[str, type[BaseModel]] = {
-    "trainers": TrainerEntry,
-    "limits": LimitSettings,
-    "privacy": PrivacySettings,
-}
-"""Settings that contain further settings."""
-
-
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
     """Read a matrix from a YAML file; `settings` take precedence. Raises InputError, which names the setting."""
     content = layered(_read_file(file), settings)
@@ -175,7 +165,9 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        known = [*Matrix.model_fields, *MATRIX_KEYS] if len(place) == 1 else _INNER[str(place[0])].model_fields
+        inner: dict[Any, type[BaseModel]] = {"trainers": TrainerEntry, "limits": LimitSettings}
+        model = inner.get(place[0], PrivacySettings)
+        known = [*Matrix.model_fields, *MATRIX_KEYS] if len(place) == 1 else model.model_fields
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
     message = message.removeprefix("Value error, ")
     shown = repr(value)
@@ -190,22 +182,15 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        for key, value in _with_canonical_keys(layer).items():
+        given: dict[str, str] = {}  # so that `batch_size` in a later layer overrides `batch_sizes`
+        for word, value in layer.items():
+            key = MATRIX_KEYS.get(word, word)
+            if key in given:
+                raise InputError(f"{given[key]} and {word} are the same setting; give one of them")
+            given[key] = word
             below = found.get(key)
             both = isinstance(value, Mapping) and isinstance(below, Mapping)
             found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
-    return found
-
-
-def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each alias of a setting by its name, so that `batch_size` in a later layer overrides `batch_sizes`."""
-    found: dict[str, Any] = {}
-    for key, value in layer.items():
-        name = MATRIX_KEYS.get(key, key)
-        if name in found:
-            both = [given for given in layer if MATRIX_KEYS.get(given, given) == name]
-            raise InputError(f"{' and '.join(both)} are the same setting; give one of them")
-        found[name] = value
     return found
 
 
@@ -366,11 +351,11 @@ def _spec(
     matrix: Matrix,
     *,
     entry: tuple[TrainerEntry, str, str],
-    place: ProcessPoint,
+    place: tuple[int, int, str | None],
     options: Mapping[str, Any],
     **settings: Any,
 ) -> TrialSpec:
-    own, trainer, label = entry
+    (own, trainer, label), (nodes, processes, layout) = entry, place
     images = image_preset(settings["model"])
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
@@ -386,9 +371,9 @@ def _spec(
         "gpus": matrix.gpus or float(matrix.gpus_per_node or 0),
         "options": chosen,
         "limits": Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
-        "nodes": place.nodes,
-        "processes": place.processes,
-        "layout": None if trainer == "command" else place.layout,  # a command starts its own processes
+        "nodes": nodes,
+        "processes": processes,
+        "layout": None if trainer == "command" else layout,  # a command starts its own processes
         "privacy": matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
     }
     return TrialSpec(**{**same, **settings, **own_code})

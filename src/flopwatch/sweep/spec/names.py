@@ -5,13 +5,14 @@ Names of trainers, models, dtypes and devices are checked without importing the 
 it and load torch.
 """
 
-import ast
 import difflib
+import itertools
 import os
 import re
+import symtable
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ def check_label(label: str) -> str:
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     """A unique name for each trial: trainer, batch size, length, and every other setting that varies among them."""
-    seen: dict[str, set[str]] = {}
-    for spec in specs:
-        for key, value in _other_settings(spec).items():
-            seen.setdefault(key, set()).add(str(value))
-    varying = [key for key, values in seen.items() if len(values) > 1]
-    names = [_name(spec, varying) for spec in specs]
+    settings = [_other_settings(spec) for spec in specs]
+    values: dict[str, set[str]] = defaultdict(set)
+    for key, value in itertools.chain.from_iterable(each.items() for each in settings):
+        values[key].add(str(value))
+    names = []
+    for spec, own in zip(specs, settings, strict=True):
+        varying = [_part(key, own[key]) for key in values if key in own and len(values[key]) > 1]
+        first = slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}"
+        names.append("_".join((*first, *filter(None, varying))))
     counts = Counter(names)
     keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
     digits = 6  # of the key, behind equal names; more if six do not make the names unique
@@ -65,24 +69,16 @@ def _other_settings(spec: TrialSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in axes} | options
 
 
-def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
-    settings = _other_settings(spec)
-    parts = [_part(key, settings[key]) for key in varying if key in settings]
-    return "_".join(
-        [slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}", *filter(None, parts)]
-    )
-
-
 def _part(key: str, value: Any) -> str:
     if key == "model":
         path = Path(value)  # the folder of a `config.json` identifies the model, else the file's name
         in_folder = path.name == "config.json" and path.parent.name
         return slug(path.parent.name if in_folder else path.stem if path.suffix == ".json" else path.name)
-    word = SETTINGS[key].word if key in SETTINGS else key.removeprefix("options.")
-    word = key if word is None else word
-    if key in SETTINGS and (value is None or isinstance(value, bool)):
-        return word if value else ""
-    return slug(f"{word}{value}")
+    if key not in SETTINGS:
+        return slug(f"{key.removeprefix('options.')}{value}")
+    own = SETTINGS[key].word
+    word = key if own is None else own
+    return slug(f"{word}{value}") if value is not None and not isinstance(value, bool) else word if value else ""
 
 
 def slug(text: str) -> str:
@@ -92,9 +88,6 @@ def slug(text: str) -> str:
     'my-models-build'
     """
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
-
-
-_LARGEST_SOURCE = 1_000_000  # bytes; parsing a larger, generated file takes seconds
 
 
 def check_attribute(what: str, name: str) -> None:
@@ -135,32 +128,19 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
 
 def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
     try:
-        if file.stat().st_size > _LARGEST_SOURCE:
-            return
         text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        symbols = symtable.symtable(text, str(file), "exec").get_symbols()
     except SyntaxError as error:
         raise InputError(f"{what} {name!r} cannot be loaded: {file}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError, RecursionError):
         return
-    names = set(_defined(tree.body))
-    if attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
+    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    if attribute not in names and "__getattr__" not in names and not _MAY_DEFINE_MORE.search(text):
         hint = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
         raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{hint}")
 
 
-def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        else:
-            yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-            yield from _defined(child for child in ast.walk(node) if isinstance(child, _STATEMENTS))
-
-
-_STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_MAY_DEFINE_MORE = re.compile(r"\bglobals\(\)|\bimport\s*\*")
 
 
 DTYPES = ("fp32", "bf16", "fp16")
