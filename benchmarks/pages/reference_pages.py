@@ -3,6 +3,7 @@
 python benchmarks/pages/reference_pages.py
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +15,9 @@ from flopwatch.flops.formulas.registry import _formulas
 from flopwatch.hardware.peaks import Accelerator, load_accelerators
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.metrics import METRICS
+from flopwatch.records.settings import SETTINGS
 from flopwatch.spellings import MONITOR
+from flopwatch.sweep.spec.matrix import Matrix
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
 from pages.schemas import KINDS
 from testbeds.unchanged.scripts import SCRIPTS
@@ -42,6 +45,20 @@ def settings_table() -> list[str]:
 def spellings_table() -> list[str]:
     rows = [(f"`{path}`", f"`{setting}`" if setting else "none, without effect") for path, setting in MONITOR.items()]
     return _table(("spelling", "setting"), rows)
+
+
+def matrix_table() -> list[str]:
+    columns = {each.key: each.column_name or name for name, each in SETTINGS.items() if each.column}
+    rows = [
+        (
+            f"`{key}`",
+            f"`{json.dumps(field.default)}`",
+            str(field.description),
+            f"`{columns[key]}`" if key in columns else "",
+        )
+        for key, field in Matrix.model_fields.items()
+    ]
+    return _table(("key", "default", "what it does", "column of the report"), rows)
 
 
 def metrics_table() -> list[str]:
@@ -121,7 +138,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "numbers.md": {"metrics": metrics_table},
     "design.md": {"states": states_table},
-    "reference/settings.md": {"settings": settings_table, "spellings": spellings_table},
+    "reference/settings.md": {"settings": settings_table, "spellings": spellings_table, "matrix": matrix_table},
     "reference/devices.md": {"devices": devices_table},
     "reference/ops.md": {"ops": ops_table},
     "reference/files.md": {"schemas": schemas_table},

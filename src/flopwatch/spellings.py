@@ -1,4 +1,4 @@
-"""Other words for settings, modes, trainers and compute types, most of them from docs/requirements.md.
+"""Other words for settings of the monitor, modes, trainers and compute types, most from docs/requirements.md.
 
 The code itself knows one word for each thing; these are replaced where a configuration is read.
 """
@@ -27,23 +27,6 @@ MONITOR: Mapping[str, str | None] = {
 
 MODES: Mapping[str, str] = {"hybrid": "profiler"}
 """The monitor's modes. `hybrid` was meant for hardware counters, which flopwatch does not read."""
-
-SWEEP: Mapping[str, str] = {
-    "trainer": "trainers",
-    "model": "models",
-    "model_size": "models",
-    "model_sizes": "models",
-    "batch_size": "batch_sizes",
-    "seq_len": "seq_lens",
-    "seq_length": "seq_lens",
-    "seq_lengths": "seq_lens",
-    "dtype": "dtypes",
-    "micro_batch_size": "micro_batch_sizes",
-    "seed": "seeds",
-    "layout": "layouts",
-    "warm_up_steps": "warmup_steps",
-}
-"""Keys of a sweep's matrix, and the setting."""
 
 TRAINERS: Mapping[str, str] = {
     "ghostclipping": "ghost",

@@ -181,7 +181,7 @@ def _sweep_keys() -> dict[str, list[str]]:
         "trainers": find("flopwatch.sweep.spec.matrix.TrainerEntry"),
     }
     return {
-        "": sorted([*matrix.model_fields, *find("flopwatch.spellings.SWEEP")]),
+        "": sorted([*matrix.model_fields, *find("flopwatch.records.settings.MATRIX_KEYS")]),
         **{name: sorted(model.model_fields) for name, model in inner.items()},
     }
 

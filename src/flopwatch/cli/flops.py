@@ -3,11 +3,11 @@
 from typing import Annotated
 
 from flopwatch.cli import flag
-from flopwatch.cli.trials import MODEL_HELP
+from flopwatch.records.settings import SETTINGS
 
 
 def flops(
-    model: Annotated[str, flag(MODEL_HELP)],
+    model: Annotated[str, flag(SETTINGS["model"].flag)],
     batch_size: Annotated[int, flag("Samples per step.")] = 1,
     seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,

@@ -8,6 +8,7 @@ import click
 
 from flopwatch.cli import argument, flag
 from flopwatch.errors import InputError
+from flopwatch.records.settings import SECTIONS
 
 
 def init(
@@ -63,21 +64,16 @@ _SWEEP_HEAD = """\
 #   flopwatch report flopwatch-sweep        compares the results
 """
 
-_SWEEP_GROUPS = {
-    "What every sweep varies": ("trainers", "models", "batch_sizes", "seq_lens", "dtypes"),
-    "The training step": ("checkpointing", "micro_batch_sizes", "batch", "seeds", "options", "privacy"),
-    "How long a trial measures": ("steps", "warmup_steps", "trace"),
-    "Where a trial runs": ("device", "threads", "cpus", "gpus", "nodes", "processes", "layouts", "gpus_per_node"),
-}
-
 
 def _template(is_sweep: bool) -> str:
     if is_sweep:
         from flopwatch.sweep.spec.matrix import Matrix
 
-        defaults = {name: field.default for name, field in Matrix.model_fields.items()}
-        groups = {**_SWEEP_GROUPS, "Which trials run, and when they are ended": ()}
-        return _SWEEP_HEAD + _settings(Matrix.model_fields, defaults, groups, indent="")
+        fields = Matrix.model_fields
+        defaults = {name: field.default for name, field in fields.items()}
+        groups = {title: tuple(name for name in fields if fields[name].title == title) for title in SECTIONS}
+        groups["Which trials run, and when they are ended"] = ()
+        return _SWEEP_HEAD + _settings(fields, defaults, groups, indent="")
     from flopwatch.monitor.config import MonitorConfig
 
     defaults = MonitorConfig.model_validate({}).model_dump(mode="json")

@@ -3,17 +3,28 @@
 `sweep` writes these records and `report` reads them; the two packages do not import each other.
 """
 
-import hashlib
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
-from flopwatch.errors import InputError
 from flopwatch.records.privacy import Privacy, PrivacySpent
-from flopwatch.spellings import TRAINERS
+from flopwatch.records.settings import (
+    COMMAND,
+    LABELS,
+    PRIVATE,
+    Limits,
+    TrialSpec,
+    canonical_trainer,
+    content_key,
+    is_private,
+)
+
+__all__ = [
+    "AFTER_THE_STEPS", "COMMAND", "FAILED", "FORMAT", "LABELS", "NOT_RUN", "OUT_OF_MEMORY", "PRIVATE", "UNSETTLED",
+    "HostMethod", "Limits", "Measured", "MemoryUse", "Outcome", "StepCost", "StepTimes", "TrialJob", "TrialResult",
+    "TrialSpec", "canonical_trainer", "content_key", "is_private", "is_trial_name",
+]  # fmt: skip
 
 FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""
@@ -58,100 +69,6 @@ AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases after the training steps. A failure in one of them does not change the trial's outcome."""
 
 NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits at which the supervisor process kills a trial.
-
-    Attributes:
-        wall_seconds: Longest run time of the trial's worker process. Here and below, None means no limit.
-        no_progress_seconds: Longest time without a new phase or step.
-        memory_bytes: Host memory of the trial's whole process tree.
-    """
-
-    wall_seconds: float | None = 3600.0
-    no_progress_seconds: float | None = 600.0
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrialSpec(Stored):
-    """The configuration of one trial.
-
-    Attributes:
-        trainer: `standard`, `dpsgd`, `ghost`, `fast`, `package.module:Class`, or `command`.
-        model: A preset, the path of a Hugging Face config, or `package.module:function`; unused by a command.
-        label: The trainer's name in trial names and tables, such as `DPGhostClippingTrainer`.
-        command: The shell command of a `command` trainer, with `{batch_size}`, `{seq_len}` and `{model}` filled in.
-        dtype: Compute type of matmuls: `fp32`, or `bf16` by autocast.
-        device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one, else the CPU.
-        steps: Measured steps; `warmup_steps` are those before them.
-        checkpointing: Whether activations are checkpointed.
-        seed: Seed of the weights and of the batch.
-        threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
-        gpus: Accelerators of the trial on each of its nodes; below 1, several trials share one.
-        cpus: Cores to reserve, if the engine reserves cores (Slurm, Ray); None means the engine's default.
-        options: Further arguments of the trainer, such as `max_grad_norm`.
-        trace: Whether one step is recorded as a Kineto trace.
-        nodes: Machines of the trial. If there are several, torchrun starts the worker processes on each.
-        processes: Worker processes on each node.
-        layout: How several processes train together: `ddp` or `fsdp`; None for a single process.
-        batch: `package.module:function` that returns the batch; None makes a dummy batch for the model.
-        micro_batch_size: Samples per forward pass, with gradient accumulation; None means the whole batch.
-        privacy: The full training for which epsilon is computed: `dataset_size` or `sample_rate`, `epochs` or `steps`,
-            `delta`, `accountant`, `target_epsilon`; empty for a trainer without differential privacy.
-    """
-
-    trainer: str
-    model: str
-    batch_size: int
-    seq_len: int
-    label: str = ""
-    command: str | None = None
-    dtype: str = "fp32"
-    device: str = "auto"
-    steps: int = 10
-    warmup_steps: int = 3
-    checkpointing: bool = False
-    seed: int = 0
-    threads: int | None = None
-    gpus: float = 0.0
-    cpus: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    trace: bool = True
-    limits: Limits = field(default_factory=Limits)
-    nodes: int = 1
-    processes: int = 1
-    layout: str | None = None
-    batch: str | None = None
-    micro_batch_size: int | None = None
-    privacy: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.processes
-
-    def why_broken(self) -> str | None:
-        if self.batch_size < 1 or self.seq_len < 1:
-            return f"batch_size={self.batch_size} and seq_len={self.seq_len} must be at least 1"
-        return None
-
-    def measured_settings(self) -> dict[str, Any]:
-        """The settings that can change what the trial measures: all but `label`, `trace` and `limits`."""
-        content = {name: value for name, value in self.to_json().items() if name not in ("label", "trace", "limits")}
-        return {**content, "memory_bytes": self.limits.memory_bytes}
-
-
-def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
-    """A hash of a trial's configuration and environment. A result with the same key need not be measured again.
-
-    >>> spec = TrialSpec("standard", "tiny", 4, 512)
-    >>> content_key(spec, {"torch": "2.13.0"}) == content_key(spec, {"torch": "2.14.0"})
-    False
-    """
-    content = json.dumps({"spec": spec.measured_settings(), "environment": dict(environment)}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,58 +285,3 @@ def is_trial_name(name: str) -> bool:
     (True, False)
     """
     return name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) < 256
-
-
-# A trainer is named by its class (docs/requirements.md, R23), by a short name, or as `package.module:Class`.
-
-LABELS = {
-    "standard": "StandardTrainer",
-    "dpsgd": "DPSGDTrainer",
-    "ghost": "DPGhostClippingTrainer",
-    "fast": "DPFastGradientClippingTrainer",
-}
-"""The built-in trainers and their class names, which appear in file names and tables."""
-
-PRIVATE = ("dpsgd", "ghost", "fast")
-"""The built-in trainers with differential privacy: they clip the gradient of every sample and add noise."""
-
-COMMAND = "command"
-
-_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-
-def canonical_trainer(name: str) -> tuple[str, str]:
-    """The short name of a trainer in any accepted spelling, and its label in file names and tables.
-
-    >>> canonical_trainer("DPGhostClippingTrainer")
-    ('ghost', 'DPGhostClippingTrainer')
-    >>> canonical_trainer("dp-sgd")
-    ('dpsgd', 'DPSGDTrainer')
-    >>> canonical_trainer("my_package.training:Lora")
-    ('my_package.training:Lora', 'Lora')
-    """
-    plain = name.strip()
-    if plain == COMMAND:
-        return COMMAND, COMMAND
-    if ":" in plain:
-        if not _PATH.fullmatch(plain):
-            raise InputError(
-                f"trainer {name!r} is not of the form 'package.module:Class'; give the class's full import path"
-            )
-        return plain, plain.partition(":")[2]
-    short = re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer")
-    trainer = TRAINERS.get(short, short)
-    if trainer not in LABELS:
-        import difflib  # imported here, because supervisor processes import this module and start faster without it
-
-        folded = {spelling.lower(): spelling for pair in LABELS.items() for spelling in pair}
-        near = difflib.get_close_matches(name.strip().lower(), folded, n=1)
-        hint = f"; did you mean {folded[near[0]]!r}?" if near else "."
-        known = f"There are {', '.join(LABELS)} and your own as 'package.module:Class'"
-        raise InputError(f"there is no trainer {name!r}{hint} {known}")
-    return trainer, LABELS[trainer]
-
-
-def is_private(trainer: str) -> bool | None:
-    """Whether a built-in trainer has differential privacy; None for any other, which may declare it (`Privacy`)."""
-    return trainer in PRIVATE if trainer in LABELS else None

@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
+from flopwatch.records.settings import REPORTED, SETTINGS
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, Group, PrivacyClass, Quantity, TrialRow
 from flopwatch.report.verdicts import differ_measurably
-
-_MICRO_BATCH = "micro-batch"
 
 
 def privacy_of(spec: TrialSpec, *results: TrialResult | None) -> PrivacyClass:
@@ -42,13 +41,10 @@ def trainer_name(spec: TrialSpec) -> str:
     return spec.trainer if is_builtin or not spec.label else spec.label
 
 
-_GROUP = ("model", "dtype", "checkpointing", "device", "gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
-_RESOURCES = _GROUP[4:]
-
-
 def group_settings(spec: TrialSpec) -> dict[str, Any]:
     """Return the settings that must be equal in two trials for a comparison to make sense."""
-    return {name: getattr(spec.limits if name == "memory_bytes" else spec, name) for name in _GROUP}
+    apart = {name: getattr(spec, name) for name, setting in SETTINGS.items() if setting.compared == "apart"}
+    return {**apart, "memory_bytes": spec.limits.memory_bytes}
 
 
 def group_key(spec: TrialSpec) -> tuple[Any, ...]:
@@ -68,8 +64,7 @@ def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
     columns = {}
     for key, members in variants.items():
         names = dict.fromkeys(name for settings in members.values() for name in settings)
-        # Always name the micro-batch size, because it changes memory and time even if it is the same in all trials.
-        varying = [n for n in names if n == _MICRO_BATCH or len({found.get(n) for found in members.values()}) > 1]
+        varying = [name for name in names if name in _NAMED or len({found.get(name) for found in members.values()}) > 1]
         for name, settings in members.items():
             more = " ".join(f"{setting}={settings[setting]}" for setting in varying if setting in settings)
             columns[name] = f"{key[-1]} {more}".rstrip()
@@ -92,6 +87,9 @@ def takes_setting(spec: TrialSpec, name: str) -> bool:
     return spec.command is None or f"{{{name}}}" in spec.command
 
 
+_IN_TITLES = ("model", "dtype", "device", "checkpointing")
+
+
 def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Return the heading of a group. Resources such as `gpus` are named only if they vary between groups.
 
@@ -105,21 +103,18 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
         parts.append("checkpointing")
     elif "checkpointing" in varying:
         parts.append("no checkpointing")
-    parts += [f"{name} {settings[name]}" for name in _RESOURCES if name in varying]
+    parts += [f"{name} {value}" for name, value in settings.items() if name in varying and name not in _IN_TITLES]
     return ", ".join(parts) or "shell command"
 
 
+_BESIDE = {name: each.heading or name for name, each in REPORTED.items() if each.compared in ("beside", "named")}
+_NAMED = {heading for name, heading in _BESIDE.items() if REPORTED[name].compared == "named"}
+
+
 def _variant_settings(spec: TrialSpec) -> dict[str, str]:
-    settings = {
-        "steps": spec.steps,
-        "warmup": spec.warmup_steps,
-        "command": spec.command,
-        _MICRO_BATCH: spec.micro_batch_size,
-        "trainer": spec.trainer if spec.label else None,
-        "layout": spec.layout,
-    }
-    known = {name: value for name, value in settings.items() if value is not None}
-    return {str(name): str(value) for name, value in {**known, **spec.options}.items()}
+    beside = ((heading, getattr(spec, name)) for name, heading in _BESIDE.items())
+    known = {heading: value for heading, value in beside if value is not None}
+    return {name: str(value) for name, value in {**known, **spec.options}.items()}
 
 
 MOST_FINITE = sys.float_info.max

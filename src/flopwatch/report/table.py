@@ -10,9 +10,10 @@ from math import inf
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints, overload
 
 from flopwatch.optional import require_package
+from flopwatch.records.settings import REPORTED
 from flopwatch.records.trial import Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import MOST_FINITE, make_cell
@@ -82,28 +83,26 @@ def _bound(trial: Trial) -> bool | None:
     return cost.is_lower_bound if cost and cost.model_flops is not None else None
 
 
+_KINDS: Mapping[type, Kind] = {bool: "flag", int: "integer", float: "number"}
+
+
+def _columns_of_settings() -> Iterator[tuple[str, Kind, str, str]]:
+    types = get_type_hints(TrialSpec)
+    for name, setting in REPORTED.items():
+        if setting.column:
+            kind: Kind = next(
+                (_KINDS[each] for each in (types[name], *get_args(types[name])) if each in _KINDS), "text"
+            )
+            yield setting.column_name or name, kind, f"spec.{name}", setting.column
+
+
+_TRAINER, _LABEL, *_SETTINGS = _columns_of_settings()
 _TABLE: tuple[tuple[str, Kind, str | Callable[[Trial], Any], str], ...] = (
     ("trial", "text", "cell.trial", "name of the trial within its sweep"),
-    ("trainer", "text", "spec.trainer", "standard, dpsgd, ghost, fast, module:Class or command"),
-    ("label", "text", "spec.label", "name of the trainer in the names of trials"),
+    _TRAINER,
+    _LABEL,
     ("privacy", "text", "cell.privacy", "differential privacy: private, not private, unknown"),
-    ("model", "text", "spec.model", "model: preset, config file or module:function"),
-    ("batch_size", "integer", "spec.batch_size", "samples per step"),
-    ("seq_len", "integer", "spec.seq_len", "positions per sample"),
-    ("dtype", "text", "spec.dtype", "dtype in which matmuls compute"),
-    ("checkpointing", "flag", "spec.checkpointing", "whether gradient checkpointing is on"),
-    ("seed", "integer", "spec.seed", "random seed of the weights and the batch"),
-    ("micro_batch_size", "integer", "spec.micro_batch_size", "samples per forward pass (empty: whole batch)"),
-    ("batch", "text", "spec.batch", "function that makes the batch"),
-    ("nodes", "integer", "spec.nodes", "number of machines of the trial"),
-    ("processes", "integer", "spec.processes", "worker processes on each node"),
-    ("layout", "text", "spec.layout", "how processes share the training, such as ddp or fsdp"),
-    ("device_asked", "text", "spec.device", "device requested in the matrix; auto: the best available"),
-    ("threads", "integer", "spec.threads", "requested CPU threads"),
-    ("gpus", "number", "spec.gpus", "requested accelerators on each node"),
-    ("cpus", "integer", "spec.cpus", "CPU cores requested from the engine"),
-    ("steps", "integer", "spec.steps", "requested number of measured steps"),
-    ("warmup_steps", "integer", "spec.warmup_steps", "steps before the measured ones"),
+    *_SETTINGS,
     ("memory_limit_bytes", "integer", "spec.limits.memory_bytes", "limit of the host memory"),
     ("outcome", "text", "cell.outcome", "how the trial ended; missing means no result yet"),
     ("reason", "text", "result.reason", "why the trial ended, in one line"),
@@ -264,9 +263,6 @@ def make_table(capture: Capture) -> Table:
         if kind == "integer" and any(abs(row[name] or 0) > MOST_INTEGER for row in rows):
             kinds[name] = "number"
     return Table(tuple(rows), kinds, capture.troubles)
-
-
-_KINDS: Mapping[type, Kind] = {bool: "flag", int: "integer", float: "number"}
 
 
 def _kind_of(values: Iterable[Any]) -> Kind:

@@ -105,7 +105,7 @@ def test_the_flops_of_a_step_in_parts_are_those_torch_counts_op_by_op(model_name
         with FlopCounterMode(display=False) as mode:
             run_step(step_parts(made, micro_batches(batch, size)))
         by_torch.append(mode.get_total_flops())
-        costs.append(count_step(made, load_model(model_name), batch, micro_batch_size=size))
+        costs.append(count_step(made, load_model(model_name), batch, size=size))
 
     if model_name != "tiny":  # torch counts nothing for a CPU's fused attention
         assert [cost.hardware_flops for cost in costs] == by_torch

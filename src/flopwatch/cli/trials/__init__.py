@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 from flopwatch.cli import argument, flag
+from flopwatch.records.settings import SETTINGS
 
-MODEL_HELP = "tiny, small, medium or 1b; the path of a Hugging Face config.json; or module:function."
-COMMAND_HELP = "Run a shell command instead of a trainer: 'python t.py --bs {batch_size}'."
 _MORE_SETTINGS = "options.noise_multiplier=0.8 privacy.dataset_size=50000 privacy.epochs=3"
-_Trainer = Annotated[str, flag("The trainer: standard, dpsgd, ghost, fast or package.module:Class.")]
-_SeqLen = Annotated[int, flag("Sequence length: tokens of each sample.")]
-_Model = Annotated[str, flag(MODEL_HELP, "--model", "--model-size")]
-_Command = Annotated[str | None, flag(COMMAND_HELP)]
-_Dtype = Annotated[str, flag("Compute type: fp32 or bf16.")]
-_Device = Annotated[str, flag("The device, such as cpu or cuda; auto takes the accelerator if there is one.")]
-_Checkpoint = Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")]
-_Steps = Annotated[int, flag("Measured steps.")]
+_Trainer = Annotated[str, flag(SETTINGS["trainer"].flag)]
+_SeqLen = Annotated[int, flag(SETTINGS["seq_len"].flag)]
+_Model = Annotated[str, flag(SETTINGS["model"].flag, "--model", "--model-size")]
+_Command = Annotated[str | None, flag(SETTINGS["command"].flag)]
+_Dtype = Annotated[str, flag(SETTINGS["dtype"].flag)]
+_Device = Annotated[str, flag(SETTINGS["device"].flag)]
+_Checkpointing = Annotated[bool, flag(SETTINGS["checkpointing"].flag, "--checkpoint")]
+_Steps = Annotated[int, flag(SETTINGS["steps"].flag)]
 _Timeout = Annotated[float, flag("End a trial after this many seconds.")]
 _AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
@@ -28,13 +27,13 @@ def trial(
         list[str] | None, argument(f"Further settings, such as {_MORE_SETTINGS}.", "[KEY=VALUE]...")
     ] = None,
     trainer: _Trainer = "standard",
-    batch_size: Annotated[int, flag("Samples per step.")] = 4,
+    batch_size: Annotated[int, flag(SETTINGS["batch_size"].flag)] = 4,
     seq_len: _SeqLen = 512,
     model: _Model = "small",
     command: _Command = None,
     dtype: _Dtype = "fp32",
     device: _Device = "auto",
-    checkpoint: _Checkpoint = False,
+    checkpointing: _Checkpointing = False,
     steps: _Steps = 10,
     memory: Annotated[str | None, flag("Limit of host memory for the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
@@ -60,7 +59,7 @@ def fit(
     command: _Command = None,
     dtype: _Dtype = "fp32",
     device: _Device = "auto",
-    checkpoint: _Checkpoint = False,
+    checkpointing: _Checkpointing = False,
     steps: _Steps = 5,
     memory: Annotated[
         str | None,
@@ -101,13 +100,13 @@ def sweep(
         flag("Folder of the sweep. A sweep already in it is resumed. Default: flopwatch-sweep.", "--output", "-o"),
     ] = None,
     # The matrix.
-    trainers: Annotated[str | None, flag("Trainers: standard, dpsgd, ghost, fast or package.module:Class.")] = None,
-    batch_sizes: Annotated[str | None, flag("Batch sizes, such as 4,8.")] = None,
-    seq_lens: Annotated[str | None, flag("Sequence lengths, such as 512,1024.")] = None,
-    models: Annotated[str | None, flag(MODEL_HELP, "--models", "--model-size")] = None,
-    dtypes: Annotated[str | None, flag("Compute types, such as fp32,bf16.")] = None,
-    command: Annotated[str | None, flag(COMMAND_HELP)] = None,
-    steps: Annotated[int | None, flag("Measured steps of each trial.")] = None,
+    trainers: Annotated[str | None, flag(SETTINGS["trainer"].flags)] = None,
+    batch_sizes: Annotated[str | None, flag(SETTINGS["batch_size"].flags)] = None,
+    seq_lens: Annotated[str | None, flag(SETTINGS["seq_len"].flags)] = None,
+    models: Annotated[str | None, flag(SETTINGS["model"].flags, "--models", "--model-size")] = None,
+    dtypes: Annotated[str | None, flag(SETTINGS["dtype"].flags)] = None,
+    command: Annotated[str | None, flag(SETTINGS["command"].flags)] = None,
+    steps: Annotated[int | None, flag(SETTINGS["steps"].flags)] = None,
     exclude: Annotated[list[str] | None, flag("Leave out trials, such as 'trainer=ghost seq_len>=1024'.")] = None,
     # The limits of a trial.
     memory: Annotated[str | None, flag("Limit of host memory for each trial, such as 4GiB.")] = None,

@@ -23,6 +23,7 @@ from flopwatch.files import UnreadableError, load_json
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
+from flopwatch.records.settings import SETTINGS
 from flopwatch.records.sweep_results import (
     NewerFormatError,
     is_sweep_folder,
@@ -114,11 +115,10 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
+    flags = {name: given[name] for name in SETTINGS if name in given and name != "command"}
     return {
-        **{name: [given[name]] for name in ("batch_size", "seq_len", "model", "dtype")},
-        **{name: given[name] for name in ("device", "steps")},
-        "trainers": [given["trainer"] if given["command"] is None else {"command": given["command"]}],
-        "checkpointing": [given["checkpoint"]],
+        **{name: value if SETTINGS[name].axis is None else [value] for name, value in flags.items()},
+        "trainer": [given["trainer"] if given["command"] is None else {"command": given["command"]}],
         "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flopwatch.errors import InputError
 from flopwatch.process import all_pids, descendants, keyed_lines, read_stat
+from flopwatch.records.settings import placeholders
 from flopwatch.records.trial import TrialJob, TrialSpec
 from flopwatch.records.trial_files import STACKS
 from flopwatch.sweep.host.memory import MemoryLimit
@@ -177,10 +178,7 @@ def start_worker(
 def _command(folder: Path, spec: TrialSpec) -> list[str]:
     if spec.trainer != "command":
         return [sys.executable, "-m", "flopwatch.sweep.worker.main", str(folder)]
-    values = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "model": shlex.quote(spec.model)}
-    values |= {name: shlex.quote(str(value)) for name, value in spec.options.items()}
-    values |= {"dtype": spec.dtype, "seed": spec.seed, "trial_dir": shlex.quote(str(folder))}
-    values |= {"processes": spec.processes, "micro_batch_size": spec.micro_batch_size or spec.batch_size}
+    values = placeholders(spec) | {"trial_dir": shlex.quote(str(folder))}
     command = spec.command or ""
     for key, value in values.items():  # not str.format, because shell commands contain other braces
         command = command.replace("{" + key + "}", str(value))

@@ -5,20 +5,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.repeats import MOST_REPEATS
+from flopwatch.records.settings import MATRIX_KEYS, PLACE, SETTINGS, Setting
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
-from flopwatch.spellings import SWEEP
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
-    ProcessPoint,
     check_conditions,
     check_processes,
     did_you_mean,
@@ -36,6 +35,8 @@ _MOST_MISTAKES = 2
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
 _MOST_VALUES = 1_000_000  # of a file; eight levels of aliases, each used nine times, stand for 43 million
 
+_Model = TypeVar("_Model", bound=BaseModel)
+
 
 def _as_list(value: Any) -> Any:
     if isinstance(value, str):
@@ -49,12 +50,8 @@ def _none_for_word(value: Any) -> Any:
 
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
-MicroBatch = Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ints = Annotated[list[PositiveInt], Several]
 Words = Annotated[list[str], Several]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-"""The range of seeds that `torch.manual_seed` accepts."""
 
 
 class TrainerEntry(BaseModel):
@@ -83,91 +80,74 @@ class LimitSettings(BaseModel):
     memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
 
 
-def _setting(default: Any, description: str) -> Any:
-    """A setting with its default as YAML says it, and what `flopwatch init --sweep` says about it."""
-    return Field(default, validate_default=True, description=description)
+def _field(default: Any, text: str, section: str = "") -> Any:
+    """A key with its default as YAML says it, and what `flopwatch init --sweep` says about it."""
+    return Field(default, validate_default=True, description=text, title=section)
 
 
+def _field_of(name: str, *default: Any) -> Any:
+    """The key of this field of `TrialSpec`; its default is that of the field, if no other is given."""
+    setting = SETTINGS[name]
+    found = TrialSpec.__dataclass_fields__[name].default if setting.axis is None else list(setting.axis)
+    return _field(default[0] if default else found, setting.text, setting.section)
+
+
+def _type_of(setting: Setting, kind: Any) -> Any:
+    """What a matrix may have for a field of this type."""
+    known = next((each for each in get_args(kind) if each is not type(None)), kind)
+    wanted: Any = known
+    if known is int:
+        wanted = Annotated[int, Field(ge=setting.bounds[0], le=setting.bounds[1])]
+    elif setting.pattern:
+        wanted = Annotated[str, Field(pattern=setting.pattern)]
+    if known is not kind:
+        wanted = Annotated[wanted | None, BeforeValidator(_none_for_word)]
+    return wanted if setting.axis is None else Annotated[list[wanted], Several]
+
+
+def _with_settings(declared: type[_Model]) -> type[_Model]:
+    """Add the keys of all settings of a trial that the model does not declare itself, in the order of `TrialSpec`."""
+    kinds = get_type_hints(TrialSpec)
+    fields: dict[str, Any] = {key: (field.annotation, field) for key, field in declared.model_fields.items()}
+    of_trials: dict[str, Any] = {
+        setting.key: fields.pop(setting.key, None) or (_type_of(setting, kinds[name]), _field_of(name))
+        for name, setting in SETTINGS.items()
+        if setting.key
+    }
+    made: Any = create_model(declared.__name__, __config__=declared.model_config, **of_trials, **fields)
+    made.__doc__ = declared.__doc__
+    return cast(type[_Model], made)
+
+
+@_with_settings
 class Matrix(BaseModel):
     """The settings of a sweep. A setting or option with several values is an axis of the matrix."""
 
     model_config = ConfigDict(extra="forbid")
 
-    trainers: Annotated[list[TrainerEntry], Several] = _setting(
-        ["standard"],
-        "standard, dpsgd, ghost, fast, or a class `package.module:Class`. {label: mine, command: 'train.sh "
-        "{batch_size}'} runs any program, with the trial's values of {batch_size} and {seq_len} in its arguments.",
-    )
-    models: Words = _setting(
-        ["small"],
-        "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a Hugging Face config.json; "
-        "`package.module:function`.",
-    )
-    batch_sizes: Ints = _setting([4, 8], "Samples per step, in all processes together.")
-    seq_lens: Ints = _setting([512, 1024], "Positions per sample.")
-    dtypes: Words = _setting(["fp32"], "fp32, or bf16 and fp16 by autocast.")
-    checkpointing: Annotated[list[bool], Several] = _setting(
-        [False], "Gradient checkpointing; [false, true] measures both."
-    )
-    micro_batch_sizes: Annotated[list[MicroBatch], Several] = _setting(
-        [None], "Samples in memory at once; null is the whole batch."
-    )
-    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = _setting(
-        None, "`package.module:function` that makes the batch; null makes it from the model's inputs."
-    )
-    seeds: Annotated[list[Seed], Several] = _setting([0], "Seeds of weights and batch; several repeat each trial.")
-    nodes: Ints = _setting([1], "Nodes of a trial.")
-    processes: Ints = _setting([], "Processes per node; empty: gpus_per_node, or 1.")
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _setting(
-        [], "How processes train together: ddp or fsdp."
-    )
-    gpus_per_node: PositiveInt | None = _setting(None, "GPUs of a trial on each node.")
-    device: str = _setting("auto", "auto, cpu, cuda, or another device of torch.")
-    steps: PositiveInt = _setting(10, "Measured steps.")
-    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = _setting(3, "Steps before the measured ones.")
-    threads: PositiveInt | None = _setting(None, "Threads of a trial; null leaves the choice to the engine.")
-    gpus: NonNegative | None = _setting(None, "GPUs of a trial; `gpus: 0.5` shares one.")
-    cpus: PositiveInt | None = _setting(None, "CPU cores of a trial; null leaves the choice to the engine.")
-    options: dict[str, Any] = _setting(
-        {},
-        "Options of the trainer, such as {lr: 0.001, max_grad_norm: 1.0, noise_multiplier: 1.0}. A list of values is "
-        "an axis.",
-    )
-    privacy: PrivacySettings | None = _setting(
-        None,
-        "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, target_epsilon: 8}.",
-    )
-    trace: bool = _setting(True, "Record one Kineto trace per trial.")
-    limits: LimitSettings = _setting(
-        {"wall_seconds": 3600},
-        "The limits of a trial. Other keys: `no_progress_seconds` (600 unless the trainer is a command), and `memory` "
-        "of the host, such as 16GiB.",
-    )
-    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _setting(
+    trainers: Annotated[list[TrainerEntry], Several] = _field_of("trainer")
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _field_of("gpus", None)
+    options: dict[str, Any] = _field_of("options", {})
+    privacy: PrivacySettings | None = _field_of("privacy", None)
+    limits: LimitSettings = _field_of("limits", {"wall_seconds": 3600})
+    nodes: Ints = _field_of("nodes")
+    processes: Ints = _field_of("processes")
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _field_of("layout")
+    gpus_per_node: PositiveInt | None = _field(None, "GPUs of a trial on each node.", PLACE)
+    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _field(
         [],
         'Conditions that leave a trial out, such as ["trainer=ghost seq_len>=1024", {checkpointing: true, trainer: '
         "standard}].",
     )
-    retries: Annotated[int, Field(ge=0)] = _setting(2, "Retries of a trial that was lost or preempted.")
-    retry_on: Words = _setting([], "Other outcomes to retry: error, crash, timeout, hang.")
-    until: Annotated[float | None, BeforeValidator(parse_share)] = _setting(
+    retries: Annotated[int, Field(ge=0)] = _field(2, "Retries of a trial that was lost or preempted.")
+    retry_on: Words = _field([], "Other outcomes to retry: error, crash, timeout, hang.")
+    until: Annotated[float | None, BeforeValidator(parse_share)] = _field(
         None, "Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%."
     )
-    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = _setting(5, "The most repeats of a trial.")
-    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = _setting(
+    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = _field(5, "The most repeats of a trial.")
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = _field(
         None, "Start no new trial after this time, such as 8h or 90m."
     )
-
-
-_SAME_IN_ALL = ("device", "steps", "warmup_steps", "threads", "cpus", "trace", "batch")
-"""Settings that every trial takes over as they are."""
-
-_INNER: dict[str, type[BaseModel]] = {
-    "trainers": TrainerEntry,
-    "limits": LimitSettings,
-    "privacy": PrivacySettings,
-}
-"""Settings that contain further settings."""
 
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
@@ -185,7 +165,9 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        known = [*Matrix.model_fields, *SWEEP] if len(place) == 1 else _INNER[str(place[0])].model_fields
+        inner: dict[Any, type[BaseModel]] = {"trainers": TrainerEntry, "limits": LimitSettings}
+        model = inner.get(place[0], PrivacySettings)
+        known = [*Matrix.model_fields, *MATRIX_KEYS] if len(place) == 1 else model.model_fields
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
     message = message.removeprefix("Value error, ")
     shown = repr(value)
@@ -200,22 +182,15 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        for key, value in _with_canonical_keys(layer).items():
+        given: dict[str, str] = {}  # so that `batch_size` in a later layer overrides `batch_sizes`
+        for word, value in layer.items():
+            key = MATRIX_KEYS.get(word, word)
+            if key in given:
+                raise InputError(f"{given[key]} and {word} are the same setting; give one of them")
+            given[key] = word
             below = found.get(key)
             both = isinstance(value, Mapping) and isinstance(below, Mapping)
             found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
-    return found
-
-
-def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each alias of a setting by its name, so that `batch_size` in a later layer overrides `batch_sizes`."""
-    found: dict[str, Any] = {}
-    for key, value in layer.items():
-        name = SWEEP.get(key, key)
-        if name in found:
-            both = [given for given in layer if SWEEP.get(given, given) == name]
-            raise InputError(f"{' and '.join(both)} are the same setting; give one of them")
-        found[name] = value
     return found
 
 
@@ -327,25 +302,25 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     return kept
 
 
+_OUTERMOST = ("entry", "model", "dtype", "checkpointing", "seed", "place", "seq_len", "batch_size")
+"""The first axes of the order of trials; further ones follow as in `TrialSpec`, and `options` last."""
+
+
 def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
-    return {
-        "entry": [
-            (entry.model_copy(update={"options": own}), *names)
-            for entry, *names in entries
-            for own in _each(entry.options)
-        ],
-        "model": matrix.models,
-        "dtype": matrix.dtypes,
-        "checkpointing": matrix.checkpointing,
-        "seed": matrix.seeds,
-        "place": process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
-        "seq_len": matrix.seq_lens,
-        "batch_size": matrix.batch_sizes,
-        "micro_batch_size": matrix.micro_batch_sizes,
-        "options": _each(matrix.options),
+    joined = ("trainer", "nodes", "processes", "layout")
+    axes: dict[str, Sequence[Any]] = {
+        name: getattr(matrix, setting.key)
+        for name, setting in SETTINGS.items()
+        if setting.axis is not None and name not in joined
     }
+    axes["entry"] = [
+        (entry.model_copy(update={"options": own}), *names) for entry, *names in entries for own in _each(entry.options)
+    ]
+    axes["place"] = process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node)
+    axes["options"] = _each(matrix.options)
+    return {name: axes[name] for name in dict.fromkeys((*_OUTERMOST, *axes))}
 
 
 def _each(options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -376,11 +351,11 @@ def _spec(
     matrix: Matrix,
     *,
     entry: tuple[TrainerEntry, str, str],
-    place: ProcessPoint,
+    place: tuple[int, int, str | None],
     options: Mapping[str, Any],
     **settings: Any,
 ) -> TrialSpec:
-    own, trainer, label = entry
+    (own, trainer, label), (nodes, processes, layout) = entry, place
     images = image_preset(settings["model"])
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
@@ -388,17 +363,17 @@ def _spec(
     # A command reports no progress, so `no_progress_seconds` has no default for commands.
     is_set = trainer == "command" or "no_progress_seconds" in matrix.limits.model_fields_set
     silence = matrix.limits.no_progress_seconds if is_set else Limits().no_progress_seconds
-    return TrialSpec(
-        **settings,
-        **{name: getattr(matrix, name) for name in _SAME_IN_ALL},
-        trainer=trainer,
-        label=label,
-        command=own.command,
-        gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
-        options=chosen,
-        limits=Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
-        nodes=place.nodes,
-        processes=place.processes,
-        layout=None if trainer == "command" else place.layout,  # a command starts its own processes
-        privacy=matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
-    )
+    same = {name: getattr(matrix, each.key) for name, each in SETTINGS.items() if each.key and each.axis is None}
+    own_code = {
+        "trainer": trainer,
+        "label": label,
+        "command": own.command,
+        "gpus": matrix.gpus or float(matrix.gpus_per_node or 0),
+        "options": chosen,
+        "limits": Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
+        "nodes": nodes,
+        "processes": processes,
+        "layout": None if trainer == "command" else layout,  # a command starts its own processes
+        "privacy": matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
+    }
+    return TrialSpec(**{**same, **settings, **own_code})

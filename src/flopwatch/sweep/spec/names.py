@@ -5,30 +5,28 @@ Names of trainers, models, dtypes and devices are checked without importing the 
 it and load torch.
 """
 
-import ast
 import difflib
+import itertools
 import os
 import re
+import symtable
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
+from flopwatch.records.settings import SETTINGS, placeholders
 from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 from flopwatch.text import one_line
 
 _WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings
-_MAY_VARY = (
-    *("model", "dtype", "device", "checkpointing", "seed", "threads", "gpus", "nodes", "processes", "layout"),
-    "micro_batch_size",
-)
-"""Settings that names of trials contain if they vary, in this order."""
+_ALWAYS_NAMED = ("trainer", "batch_size", "seq_len")
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -48,12 +46,15 @@ def check_label(label: str) -> str:
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     """A unique name for each trial: trainer, batch size, length, and every other setting that varies among them."""
-    seen: dict[str, set[str]] = {}
-    for spec in specs:
-        for key, value in _other_settings(spec).items():
-            seen.setdefault(key, set()).add(str(value))
-    varying = [key for key, values in seen.items() if len(values) > 1]
-    names = [_name(spec, varying) for spec in specs]
+    settings = [_other_settings(spec) for spec in specs]
+    values: dict[str, set[str]] = defaultdict(set)
+    for key, value in itertools.chain.from_iterable(each.items() for each in settings):
+        values[key].add(str(value))
+    names = []
+    for spec, own in zip(specs, settings, strict=True):
+        varying = [_part(key, own[key]) for key in values if key in own and len(values[key]) > 1]
+        first = slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}"
+        names.append("_".join((*first, *filter(None, varying))))
     counts = Counter(names)
     keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
     digits = 6  # of the key, behind equal names; more if six do not make the names unique
@@ -63,31 +64,21 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _other_settings(spec: TrialSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in _MAY_VARY} | {
-        f"options.{name}": value for name, value in spec.options.items()
-    }
-
-
-def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
-    settings = _other_settings(spec)
-    parts = [_part(key, settings[key]) for key in varying if key in settings]
-    return "_".join(
-        [slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}", *filter(None, parts)]
-    )
+    axes = [name for name, setting in SETTINGS.items() if setting.axis is not None and name not in _ALWAYS_NAMED]
+    options = {f"options.{name}": value for name, value in spec.options.items()}
+    return {name: getattr(spec, name) for name in axes} | options
 
 
 def _part(key: str, value: Any) -> str:
-    if key == "checkpointing":
-        return "ckpt" if value else ""
-    if key in ("layout", "micro_batch_size") and value is None:  # one process, or no micro-batches
-        return ""
-    if key == "model" and (path := Path(value)).suffix == ".json":
-        # The folder of a `config.json` identifies the model, else the file's name.
-        return slug(path.parent.name if path.stem == "config" and path.parent.name else path.stem)
     if key == "model":
-        return slug(path.name if "/" in value else value)
-    word = {"micro_batch_size": "micro", "dtype": "", "device": "", "layout": ""}.get(key, key)
-    return slug(f"{word.removeprefix('options.')}{value}")
+        path = Path(value)  # the folder of a `config.json` identifies the model, else the file's name
+        in_folder = path.name == "config.json" and path.parent.name
+        return slug(path.parent.name if in_folder else path.stem if path.suffix == ".json" else path.name)
+    if key not in SETTINGS:
+        return slug(f"{key.removeprefix('options.')}{value}")
+    own = SETTINGS[key].word
+    word = key if own is None else own
+    return slug(f"{word}{value}") if value is not None and not isinstance(value, bool) else word if value else ""
 
 
 def slug(text: str) -> str:
@@ -97,9 +88,6 @@ def slug(text: str) -> str:
     'my-models-build'
     """
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
-
-
-_LARGEST_SOURCE = 1_000_000  # bytes; parsing a larger, generated file takes seconds
 
 
 def check_attribute(what: str, name: str) -> None:
@@ -140,37 +128,23 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
 
 def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
     try:
-        if file.stat().st_size > _LARGEST_SOURCE:
-            return
         text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        symbols = symtable.symtable(text, str(file), "exec").get_symbols()
     except SyntaxError as error:
         raise InputError(f"{what} {name!r} cannot be loaded: {file}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError, RecursionError):
         return
-    names = set(_defined(tree.body))
-    if attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
+    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    if attribute not in names and "__getattr__" not in names and not _MAY_DEFINE_MORE.search(text):
         hint = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
         raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{hint}")
 
 
-def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        else:
-            yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-            yield from _defined(child for child in ast.walk(node) if isinstance(child, _STATEMENTS))
-
-
-_STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_MAY_DEFINE_MORE = re.compile(r"\bglobals\(\)|\bimport\s*\*")
 
 
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
-_PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _ALIKE = 0.75  # similarity at which a word is a typo of a placeholder; at difflib's default of 0.6, {date} would be one
 
@@ -204,7 +178,7 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
 
 def _check_placeholders(spec: TrialSpec) -> None:
     """Raise InputError for a word in braces that is similar to a placeholder; other braces belong to the shell."""
-    known = (*_PLACEHOLDERS, *spec.options)
+    known = (*placeholders(spec), "trial_dir")
     for word in _PLACEHOLDER.findall(spec.command or ""):
         near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
         if word not in known and near:

@@ -9,13 +9,14 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
+from flopwatch.records.settings import SETTINGS
 from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec, canonical_trainer
 from flopwatch.text import one_line
 
@@ -156,7 +157,6 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
 }
 _PART = re.compile(r"\s*([A-Za-z_.]+)\s*(<=|>=|!=|<|>|==?)\s*(\S+)\s*")
-_FIELDS = {field.name for field in fields(TrialSpec)}
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ def parse_condition(text: Any) -> Any:
         if not found:
             raise InputError(f"{piece!r} in {text!r} is not a condition; write `batch_size>8` or `trainer=ghost`")
         name = found[1]
-        if name not in _FIELDS and not name.startswith("options."):
+        if name not in SETTINGS and not name.startswith("options."):
             raise InputError(
-                f"a condition cannot name {name!r}; a trial has {', '.join(sorted(_FIELDS))} and options.NAME"
+                f"a condition cannot name {name!r}; a trial has {', '.join(sorted(SETTINGS))} and options.NAME"
             )
         parts.append((name, found[2].replace("==", "="), found[3]))
     if not parts:
@@ -253,24 +253,16 @@ _KNOWN = {
 LAYOUTS = ("ddp", "fsdp")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessPoint:
-    nodes: int = 1
-    processes: int = 1
-    layout: str | None = None
-
-
 def process_points(
     nodes: Sequence[int], processes: Sequence[int], layouts: Sequence[str], gpus_per_node: int | None
-) -> list[ProcessPoint]:
-    """Every combination of nodes, processes and layouts; a trial of one process has no layout.
+) -> list[tuple[int, int, str | None]]:
+    """Every combination of nodes, processes on each and layouts; a trial of one process has no layout.
 
-    >>> process_points([1], [1, 2], ["ddp", "fsdp"], None)[:2]
-    [ProcessPoint(nodes=1, processes=1, layout=None), ProcessPoint(nodes=1, processes=2, layout='ddp')]
+    >>> process_points([1], [1, 2], ["ddp", "fsdp"], None)
+    [(1, 1, None), (1, 2, 'ddp'), (1, 2, 'fsdp')]
     """
-    per_node = processes or [gpus_per_node or 1]
-    points = itertools.product(nodes, per_node, layouts or ["ddp"])
-    return list(dict.fromkeys(ProcessPoint(n, p, layout if n * p > 1 else None) for n, p, layout in points))
+    points = itertools.product(nodes, processes or [gpus_per_node or 1], layouts or ["ddp"])
+    return list(dict.fromkeys((n, p, layout if n * p > 1 else None) for n, p, layout in points))
 
 
 def needs_one_process(spec: TrialSpec) -> str | None:

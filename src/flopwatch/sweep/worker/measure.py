@@ -186,7 +186,7 @@ class _TrialRun:
 
     def count_flops(self) -> None:
         size, is_alone = self.spec.micro_batch_size, self.ranks.size == 1
-        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size, is_alone=is_alone)
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, size=size, is_alone=is_alone)
         cost = job_cost(self.ranks.gathered(cost))
         peak = self.ranks.peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))

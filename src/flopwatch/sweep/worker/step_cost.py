@@ -28,7 +28,7 @@ def count_step(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
-    micro_batch_size: int | None = None,
+    size: int | None = None,
     is_alone: bool = True,
 ) -> StepCost:
     """Count the FLOPs of one step; `supervisor/build_result.py` computes MFU and HFU from them.
@@ -40,11 +40,11 @@ def count_step(
         trainer: The trainer, ready to run a step on this batch.
         model: A model of the same architecture, possibly on the meta device; it is not changed.
         batch: The batch of the trial.
-        micro_batch_size: Samples of each micro-batch; None is the whole batch. Model FLOPs do not depend on it;
+        size: Samples of each micro-batch; None is the whole batch. Model FLOPs do not depend on it;
             hardware FLOPs are the sum over the micro-batches.
         is_alone: False if the trial has several processes, so that this process alone cannot run another step.
     """
-    batches = micro_batches(batch, micro_batch_size)
+    batches = micro_batches(batch, size)
     same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
     try:
         count = count_plain(model, batch)
