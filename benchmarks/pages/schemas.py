@@ -24,7 +24,7 @@ from flopwatch.report.run_page.contents import Curve, RunReport
 from flopwatch.runs.advice import TimeUse, Verdict
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss
 from flopwatch.sweep.fit import Found
 

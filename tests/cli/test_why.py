@@ -12,10 +12,10 @@ from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
 from flopwatch.records.run import Notice, Summary
+from flopwatch.runs import traces as splits
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.traces import splits
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run

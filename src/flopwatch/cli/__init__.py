@@ -13,7 +13,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.present.json_form import finite
+from flopwatch.present.small_forms import finite
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)

@@ -28,7 +28,7 @@ from flopwatch.report.table import Table, make_table, table_csv, table_parquet
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
-from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.traces import usable_traces
 from flopwatch.sweep.runner.observing import is_alive, read_runner
 from flopwatch.text import one_line
 

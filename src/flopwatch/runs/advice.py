@@ -10,7 +10,7 @@ from flopwatch.present.document import Bar, Bars, Column, Table, numbers
 from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
     Waterfall,

@@ -9,19 +9,18 @@ import click
 from flopwatch.cli import argument, flag, indented_json, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, peak_to_use
 from flopwatch.errors import InputError
-from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
+from flopwatch.present.small_forms import to_json
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.compared import runs_compared, sweeps_compared
 from flopwatch.report.comparison import SweepComparison, compare_sweeps
-from flopwatch.report.run_page.comparison import comparison_document
-from flopwatch.report.sweep.comparison import comparison_document as document_of_sweeps
 from flopwatch.runs import find_log, read_log
 from flopwatch.runs.comparison import Comparison, speed_line
 from flopwatch.runs.comparison import compare as compare_logs
 from flopwatch.runs.given_peak import with_peak
-from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.traces import usable_traces
 from flopwatch.stats import FEWEST_STEPS, TOO_FEW
 from flopwatch.text import one_line, plural
 
@@ -46,13 +45,13 @@ def compare(
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     if is_sweep(run_a):
         sweeps = compare_sweeps(*(capture_sweep(Path(sweep).expanduser()) for sweep in (run_a, run_b)))
-        document, gate = document_of_sweeps(sweeps), partial(_gate_of_sweeps, sweeps)
+        document, gate = sweeps_compared(sweeps), partial(_gate_of_sweeps, sweeps)
         content = to_json(sweeps) if as_json else ""
     else:
         traces = (usable_traces(run)[0] for run in (run_a, run_b))
         log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
         runs = compare_logs(log_a, log_b, *traces)
-        document, gate = comparison_document(runs), partial(_gate_of_runs, runs)
+        document, gate = runs_compared(runs), partial(_gate_of_runs, runs)
         content = indented_json(runs.to_json())
     if md is not None:
         write_file(md, to_markdown(document).encode("utf-8"))

@@ -16,7 +16,7 @@ from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Part, Section, Table, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
 from flopwatch.runs.state import OVER, WatchFeed
-from flopwatch.runs.traces.splits import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
+from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
 from flopwatch.text import plural
 
 _POLL_SECONDS = 0.3

@@ -11,7 +11,7 @@ from flopwatch.runs import find_log, read_around
 from flopwatch.runs.advice import what_is_missing
 from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
-from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.traces import usable_traces
 
 
 def why(

@@ -14,7 +14,7 @@ from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing, timed_seconds
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Waterfall, logged_seconds, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
 

@@ -11,7 +11,7 @@ from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Block, Cell, Document, Facts, Items, Part, Section, Table, Text, numbers
-from flopwatch.present.notebook import html_table
+from flopwatch.present.small_forms import html_table
 from flopwatch.records import metrics
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
@@ -19,7 +19,7 @@ from flopwatch.runs import advice
 from flopwatch.runs.explain import Division, Explanation
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 

@@ -19,8 +19,7 @@ from flopwatch.errors import InputError
 from flopwatch.files import read_object, write_json
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.traces.file import read_events
-from flopwatch.runs.traces.uses import USES, Intervals, split_time, use_of_kernel, use_of_op
+from flopwatch.runs.trace_events import USES, Intervals, read_events, split_time, use_of_kernel, use_of_op
 from flopwatch.text import one_line
 
 TRACES = "traces"
