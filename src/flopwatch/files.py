@@ -110,7 +110,7 @@ def line_content(line: bytes) -> Any:
         return None
 
 
-class Follower:
+class LineFollower:
     """Reads the lines that were appended to a file since the last poll. The file need not exist yet.
 
     Each poll opens the file again, because on NFS an open file handle becomes stale when the file is replaced.

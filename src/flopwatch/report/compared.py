@@ -55,12 +55,12 @@ def runs_compared(comparison: Comparison) -> doc.Document:
         cells = [
             (each.what, _fact(each.a), _fact(each.b), f"affects {each.touches}") for each in comparison.differences
         ]
-        parts.append(doc.Section("", [doc.Text(said, "warn"), doc.Table(("", "A", "B", ""), cells)]))
+        parts.append(doc.Section("", [doc.Text(said, "warn"), doc.Grid(("", "A", "B", ""), cells)]))
     else:
         none = "Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."
         parts.append(doc.Section("", [doc.Text(none)]))
-    interval = doc.Column("99 % interval", is_number=True, is_extra=True)
-    columns: list[doc.Column | str] = ["", *doc.numbers("A", "B", "change"), interval, ""]
+    interval = doc.Head("99 % interval", is_number=True, is_extra=True)
+    columns: list[doc.Head | str] = ["", *doc.numbers("A", "B", "change"), interval, ""]
     rows: list[Sequence[doc.Cell | str]] = [
         (
             line.label,
@@ -71,7 +71,7 @@ def runs_compared(comparison: Comparison) -> doc.Document:
         )
         for line in comparison.lines
     ]
-    parts.append(doc.Section("", [doc.Table(columns, rows, most=_ALL_ROWS)]))
+    parts.append(doc.Section("", [doc.Grid(columns, rows, most=_ALL_ROWS)]))
     if comparison.per_step is not None:
         parts += _per_step(comparison.per_step, comparison.waterfall)
     parts += [doc.Text(remark, "soft") for remark in _remarks(comparison)]
@@ -119,9 +119,9 @@ def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[doc.Pa
     name = "together" if mfu is None else "together, and MFU"
     rows.append([doc.Cell(str(cell), "best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)])
     heads = ("A", "B", "change", *(() if mfu is None else ("points A", "points B")))
-    columns: list[doc.Column | str] = ["ms per step, whole run", *doc.numbers(*heads)]
+    columns: list[doc.Head | str] = ["ms per step, whole run", *doc.numbers(*heads)]
     yield doc.Text(per_step.sentence)
-    yield doc.Section("", [doc.Table(columns, [row[: len(columns)] for row in rows], most=_ALL_ROWS)])
+    yield doc.Section("", [doc.Grid(columns, [row[: len(columns)] for row in rows], most=_ALL_ROWS)])
 
 
 def _part(
@@ -196,7 +196,7 @@ def _parts(comparison: SweepComparison) -> Iterator[doc.Part]:
     yield from (doc.Text(f"{note[:1].upper()}{note[1:]}.", "warn") for note in comparison.notes)
     if differing := (*comparison.settings, *comparison.environment):
         warning = doc.Text("The compared trials differ in these, so compare with care.")
-        table = doc.Table(("", "A", "B"), [(one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differing])
+        table = doc.Grid(("", "A", "B"), [(one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differing])
         yield doc.Section("Differences between the sweeps", [warning, table])
     elif comparison.pairs and not any(pair.differences for pair in comparison.pairs):
         yield doc.Text("The compared trials have the same settings, versions, devices and hosts.")
@@ -240,9 +240,9 @@ def _overall(comparison: SweepComparison) -> doc.Section:
             told = f"{found.better:,} {_BETTER[quantity]}, {found.worse:,} {_WORSE[quantity]}"
             told += f", {found.undecided:,} without a measurable difference"
             cells.append((trainer, TITLES[quantity], factor(found.mean_ratio, digits=4), told))
-    mean = doc.Column("geometric mean", is_number=True, short="mean")
+    mean = doc.Head("geometric mean", is_number=True, short="mean")
     said = doc.Text(f"{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps.")
-    return doc.Section("B / A", [said, doc.Table(["trainer", "", mean, "pairs"], cells, most=doc.Most(40, 60, 200))])
+    return doc.Section("B / A", [said, doc.Grid(["trainer", "", mean, "pairs"], cells, most=doc.Most(40, 60, 200))])
 
 
 def _pairs(comparison: SweepComparison) -> doc.Section:
@@ -251,14 +251,14 @@ def _pairs(comparison: SweepComparison) -> doc.Section:
     shown, places = shown_quantities(comparison), range(len(known))
     telling = sorted(places, key=lambda place: _telling(known[place]), reverse=True)
     own = ["; ".join(f"{d.what} {d.a or UNKNOWN} → {d.b or UNKNOWN}" for d in pair.differences) for pair in known]
-    columns: list[doc.Column | str] = ["trial"]
+    columns: list[doc.Head | str] = ["trial"]
     for quantity in shown:
-        columns += [doc.Column(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
+        columns += [doc.Head(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
     columns += ["differs in"] if any(own) else []
     rows = [
         [pair.trial, *_ratio_cells(pair, shown), said][: len(columns)] for pair, said in zip(known, own, strict=True)
     ]
-    table = doc.Table(
+    table = doc.Grid(
         columns, rows, most=_MOST_PAIRS, pick=lambda _, most: telling[:most], picked="the largest differences"
     )
     return doc.Section("Trials", [table])

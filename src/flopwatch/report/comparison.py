@@ -14,7 +14,7 @@ from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import MOST_FINITE, epsilon_text, make_cell, trainer_name
 from flopwatch.report.problems import counted_values, denominators, environment_facts
-from flopwatch.report.records import Cell
+from flopwatch.report.records import TrialCell
 from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, rate_interval, ratio_interval, time_interval
 from flopwatch.stats import differ
 from flopwatch.text import one_line, plural
@@ -323,7 +323,7 @@ def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[Pair]) -> Iter
 QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
 
 
-def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
+def ratios(a: TrialCell, b: TrialCell) -> dict[Quantity, Ratio]:
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         (one, interval), (other, other_interval) = _figure(a, quantity), _figure(b, quantity)
@@ -336,7 +336,7 @@ def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
     return found
 
 
-def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
+def _figure(cell: TrialCell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
     if quantity == "time":
         return cell.seconds, time_interval(cell)
     if quantity == "memory":

@@ -10,7 +10,7 @@ from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
 from flopwatch.report import cells, problems, verdicts
 from flopwatch.report.capture import Capture
-from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
+from flopwatch.report.records import Group, PrivacyRow, SweepSummary, SweepTotals, TrainerTotals, TrialCell
 
 MOST_COLUMNS = 16
 """A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
@@ -18,7 +18,7 @@ trainers grows quadratically."""
 
 
 class _Member(NamedTuple):
-    cell: Cell
+    cell: TrialCell
     spec: TrialSpec
     result: TrialResult | None
 
@@ -69,7 +69,7 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     settings = cells.group_settings(members[0].spec)
-    places: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
+    places: dict[tuple[str, int, int], list[TrialCell]] = defaultdict(list)
     for cell in (member.cell for member in members):
         places[cell.trainer, cell.seq_len, cell.batch_size].append(cell)
     measured = tuple(map(cells.over_seeds, places.values()))
@@ -117,14 +117,14 @@ _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
 """A longer duration means that a clock is wrong, for example that it was reset to 1970."""
 
 
-def _totals(results: Sequence[TrialResult], missing: int) -> Totals:
+def _totals(results: Sequence[TrialResult], missing: int) -> SweepTotals:
     counts = Counter(str(result.outcome) for result in results) + Counter(missing=missing)
     attempts = [attempt for result in results for attempt in result.earlier_attempts]
     lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
     lives += [(cells.positive(one.get("unix_time")), cells.positive(one.get("seconds")) or 0.0) for one in attempts]
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
     first, last = min((start for start, _ in ran), default=-1.0), max((end for _, end in ran), default=0.0)
-    return Totals(
+    return SweepTotals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
         trial_seconds=sum(seconds for _, seconds in lives),

@@ -27,7 +27,7 @@ _SPEED = "speed"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """A setting, version or device that differs between run A and run B.
 
     Attributes:
@@ -41,12 +41,12 @@ class Difference:
     touches: str
 
 
-def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
+def find_differences(a: RunLog, b: RunLog) -> tuple[RunDifference, ...]:
     pairs = zip(_facts(a), _facts(b), strict=True)
-    found = [Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
+    found = [RunDifference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
     in_a, in_b = _arguments(a), _arguments(b)
     names = [name for name in in_a | in_b if in_a.get(name) != in_b.get(name)]
-    return (*found, *(Difference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
+    return (*found, *(RunDifference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
 
 
 def _arguments(log: RunLog) -> dict[str, str]:
@@ -283,7 +283,7 @@ class Comparison(Stored):
 
     a: RunSteps
     b: RunSteps
-    differences: tuple[Difference, ...]
+    differences: tuple[RunDifference, ...]
     lines: tuple[Line, ...]
     waterfall: WaterfallChange | None = None
     per_step: PerStep | None = None

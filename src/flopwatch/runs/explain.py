@@ -18,7 +18,7 @@ from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Quotient:
     """An MFU or HFU: `share` is `flops / (seconds * peak_flops_per_s * device_count)`.
 
     `peak_flops_per_s` is the peak of one device. `logged` is the share in the log; None if the log has none.
@@ -84,8 +84,8 @@ class Explanation(Stored):
     real_tokens: int | None
     trainable_tokens: int | None
     provenance: Provenance | None
-    mfu: Division | None
-    hfu: Division | None
+    mfu: Quotient | None
+    hfu: Quotient | None
     unknown: Mapping[str, str]
     torn_lines: int
     world_size: int = 1
@@ -202,7 +202,7 @@ def _sum(steps: Sequence[Cells], name: str) -> Any:
 
 def _division(
     steps: Sequence[Cells], name: str, provenance: Provenance | None, logged: Number | None
-) -> Division | None:
+) -> Quotient | None:
     if provenance is None or provenance.peak is None:
         return None
     known = [step for step in steps if step.get(name) is not None and step.get("seconds") is not None]
@@ -210,7 +210,7 @@ def _division(
     if not known or seconds <= 0:
         return None
     peak, devices = float(provenance.peak["flops_per_s"]), provenance.device_count
-    return Division(flops, seconds, peak, devices, flops / (seconds * peak * devices), logged)
+    return Quotient(flops, seconds, peak, devices, flops / (seconds * peak * devices), logged)
 
 
 def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, str], log: RunLog) -> dict[str, str]:

@@ -13,7 +13,7 @@ from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json
 from flopwatch.cli.run_logs import chosen_run
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
-from flopwatch.present.document import Document, Part, Section, Table, Text, numbers
+from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
 from flopwatch.runs.state import OVER, WatchFeed
 from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
@@ -161,7 +161,7 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
         said: list[Part] = [
             Text(split.file, "soft"),
             Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
-            Table(("", *numbers("", "")), rows),
+            Grid(("", *numbers("", "")), rows),
         ]
         if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
             said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))

@@ -6,7 +6,7 @@ from math import ceil
 
 from flopwatch.numbers import count, number
 from flopwatch.present import svg
-from flopwatch.present.document import Drawing, Table
+from flopwatch.present.document import Drawing, Grid
 from flopwatch.report.run_page.contents import Curve, Kind, Moment, Point, merged
 from flopwatch.report.run_page.words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
@@ -40,7 +40,7 @@ def line_chart(
     steps: tuple[int, int],
     moments: Sequence[Moment],
     style: ChartStyle,
-    behind: Sequence[Table],
+    behind: Sequence[Grid],
 ) -> Drawing:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
     x = svg.LinearScale(*steps, _LEFT, _RIGHT)
@@ -151,7 +151,7 @@ def _span(moment: Moment, x: svg.LinearScale, y: float) -> str:
     return f"M{x(first):.1f} {y:.1f}H{x(moment.last_step):.1f}" if first < moment.last_step else ""
 
 
-def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Table) -> Drawing:
+def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Grid) -> Drawing:
     x = svg.LinearScale(*steps, 84.0, _RIGHT)
     placed = [(moment, x(moment.step)) for moment in moments if moment.step is not None]
     kinds = [kind for kind in KINDS if any(moment.kind == kind for moment, _ in placed)]

@@ -113,7 +113,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Exactness:
+class ExactWindows:
     """How many logging windows have exact FLOPs, and why the others do not.
 
     Attributes:
@@ -172,7 +172,7 @@ class RunReport:
     times: Times | None
     conclusion: Conclusion
     stragglers: Mapping[int, int]
-    exactness: Exactness
+    exactness: ExactWindows
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
     earlier_step: int | None = None
@@ -403,9 +403,9 @@ class _Collector:
             words = f"{notice.code}: {notice.message}"
             yield Moment("notice", notice.step, step, words=words, level=notice.level)
 
-    def exactness(self) -> Exactness:
+    def exactness(self) -> ExactWindows:
         counts = self._exact
-        return Exactness(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
+        return ExactWindows(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
 
     def curves(self) -> dict[str, Curve]:
         order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]
