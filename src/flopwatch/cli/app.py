@@ -19,10 +19,10 @@ from flopwatch.version import __version__
 _COMMANDS = {
     "run": ("run", "Run a training script unchanged and measure it."),
     "watch": ("run_logs.watch", "Watch a run in the terminal until it ends."),
-    "why": ("run_logs.why", "Show where the rest of the peak went, and what to try next."),
+    "why": ("run_logs.analyse", "Show where the rest of the peak went, and what to try next."),
     "trace": ("run_logs.traces", "Trace a few steps of a run and print the use of their time."),
-    "explain": ("run_logs.why", "Print how a logged MFU was calculated."),
-    "compare": ("run_logs.compare", "Compare step time, rates and MFU of two runs or two sweeps."),
+    "explain": ("run_logs.analyse", "Print how a logged MFU was calculated."),
+    "compare": ("run_logs.analyse", "Compare step time, rates and MFU of two runs or two sweeps."),
     "flops": ("declared", "Count the FLOPs of one training step, by module."),
     "peak": ("peak", "Print the peak FLOP/s of a device."),
     "sweep": ("trials", "Measure every trial of a matrix, each in its own process."),

@@ -34,7 +34,7 @@ _LONGEST_LABEL = 16
 
 def print_document(document: doc.Document, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    for line in _Terminal(document, console.width, ascii_only=console.options.ascii_only).lines():
+    for line in _Terminal(document, console.width).lines():
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
         if isinstance(line, Text):
             console.print(line, soft_wrap=True)
@@ -48,9 +48,9 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
 class _Terminal(doc.Renderer[RenderableType]):
     """Lines and tables for a terminal of this width. Charts, strips and raw records need a page."""
 
-    def __init__(self, document: doc.Document, width: int, *, ascii_only: bool) -> None:
+    def __init__(self, document: doc.Document, width: int) -> None:
         super().__init__("terminal", document)
-        self.width, self.ascii_only = width, ascii_only
+        self.width = width
 
     @property
     def indent(self) -> int:
@@ -154,7 +154,7 @@ class _Terminal(doc.Renderer[RenderableType]):
         room = max(min(self.width - self.indent - names - 3 - texts, _WIDEST_BAR), 10)
         for bar in bars:
             weight = "" if bar.tone == "loss" else "bold"
-            drawn = bar_cells(bar.low, bar.high, room, ascii_only=self.ascii_only)
+            drawn = bar_cells(bar.low, bar.high, room)
             yield Text.assemble(
                 (" " * self.indent + f"{bar.name:<{names}}  ", weight),
                 (f"{drawn:<{room}}", STYLES[bar.tone]),
@@ -228,7 +228,7 @@ def _table(columns: list[doc.Head], rows: list[list[Text]]) -> Table:
     return table
 
 
-def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) -> str:
+def bar_cells(low: float, high: float, width: int) -> str:
     """A bar between two shares of the width, in half characters; a shorter one is a thin mark.
 
     Its length is rounded, not its two ends, so that equal losses have equal bars. It ends at the edge, because logged
@@ -236,17 +236,12 @@ def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) 
 
     >>> bar_cells(0.5, 1.0, 8), bar_cells(0.5, 0.69, 8)
     ('    ████', '    █▌')
-    >>> bar_cells(0.5, 1.0, 8, ascii_only=True), bar_cells(0.49, 0.5, 8, ascii_only=True)
-    ('    ####', '   |')
     """
     low, high = (min(max(share, 0.0), 1.0) for share in (low, high))
-    parts = 1 if ascii_only else 2
-    length, end = round((high - low) * parts * width), round(high * parts * width)
+    length, end = round((high - low) * 2 * width), round(high * 2 * width)
     if length == 0:
-        return " " * (max(end - 1, 0) // parts) + ("|" if ascii_only else "▕")
+        return " " * (max(end - 1, 0) // 2) + "▕"
     start = max(end - length, 0)
-    if ascii_only:
-        return " " * start + "#" * length
     halves = " " * start + "█" * length + " " * (length + start & 1)
     looks = {"██": "█", "█ ": "▌", " █": "▐", "  ": " "}
     return re.sub("..", lambda pair: looks[pair[0]], halves).rstrip()

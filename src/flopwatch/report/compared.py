@@ -8,7 +8,7 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, count, duration, factor, flops, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.report.comparison import QUANTITIES, Pair, Quantity, Side, SweepComparison
+from flopwatch.report.comparison import QUANTITIES, Quantity, Side, SweepComparison, TrialPair
 from flopwatch.runs.comparison import Comparison, RunSteps
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
 from flopwatch.runs.reading import earlier_run_note
@@ -42,6 +42,8 @@ _POINTS = (
     "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
     "milliseconds at the speed of the passes."
 )
+_DIFFERS = "The runs differ in these settings, so a difference in speed may have several causes:"
+_DIFFERS_NOT = "Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."
 _SAME_SIZE_PERCENT = 1.0
 _LEAST_MS = 0.05
 """A part that is shorter in both runs would be printed as 0.0 ms."""
@@ -49,16 +51,10 @@ _LEAST_MS = 0.05
 
 def runs_compared(comparison: Comparison) -> doc.Document:
     runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
+    differing = [(one.what, _fact(one.a), _fact(one.b), f"affects {one.touches}") for one in comparison.differences]
+    settings: list[doc.Part] = [doc.Text(_DIFFERS, "warn"), doc.Grid(("", "A", "B", ""), differing)]
     parts: list[doc.Part] = [doc.Facts(runs), *_other_work(comparison)]
-    if comparison.differences:
-        said = "The runs differ in these settings, so a difference in speed may have several causes:"
-        cells = [
-            (each.what, _fact(each.a), _fact(each.b), f"affects {each.touches}") for each in comparison.differences
-        ]
-        parts.append(doc.Section("", [doc.Text(said, "warn"), doc.Grid(("", "A", "B", ""), cells)]))
-    else:
-        none = "Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."
-        parts.append(doc.Section("", [doc.Text(none)]))
+    parts.append(doc.Section("", settings if differing else [doc.Text(_DIFFERS_NOT)]))
     interval = doc.Head("99 % interval", is_number=True, is_extra=True)
     columns: list[doc.Head | str] = ["", *doc.numbers("A", "B", "change"), interval, ""]
     rows: list[Sequence[doc.Cell | str]] = [
@@ -264,13 +260,13 @@ def _pairs(comparison: SweepComparison) -> doc.Section:
     return doc.Section("Trials", [table])
 
 
-def _telling(pair: Pair) -> tuple[bool, float]:
+def _telling(pair: TrialPair) -> tuple[bool, float]:
     ratio = pair.ratios.get("time") or next(iter(pair.ratios.values()))
     is_decided = any(one.verdict in ("better", "worse") for one in pair.ratios.values())
     return is_decided, max(ratio.ratio, 1 / ratio.ratio)
 
 
-def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | str]:
+def _ratio_cells(pair: TrialPair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | str]:
     for quantity in shown:
         ratio = pair.ratios.get(quantity)
         if ratio is None:
@@ -289,8 +285,8 @@ def _ratio_cells(pair: Pair, shown: Sequence[Quantity]) -> Iterator[doc.Cell | s
         yield doc.Cell(said, tone, unstable, short=f"{mark} {unstable}")
 
 
-def _changes(all_pairs: Sequence[Pair]) -> Iterator[doc.Section]:
-    found: dict[tuple[str, str], list[Pair]] = {}
+def _changes(all_pairs: Sequence[TrialPair]) -> Iterator[doc.Section]:
+    found: dict[tuple[str, str], list[TrialPair]] = {}
     for pair in all_pairs:
         if pair.outcome_a != pair.outcome_b:
             found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)

@@ -132,13 +132,6 @@ def _totals(results: Sequence[TrialResult], missing: int) -> SweepTotals:
     )
 
 
-def _was_tried(result: TrialResult) -> bool:
-    """Whether the trial ran, so that it counts for the success rate of its trainer. Cancelled trials do not count."""
-    if result.outcome == "invalid":
-        return result.unix_time is not None
-    return result.outcome not in (*NOT_RUN, "cancelled")
-
-
 def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpec]) -> tuple[TrainerTotals, ...]:
     by_trainer: dict[str, list[TrialResult]] = defaultdict(list)
     specs: dict[str, TrialSpec] = {}
@@ -155,7 +148,9 @@ def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpe
 
 
 def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, shared: set[str]) -> TrainerTotals:
-    tried = [result for result in results if _was_tried(result)]
+    # Those that ran count for the success rate; cancelled trials do not.
+    ran = [result for result in results if result.outcome not in (*NOT_RUN, "cancelled")]
+    tried = [result for result in ran if result.outcome != "invalid" or result.unix_time is not None]
     ok = sum(result.outcome == "ok" for result in tried)
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
     peaks = [peak for result in tried if (peak := _peak(result))]

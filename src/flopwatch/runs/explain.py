@@ -141,7 +141,11 @@ def _explained(
     # The last session that ran the step: its values replace those of earlier sessions.
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     session = max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
-    sums = {name: _sum(steps, name) for name in _SUMMED}
+    columns = {name: [cells.get(name) for cells in steps] for name in _SUMMED}
+    # Unknown if one step does not have it, because a partial sum would be wrong.
+    sums: dict[str, Any] = {
+        name: sum(column) if column and None not in column else None for name, column in columns.items()
+    }
     spent = row.ledger.get("seconds", {})
     other = {name: row.values.get(f"time/{name}_seconds", spent.get(name)) for name in APART}
     world_size = max((start.world_size for start in log.starts), default=1)
@@ -192,12 +196,6 @@ _SUMMED = (
     *("model_flops", "hardware_flops", "recompute_flops", "seconds", "input_wait_seconds"),
     *("samples", "tokens", "real_tokens", "trainable_tokens"),
 )
-
-
-def _sum(steps: Sequence[Cells], name: str) -> Any:
-    """Add up a value over all steps; None if one step does not have it, because a partial sum would be wrong."""
-    cells = [step.get(name) for step in steps]
-    return sum(cells) if cells and None not in cells else None
 
 
 def _division(

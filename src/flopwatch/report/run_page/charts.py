@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from flopwatch.numbers import count, number
@@ -46,9 +47,12 @@ def line_chart(
     x = svg.LinearScale(*steps, _LEFT, _RIGHT)
     points = [point for curve in curves for point in curve.points]
     y, over = _value_scale(points, style)
-    ticks = svg.linear_ticks(y.low, y.high)
+    ticks, write = svg.linear_ticks(y.low, y.high), style.write
+    if not style.from_zero:  # an axis with a narrow range needs more digits, so that no two ticks look equal
+        digits = next((n for n in range(3, 9) if len({number(tick, n) for tick in ticks}) == len(ticks)), 9)
+        write = partial(number, digits=digits)
     parts = [
-        svg.axes(_LEFT, _RIGHT, y, ticks, _tick_text(ticks, style)),
+        svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: write(tick) if tick else "0"),
         svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
         *_step_labels(x, _LEFT - 14, _BOTTOM + 24),
         *_marks(moments, x),
@@ -59,14 +63,6 @@ def line_chart(
     remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
     legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
     return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend, behind)
-
-
-def _tick_text(ticks: Sequence[float], style: ChartStyle) -> Callable[[float], str]:
-    """How to write the ticks: an axis with a narrow range needs more digits, so that no two of them look equal."""
-    if style.from_zero:
-        return lambda tick: style.write(tick) if tick else "0"
-    digits = next((n for n in range(3, 9) if len({number(tick, n) for tick in ticks}) == len(ticks)), 9)
-    return lambda tick: number(tick, digits) if tick else "0"
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:

@@ -233,7 +233,7 @@ def _curves(
     metric: ShownMetric,
     colours: _Colours,
     x: Callable[[TrialCell], float],
-    y: svg.Scale,
+    y: svg.LogScale,
 ) -> Iterator[str]:
     known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
     places = _side_by_side([(cell.trial, x(cell), y(metric.value(cell) or 1)) for cell in known])
@@ -277,7 +277,7 @@ def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple
 
 
 def _curve(
-    known: Sequence[tuple[float, float, TrialCell]], metric: ShownMetric, kind: int, y: svg.Scale
+    known: Sequence[tuple[float, float, TrialCell]], metric: ShownMetric, kind: int, y: svg.LogScale
 ) -> Iterator[str]:
     if len(known) > 1:
         yield svg.polyline(((px, py) for px, py, _ in known), f"l d{kind % 4} k{kind % svg.COLOURS}")
@@ -323,7 +323,13 @@ def _pareto_parts(placed: Sequence[_Placed], best: set[str], colours: _Colours) 
 
 
 def _grid(
-    x: svg.Scale, x_ticks: Iterable[float], x_text: Callable[[float], str], title: str, y: svg.Scale, *, in_bytes: bool
+    x: svg.LogScale,
+    x_ticks: Iterable[float],
+    x_text: Callable[[float], str],
+    title: str,
+    y: svg.LogScale,
+    *,
+    in_bytes: bool,
 ) -> str:
     ticks = (svg.binary_ticks if in_bytes else svg.decimal_ticks)(y.low, y.high)
     words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else count)

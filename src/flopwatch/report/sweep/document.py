@@ -57,7 +57,12 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
     yield _trainers(summary, colours)
     yield _measurements(summary, metrics, colours)
     if summary.failures:
-        yield _failures(summary)
+        said = doc.Text(
+            "Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft"
+        )
+        sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
+        causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
+        yield doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
     if summary.preflight:
         yield _preflight(summary.preflight)
     yield _environments(summary.environments)
@@ -245,13 +250,6 @@ def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric], colours
 def _size(group: Group) -> str:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
     return f"{parameters}, {sum(cell.seeds for cell in group.cells):,} trials"
-
-
-def _failures(summary: SweepSummary) -> doc.Section:
-    said = doc.Text("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft")
-    sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
-    causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
-    return doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
 
 
 def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
