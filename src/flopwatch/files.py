@@ -103,7 +103,6 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def line_content(line: bytes) -> Any:
-    """The content of a line of JSON; None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

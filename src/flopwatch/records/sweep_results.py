@@ -102,7 +102,6 @@ def new_results(lines: LineFollower) -> Iterator[TrialResult]:
 
 
 def read_result(file: Path) -> TrialResult | None:
-    """Read a trial's `result.json`; None if the file is missing or cannot be read."""
     with contextlib.suppress(FileNotFoundError, BrokenRecordError, NewerFormatError):
         return _load_result(file)
     return None

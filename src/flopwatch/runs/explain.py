@@ -253,13 +253,13 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
     [('script', 't.py'), ('arguments', "--lr '1 2'"), ('git commit', '0123456789ab (main), with changes')]
     """
     facts = {} if start is None else start.what_ran
-    git, commit = facts.get("git"), ""
+    git, commit, arguments = facts.get("git"), "", facts.get("arguments")
     if isinstance(git, Mapping):
         branch = f" ({git['branch']})" if git.get("branch") else ""
         commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
     found = {
         "script": facts.get("script"),
-        "arguments": _arguments(facts.get("arguments")),
+        "arguments": shlex.join(map(str, arguments)) if isinstance(arguments, list | tuple) else "",
         "working folder": facts.get("folder"),
         "git commit": commit,
         "user": facts.get("user"),
@@ -267,12 +267,6 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
         "packages": _pairs(facts.get("packages")),
     }
     return [(label, one_line(str(text), _LONGEST)) for label, text in found.items() if text]
-
-
-def _arguments(arguments: Any) -> str:
-    if not isinstance(arguments, Sequence) or isinstance(arguments, str):
-        return ""
-    return " ".join(shlex.quote(str(argument)) for argument in arguments)
 
 
 def _pairs(values: Any) -> str:

@@ -317,7 +317,6 @@ class SteadyStep(NamedTuple):
 
 
 def steady_steps(log: RunLog) -> list[SteadyStep]:
-    """Return the timed steps of a log that are not warm-up, in order."""
     steps = []
     for row in log.rows:
         found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument, flag, indented_json, print_json, write_file
+from flopwatch.cli import argument, flag, print_json, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
 from flopwatch.errors import InputError
 from flopwatch.present.markdown import to_markdown
-from flopwatch.present.small_forms import to_json
+from flopwatch.present.small_forms import strict_json, to_json
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
@@ -103,7 +103,7 @@ def compare(
         log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
         runs = compare_logs(log_a, log_b, *traces)
         document, gate = runs_compared(runs), partial(_gate_of_runs, runs)
-        content = indented_json(runs.to_json())
+        content = strict_json(runs.to_json(), indent=2)
     if md is not None:
         write_file(md, to_markdown(document).encode("utf-8"))
     if as_json:
