@@ -52,12 +52,9 @@ def find_differences(a: RunLog, b: RunLog) -> tuple[RunDifference, ...]:
 def _arguments(log: RunLog) -> dict[str, str]:
     """The arguments of the script by name, or by place if they have no name. A flag without a value is `given`."""
     logged = log.starts[-1].what_ran.get("arguments") if log.starts else None
-    given = (
-        [str(argument) for argument in logged] if isinstance(logged, Sequence) and not isinstance(logged, str) else []
-    )
     found: dict[str, list[str]] = {}
     name, places = "", 0
-    for argument in given:
+    for argument in map(str, logged if isinstance(logged, list | tuple) else ()):
         if re.match(r"--?[a-zA-Z]", argument):
             name, _, value = argument.partition("=")
             found.setdefault(name, []).extend([value] if value else [])

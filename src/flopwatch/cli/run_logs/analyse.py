@@ -7,7 +7,7 @@ from typing import Annotated
 import click
 
 from flopwatch.cli import argument, flag, print_json, write_file
-from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.small_forms import strict_json, to_json
@@ -42,15 +42,13 @@ def why(
 
     Where MFU is unknown, show where the time went.
     """
-    from flopwatch.present.terminal import print_document
-
     run = chosen_run(run_dir)
     log = with_peak(read_around(find_log(run)), peak_to_use(peak_tflops))
     content, document = why_is(log, *usable_traces(run, trace or ()))
     if as_json:
         print_json(content)
     else:
-        print_document(document)
+        show(document)
 
 
 def explain(
@@ -60,20 +58,18 @@ def explain(
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
-    from flopwatch.present.terminal import print_document
-
     logged = read_around(find_log(chosen_run(run_dir)), step)
     log = with_peak(logged, peak_to_use(peak_tflops))
     if step is None and not log.rows:
         if as_json:
             raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
-        print_document(where_the_time_went(log, (), ())[1])
+        show(where_the_time_went(log, (), ())[1])
         return
     explanation = explain_window(log, log.rows[-1], logged.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
         print_json(explanation.to_json())
     else:
-        print_document(explanation_document(explanation))
+        show(explanation_document(explanation))
 
 
 def compare(
@@ -109,9 +105,7 @@ def compare(
     if as_json:
         click.echo(content)
     elif md is None:
-        from flopwatch.present.terminal import print_document  # loads rich, which --help and --json do without
-
-        print_document(document)
+        show(document)
     if md not in (None, "-"):
         click.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:

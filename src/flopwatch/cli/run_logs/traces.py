@@ -10,7 +10,7 @@ from typing import Annotated
 import click
 
 from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json
-from flopwatch.cli.run_logs import chosen_run
+from flopwatch.cli.run_logs import chosen_run, show
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
@@ -55,9 +55,7 @@ def trace(
     if as_json:
         print_json({"traces": [split.to_json() for split in splits]})
     else:
-        from flopwatch.present.terminal import print_document  # loads rich, which --json does without
-
-        print_document(_document(splits))
+        show(_document(splits))
 
 
 def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:

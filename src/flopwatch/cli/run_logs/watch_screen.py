@@ -215,10 +215,14 @@ def _cards(run: WatchedRun, width: int) -> list[Text]:
     widths = [width * part // 120 for part in _CARD_WIDTHS]
     widths.append(width - sum(widths) - len(widths))
     blocks = []
-    for card in (*shown, _loss(run), _tokens(run), _step_time(run)):
+    for card, room in zip((*shown, _loss(run), _tokens(run), _step_time(run)), widths, strict=True):
         value = _line((card.value or "", f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         value = _line(("unknown", "dim italic")) if card.value is None else value
-        blocks.append([_line((card.name, "dim")), value, _line((card.remark, "dim"))])
+        kept, remark = card.remark[: max(room - 1, 0)], card.remark
+        if len(remark) > room and kept and remark[len(kept)] in "0123456789.,":
+            # No number is cut: its first digits would look like a smaller number.
+            remark = f"{kept.rpartition(' ')[0]} …".strip()
+        blocks.append([_line((card.name, "dim")), value, _line((remark, "dim"))])
     return _beside(list(zip(widths, blocks, strict=True)), gap=1)
 
 
