@@ -143,9 +143,8 @@ def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
 
 def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:
     mark, style = _STATES[state]
-    words: str = {"killed": "died: killed or crashed, or its log is cut", "stopped": "stopped by Ctrl-C"}.get(
-        state, state
-    )
+    ends = {"killed": "died: killed or crashed, or its log is cut", "stopped": "stopped by Ctrl-C"}
+    words = ends.get(state, state)
     if state == "silent":
         words = f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "failed" and run.summary is not None and run.summary.ended_by:
