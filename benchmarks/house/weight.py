@@ -31,11 +31,11 @@ SLICES = {
     "saying it: words, tables, bars, pages, notices": (
         r"\.(report|present)\b|notebook|screens?$|panels|bars|words|texts|console|notices|numbers|\.text$|html"
     ),
-    "`why`: waterfall, advice, traces": r"waterfall|advice|conclusion|\.why|traces?\b|trace_|time_uses",
+    "`why`: waterfall, advice, traces": r"waterfall|advice|conclusion|[._]why|traces?\b|trace_|time_uses",
     "comparing A with B": r"compar|ratios",
     "leases, claims, heartbeats, guards": r"claims|lease|heartbeat|guard|attempts",
     "reading files that may be damaged or hostile": (
-        r"flopwatch\.(files|decode)$|reading|log_file|run_checks|trial_files|masking|runs\.log$"
+        r"flopwatch\.(files|decode)$|reading|log_file|run_checks|trial_files|what_ran|runs\.log$"
     ),
     "private names of torch and others": r"_internals|torch_private",
     "several ranks of a training": r"monitor\.ranks",

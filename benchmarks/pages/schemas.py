@@ -20,11 +20,11 @@ from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart,
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison import SweepComparison
 from flopwatch.report.records import SweepSummary
-from flopwatch.report.run_page.contents import Curve, RunReport
-from flopwatch.runs.advice import TimeUse, Verdict
+from flopwatch.report.run_contents import Curve, RunReport
+from flopwatch.runs.advice import RunVerdict, TimeUse
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss
 from flopwatch.sweep.fit import Found
 
@@ -74,7 +74,7 @@ class Why(TypedDict):
     log: str
     steps: int | None
     exact: bool | None
-    verdict: Verdict | None
+    verdict: RunVerdict | None
     no_verdict: str | None
     largest: list[str]
     wall_seconds: float

@@ -103,14 +103,13 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def line_content(line: bytes) -> Any:
-    """The content of a line of JSON; None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
-class Follower:
+class LineFollower:
     """Reads the lines that were appended to a file since the last poll. The file need not exist yet.
 
     Each poll opens the file again, because on NFS an open file handle becomes stale when the file is replaced.

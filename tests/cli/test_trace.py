@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flopwatch.runs.traces.splits import newest_traces, trace_name
+from flopwatch.runs.traces import newest_traces, trace_name
 from support.make_run_log import write_run
 from support.make_trace import PART_TRUTH, steps_on_device, write_trace
 from support.warm_python import start_warm

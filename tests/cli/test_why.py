@@ -10,16 +10,12 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
-from flopwatch.present.document import Document
 from flopwatch.records.run import Notice, Summary
-from flopwatch.runs.advice import waterfall_bars
+from flopwatch.runs import traces as splits
 from flopwatch.runs.state import WatchedRun
-from flopwatch.runs.traces import splits
-from flopwatch.runs.traces.splits import TraceSplit
-from flopwatch.runs.waterfall import waterfall_of
-from support.ledgers import CPU, log_of, records_of, write_ledger
+from flopwatch.runs.traces import TraceSplit
+from support.ledgers import CPU, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run
-from testbeds.documents import document_text
 
 # 31 % MFU; 1,630 s, of which 608 s wait for input
 SECONDS = {
@@ -153,13 +149,6 @@ def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_
     assert bars["forward and backward below the peak"][0] > 0
     assert bars["MFU of the whole run"][0] > 100
     assert bars["MFU of the whole run"][2] > bars["peak"][2]
-
-
-def test_a_terminal_without_unicode_gets_ascii():
-    document = Document("", [waterfall_bars(waterfall_of(log_of(SECONDS)))])
-    text = document_text(document, encoding="ascii")
-    assert text.isascii()
-    assert next(iter(bars_in(text))) == "peak"
 
 
 def test_without_colour_there_are_no_escape_codes(why, tmp_path, monkeypatch):

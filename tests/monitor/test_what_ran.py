@@ -11,7 +11,7 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.cli import main
-from flopwatch.git_state import git_state
+from flopwatch.records.what_ran import git_state
 from testbeds.fakes import RecordingSink
 
 

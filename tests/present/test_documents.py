@@ -10,12 +10,12 @@ from flopwatch.present.document import (
     Bar,
     Bars,
     Beside,
-    Block,
     Cell,
-    Column,
     Document,
     Facts,
     Field,
+    Grid,
+    Head,
     Items,
     Lazy,
     Most,
@@ -25,10 +25,10 @@ from flopwatch.present.document import (
     Several,
     Share,
     Strip,
-    Table,
     Tabs,
     Text,
     Tiles,
+    Verbatim,
     numbers,
     spaced,
 )
@@ -45,7 +45,7 @@ def forms(*parts, **settings):
 
 
 def many_parts(text):
-    table = Table((text, *numbers("seq")), [(Cell(text, "best", detail=text, tip=text), "1")], title=text, note=text)
+    table = Grid((text, *numbers("seq")), [(Cell(text, "best", detail=text, tip=text), "1")], title=text, note=text)
     records = Records(
         [Field("a", text, "text"), Field("o", "o", "words")], [(text, text)], "o", {text: "ok"}, hint=text
     )
@@ -55,7 +55,7 @@ def many_parts(text):
         Strip([Share(text, 3, "ok")]),
         Section(
             text,
-            [Items([text]), Facts([(text, text)]), Block(text, title=text), table, Tabs([table]), records],
+            [Items([text]), Facts([(text, text)]), Verbatim(text, title=text), table, Tabs([table]), records],
             lead=[Cell(text, "chip")],
             remark=text,
             is_open=False,
@@ -89,14 +89,14 @@ def test_a_page_may_load_nothing_and_runs_its_own_script_only():
 
 @pytest.mark.parametrize(("form", "shown"), [(0, 2), (1, 3), (2, 4)])
 def test_each_medium_shows_as_many_rows_as_it_can_and_says_how_many_are_left_out(form, shown):
-    table = Table(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(2, 3, 4))
+    table = Grid(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(2, 3, 4))
     said = forms(table)[form]
     assert len(re.findall(r"row\d", said)) == shown
     assert f"{shown} of 9 rows are shown; " in said
 
 
 def test_rows_that_are_spaced_have_the_first_and_the_last():
-    table = Table(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(3, 3, 3), pick=spaced)
+    table = Grid(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(3, 3, 3), pick=spaced)
     for said in forms(table):
         assert re.findall(r"row\d", said) == ["row0", "row4", "row8"]
         assert "3 of 9 rows are shown, evenly spaced" in said
@@ -109,21 +109,21 @@ def test_rows_that_are_not_shown_are_not_made():
         made.append(place)
         return [str(place)]
 
-    document_text(Document("a", [Table(numbers("n"), Lazy(range(10_000), make), most=Most(5, 5, 5))]))
+    document_text(Document("a", [Grid(numbers("n"), Lazy(range(10_000), make), most=Most(5, 5, 5))]))
     assert made == [0, 1, 2, 3, 4]
 
 
 def test_a_narrow_terminal_gets_a_wide_table_in_pieces_that_repeat_what_names_the_row():
     columns = numbers("seq", *(f"trainer {place}" for place in range(9)))
-    said = document_text(Document("a", [Table(columns, [["512", *(f"value {place}" for place in range(9))]])]), 40)
+    said = document_text(Document("a", [Grid(columns, [["512", *(f"value {place}" for place in range(9))]])]), 40)
     assert max(map(len, said.splitlines())) <= 40
     assert all(f"value {place}" in said for place in range(9))
     assert said.count("512") > 2
 
 
 def test_columns_of_a_group_are_one_column_in_a_terminal_and_below_one_heading_on_a_page():
-    table = Table(
-        [*numbers("seq"), *(Column(name, True, group="ghost") for name in ("time", "memory"))], [["8", "2×", "1×"]]
+    table = Grid(
+        [*numbers("seq"), *(Head(name, True, group="ghost") for name in ("time", "memory"))], [["8", "2×", "1×"]]
     )
     terminal, markdown, page = forms(table)
     assert "2×  1×" in terminal
@@ -132,14 +132,14 @@ def test_columns_of_a_group_are_one_column_in_a_terminal_and_below_one_heading_o
 
 
 def test_a_column_may_be_for_one_medium_only():
-    table = Table(["a", Column("verdict", only=("html",))], [["x", "it is faster"]])
+    table = Grid(["a", Head("verdict", only=("html",))], [["x", "it is faster"]])
     terminal, markdown, page = forms(table)
     assert "it is faster" not in terminal + markdown
     assert "it is faster" in page
 
 
 def test_equal_texts_of_the_first_column_are_not_repeated_where_rows_are_merged():
-    table = Table(numbers("seq", "batch"), [["512", "1"], ["512", "2"], ["1024", "1"]], merges=True)
+    table = Grid(numbers("seq", "batch"), [["512", "1"], ["512", "2"], ["1024", "1"]], merges=True)
     terminal, markdown, page = forms(table)
     assert [text.count("512") for text in (terminal, markdown)] == [1, 2]
     assert page.count(">512<") == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.records.masking import HIDDEN, mask_arguments
+from flopwatch.records.what_ran import HIDDEN, mask_arguments
 
 SECRET = "Zm9vYmFyMTIzNDU2Nzg5MGFiY2RlZg"
 DIGITS = "0123456789abcdef0123456789abcdef01234567"

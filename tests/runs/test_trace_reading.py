@@ -10,8 +10,8 @@ from dataclasses import fields
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.runs.traces import splits
-from flopwatch.runs.traces.splits import TraceSplit, newest_traces, read_trace, trace_name
+from flopwatch.runs import traces as splits
+from flopwatch.runs.traces import TraceSplit, newest_traces, read_trace, trace_name
 from support.make_trace import PART_TRUTH, event, steps_on_device, write_large_trace, write_trace
 
 USES = [field.name for field in fields(TraceSplit) if field.name.endswith("_seconds")]
@@ -48,7 +48,7 @@ def test_events_are_read_however_the_file_is_cut_into_chunks(tmp_path, monkeypat
     path = write_trace(tmp_path / "t.json", steps_on_device(3))
     whole = read_trace(path)
     for chunk_bytes in (1, 7, 100, 1001):
-        monkeypatch.setattr("flopwatch.runs.traces.file._CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("flopwatch.runs.trace_events._CHUNK_BYTES", chunk_bytes)
         assert read_trace(path) == whole
 
 
@@ -261,7 +261,7 @@ class TestNewest:
 
 MEASURE = """
 import json, resource, sys
-from flopwatch.runs.traces.splits import read_trace
+from flopwatch.runs.traces import read_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 split = read_trace(sys.argv[1])
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,7 +5,7 @@ import pytest
 from flopwatch.numbers import duration
 from flopwatch.records.time_uses import LOSSES
 from flopwatch.runs.advice import LEAST_STEPS, conclusion_of, verdict_of
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import log_of
 from support.make_run_log import PEAK

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flopwatch.records.metrics import AT_PEAK, LOST, OF_STEPS
 from flopwatch.records.time_uses import LOSSES
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import waterfall_of
 from support.ledgers import CPU, log_of
 from support.make_run_log import PEAK

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
+from flopwatch.present.small_forms import to_json
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.compared import sweeps_compared
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.sweep.comparison import comparison_document
 from flopwatch.report.table import make_table, table_csv, table_parquet, trial_runs
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
@@ -68,7 +68,7 @@ def test_nothing_in_a_results_file_ends_in_a_traceback(tmp_path, seed):
         json.dumps([run.config for run in trial_runs(capture)], allow_nan=False)
     for found in (compare_sweeps(a, b), compare_sweeps(b, a), compare_sweeps(b, b)):
         json.loads(to_json(found))
-        to_markdown(comparison_document(found)).encode("utf-8")
+        to_markdown(sweeps_compared(found)).encode("utf-8")
 
 
 def test_a_name_of_half_a_character_damages_its_own_line_only(tmp_path):

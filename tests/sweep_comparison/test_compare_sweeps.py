@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
+from flopwatch.present.small_forms import to_json
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
+from flopwatch.report.compared import sweeps_compared
 from flopwatch.report.comparison import Difference, compare_sweeps
-from flopwatch.report.sweep.comparison import comparison_document
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 
@@ -74,7 +74,7 @@ def test_an_unstable_time_is_marked_whatever_it_decides():
     (pair,) = found.pairs
     assert (pair.ratios["time"].verdict, pair.is_unstable) == ("worse", True)
     assert any("idle machine" in note for note in found.notes)
-    assert r"**slower** \~" in to_markdown(comparison_document(found))
+    assert r"**slower** \~" in to_markdown(sweeps_compared(found))
     assert not only_pair(ran("standard", 4, 64, 1.0), ran("standard", 4, 64, 2.0)).is_unstable
 
 
@@ -220,7 +220,7 @@ def test_an_empty_sweep_is_told(empty):
     found = compared([] if empty in ("a", "both") else some, [] if empty in ("b", "both") else some)
     assert not found.pairs
     assert any("has no trials" in note for note in found.notes)
-    to_markdown(comparison_document(found))
+    to_markdown(sweeps_compared(found))
     json.loads(to_json(found))
 
 
@@ -240,7 +240,7 @@ def test_numbers_that_are_none_never_reach_a_ratio():
 
 def test_hostile_text_stays_text_in_markdown_and_json():
     found = compared(hostile_results(), [*hostile_results()[::-1], ran("<b>|", 1, 64, name="a|b `c` <i>")])
-    text = to_markdown(comparison_document(found))
+    text = to_markdown(sweeps_compared(found))
     assert "<script" not in text.replace("\\<script", "")
     assert "@somebody" not in text
     text.encode("utf-8")
@@ -256,7 +256,7 @@ def test_only_what_differs_between_compared_trials_is_told():
     alike = at("standard", 1, "2.13", 1e12)
     found = compared([alike, at("ghost", 1, "2.12", 3e12)], [alike, at("fast", 1, "2.14", 2e12)])
     assert (found.environment, found.notes) == ((), ())
-    assert "The compared trials have the same settings" in to_markdown(comparison_document(found))
+    assert "The compared trials have the same settings" in to_markdown(sweeps_compared(found))
 
 
 def test_a_pair_with_another_epsilon_is_told_and_is_no_pair_by_name():
@@ -268,5 +268,5 @@ def test_a_pair_with_another_epsilon_is_told_and_is_no_pair_by_name():
     found = compared([spending(1.83831)], [spending(2.5)])
     assert found.pairs[0].differences == (Difference("epsilon", "1.839", "2.5"),)
     assert found.notes == ()
-    assert "epsilon 1.839 → 2.5" in to_markdown(comparison_document(found))
+    assert "epsilon 1.839 → 2.5" in to_markdown(sweeps_compared(found))
     assert only_pair(spending(2.5), spending(2.5)).differences == ()

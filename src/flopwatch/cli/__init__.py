@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.present.json_form import finite
+from flopwatch.present.small_forms import strict_json
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
@@ -88,14 +87,6 @@ def argument(text: str, metavar: str) -> Any:
     return Declared(text, metavar=metavar, is_argument=True)
 
 
-def indented_json(content: Any) -> str:
-    """JSON for other programs. NaN and infinity of a damaged log, which are not JSON, become null."""
-    try:
-        return json.dumps(content, indent=2, allow_nan=False)
-    except ValueError:
-        return json.dumps(finite(content), indent=2, allow_nan=False)
-
-
 _MOST_TERAFLOPS = 1e6
 
 
@@ -107,11 +98,10 @@ def flops_per_s(peak_tflops: float) -> float:
 
 
 def print_json(content: Any) -> None:
-    click.echo(indented_json(content))
+    click.echo(strict_json(content, indent=2))
 
 
 def write_file(path: str, content: str | bytes) -> None:
-    """Write a file that the user named, or to standard output if the path is `-`."""
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     if path == STANDARD_OUTPUT:

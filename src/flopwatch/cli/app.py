@@ -4,31 +4,33 @@ The signature of a command's function declares its arguments and options: `Annot
 """
 
 import inspect
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
+from flopwatch.errors import InputError
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
 _COMMANDS = {
     "run": ("run", "Run a training script unchanged and measure it."),
     "watch": ("run_logs.watch", "Watch a run in the terminal until it ends."),
-    "why": ("run_logs.why", "Show where the rest of the peak went, and what to try next."),
+    "why": ("run_logs.analyse", "Show where the rest of the peak went, and what to try next."),
     "trace": ("run_logs.traces", "Trace a few steps of a run and print the use of their time."),
-    "explain": ("run_logs.why", "Print how a logged MFU was calculated."),
-    "compare": ("run_logs.compare", "Compare step time, rates and MFU of two runs or two sweeps."),
-    "flops": ("flops", "Count the FLOPs of one training step, by module."),
+    "explain": ("run_logs.analyse", "Print how a logged MFU was calculated."),
+    "compare": ("run_logs.analyse", "Compare step time, rates and MFU of two runs or two sweeps."),
+    "flops": ("declared", "Count the FLOPs of one training step, by module."),
     "peak": ("peak", "Print the peak FLOP/s of a device."),
     "sweep": ("trials", "Measure every trial of a matrix, each in its own process."),
     "trial": ("trials", "Measure one trial in a separate process."),
     "fit": ("trials", "Find the largest batch size that fits in memory."),
-    "report": ("report", "Print the results of a sweep, or export the rows of a run."),
+    "report": ("declared", "Print the results of a sweep, or export the rows of a run."),
     "init": ("init", "Write a YAML file in which every setting is explained."),
-    "selftest": ("selftest", "Check that counting and monitoring work on this machine."),
+    "selftest": ("declared", "Check that counting and monitoring work on this machine."),
 }
 """The module in `flopwatch.cli` that has a function of the command's name, and the line in `flopwatch --help`."""
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
@@ -109,12 +111,50 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, is_asked: boo
         ctx.exit()
 
 
-def _complete(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
-    if is_asked:
-        from flopwatch.cli.completion import install, show
+_SHELLS = ("bash", "zsh", "fish")
 
-        (install if parameter.name == "install_completion" else show)(app)
-        ctx.exit()
+
+def _complete(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    """Print the script that a shell reads, or install it."""
+    if not is_asked:
+        return
+    shell = _shell()
+    completion = get_completion_class(shell)
+    assert completion is not None
+    script = completion(app, {}, "flopwatch", "_FLOPWATCH_COMPLETE").source()
+    if parameter.name == "install_completion":
+        _install_completion(shell, script)
+    else:
+        click.echo(script)
+    ctx.exit()
+
+
+def _install_completion(shell: str, script: str) -> None:
+    folder, file, line = {
+        "bash": (".bash_completions", ".bashrc", "source ~/.bash_completions/flopwatch.bash"),
+        "zsh": (".zfunc", ".zshrc", "autoload -Uz compinit; compinit; source ~/.zfunc/flopwatch.zsh"),
+        "fish": (".config/fish/completions", None, ""),
+    }[shell]
+    target = Path.home() / folder / f"flopwatch.{shell}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(script, encoding="utf-8")
+    if file is not None:
+        start = Path.home() / file
+        if line not in (start.read_text(encoding="utf-8") if start.exists() else ""):
+            with start.open("a", encoding="utf-8") as stream:
+                stream.write(f"\n{line}\n")
+    click.secho(f"{shell} completion installed in {target}", fg="green")
+    click.echo("Completion will take effect once you restart the terminal")
+
+
+def _shell() -> str:
+    """The shell that started this process, or else the user's login shell."""
+    parent = Path(f"/proc/{os.getppid()}/comm")
+    names = [parent.read_text().strip() if parent.exists() else "", Path(os.environ.get("SHELL", "")).name]
+    for name in names:
+        if name in _SHELLS:
+            return name
+    raise InputError(f"completion is for {', '.join(_SHELLS)}; the shell here is {' or '.join(filter(None, names))!r}")
 
 
 app = _Commands(

@@ -100,7 +100,7 @@ def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> 
     return doc.Document(
         facts["model"],
         [
-            doc.Table(("", *doc.numbers(""), ""), rows),
+            doc.Grid(("", *doc.numbers(""), ""), rows),
             _modules(count),
             *remarks,
             *(doc.Text(note, "warn") for note in notes),
@@ -109,7 +109,7 @@ def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> 
     )
 
 
-def _modules(count: FlopCount) -> doc.Table:
+def _modules(count: FlopCount) -> doc.Grid:
     """A table with the FLOPs of each module. Layers whose names differ only in their number share a row."""
     groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
     members: dict[str, int] = defaultdict(int)
@@ -131,7 +131,7 @@ def _modules(count: FlopCount) -> doc.Table:
         share = flops.total / count.hardware_flops
         rows.append((name, times, *parts, percent(share), doc.Cell("█" * round(share * 24), "ok")))
     numbers = doc.numbers("times", "forward", "backward", "rerun", "share")
-    return doc.Table(["module", *numbers, ""], rows, note=f"in {prefix}FLOP")
+    return doc.Grid(["module", *numbers, ""], rows, note=f"in {prefix}FLOP")
 
 
 def _about_step(step: Mapping[str, Any], peak: Peak) -> list[doc.Text]:

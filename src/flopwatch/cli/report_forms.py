@@ -20,15 +20,15 @@ from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import METRICS
-from flopwatch.report.run_page.contents import RunReport, read_report
-from flopwatch.report.run_page.document import run_document, run_json
+from flopwatch.report.run_contents import RunReport, read_report
+from flopwatch.report.run_document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
-from flopwatch.report.sweep.document import sweep_document, sweep_json
+from flopwatch.report.sweep_document import sweep_document, sweep_json
 from flopwatch.report.table import Table, make_table, table_csv, table_parquet
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
-from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.traces import usable_traces
 from flopwatch.sweep.runner.observing import is_alive, read_runner
 from flopwatch.text import one_line
 

@@ -16,10 +16,9 @@ import torch
 
 from flopwatch import process
 from flopwatch.errors import InputError
-from flopwatch.git_state import git_state
 from flopwatch.guard import Guard
 from flopwatch.hardware import read_device
-from flopwatch.records.masking import mask_arguments, mask_text
+from flopwatch.records.what_ran import git_state, mask_arguments, mask_text
 from flopwatch.version import __version__
 
 _IDS = (

@@ -37,7 +37,7 @@ from flopwatch.monitor.timing.timers import HostTimer, timer_for
 from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.run import Number, RunStart, Summary
-from flopwatch.runs.traces.splits import TRACES
+from flopwatch.runs.traces import TRACES
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flopwatch.guard import Guard
-from flopwatch.runs.traces.splits import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
+from flopwatch.runs.traces import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
 from flopwatch.text import first_line
 
 

@@ -98,7 +98,7 @@ def as_cell(content: Cell | str) -> Cell:
     return content if isinstance(content, Cell) else Cell(content)
 
 
-class Column(NamedTuple):
+class Head(NamedTuple):
     """A column of a table.
 
     Attributes:
@@ -115,11 +115,11 @@ class Column(NamedTuple):
     is_extra: bool = False
 
 
-def numbers(*heads: str) -> tuple[Column, ...]:
-    return tuple(Column(head, is_number=True) for head in heads)
+def numbers(*heads: str) -> tuple[Head, ...]:
+    return tuple(Head(head, is_number=True) for head in heads)
 
 
-class Table(NamedTuple):
+class Grid(NamedTuple):
     """A table.
 
     Attributes:
@@ -133,7 +133,7 @@ class Table(NamedTuple):
         fits: Whether a page makes the table only as wide as its content.
     """
 
-    columns: Sequence[Column | str]
+    columns: Sequence[Head | str]
     rows: Sequence[Sequence[Cell | str]]
     title: str = ""
     note: str = ""
@@ -144,9 +144,9 @@ class Table(NamedTuple):
     merges: bool = False
     fits: bool = False
 
-    def shown(self, medium: Medium) -> tuple[list[Column], list[list[Cell]]]:
+    def shown(self, medium: Medium) -> tuple[list[Head], list[list[Cell]]]:
         """The columns and rows that a medium shows. Markdown repeats the text of the first column."""
-        columns = [column if isinstance(column, Column) else Column(column) for column in self.columns]
+        columns = [column if isinstance(column, Head) else Head(column) for column in self.columns]
         kept = [place for place, column in enumerate(columns) if medium in column.only]
         rows = [[as_cell(row[at]) for at in kept] for row in (self.rows[place] for place in self._places(medium))]
         if self.merges and medium != "markdown":
@@ -198,7 +198,7 @@ class Facts(NamedTuple):
     pairs: Sequence[tuple[str, str | Cell]]
 
 
-class Block(NamedTuple):
+class Verbatim(NamedTuple):
     """A text of several lines, such as the end of a log. A terminal shows its last lines."""
 
     text: str
@@ -232,7 +232,7 @@ class Bars:
     bars: Sequence[Bar]
     title: str = ""
     remark: str = ""
-    behind: Table | None = None
+    behind: Grid | None = None
 
 
 class Drawing(NamedTuple):
@@ -249,7 +249,7 @@ class Drawing(NamedTuple):
     width: float
     height: float
     legend: Sequence[tuple[str, int]] = ()
-    behind: Sequence[Table] = ()
+    behind: Sequence[Grid] = ()
 
 
 class Panels(NamedTuple):
@@ -326,7 +326,7 @@ class Several(NamedTuple):
 class Tabs(NamedTuple):
     """Tables of which a page shows one at a time, with a note about all of them."""
 
-    tables: Sequence[Table]
+    tables: Sequence[Grid]
     note: str = ""
 
 
@@ -340,7 +340,7 @@ class Only(NamedTuple):
 
 
 Part: TypeAlias = (
-    Text | Items | Facts | Block | Tiles | Strip | Table | Bars | Drawing | Panels | Legend | Records | Section
+    Text | Items | Facts | Verbatim | Tiles | Strip | Grid | Bars | Drawing | Panels | Legend | Records | Section
     | Several | Tabs | Beside | Only
 )  # fmt: skip
 
@@ -373,7 +373,7 @@ class Document(NamedTuple):
 
 
 class Renderer(Generic[Made]):
-    """Shows parts in one medium, each by the method with the name of its type: a `Table` by `table`.
+    """Shows parts in one medium, each by the method with the name of its type: a `Grid` by `grid`.
 
     A part for which there is no method needs another medium. `level` says how deep the parts are below the document.
     """

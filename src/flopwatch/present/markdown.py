@@ -52,16 +52,16 @@ class _Markdown(doc.Renderer[str]):
         yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
         yield ""
 
-    def block(self, part: doc.Block) -> Iterator[str]:
+    def verbatim(self, part: doc.Verbatim) -> Iterator[str]:
         summary, block = f"<summary>{escaped(part.title)}</summary>", fenced(part.text)
         yield f"<details>{summary}\n\n{block}\n\n</details>\n" if part.title else f"{block}\n"
 
     def tiles(self, part: doc.Tiles) -> Iterator[str]:
-        return self.table(doc.Table(("", ""), [(words, doc.Cell(value, "best")) for value, words in part.pairs]))
+        return self.grid(doc.Grid(("", ""), [(words, doc.Cell(value, "best")) for value, words in part.pairs]))
 
     def bars(self, part: doc.Bars) -> Iterator[str]:
         rows = [(bar.name, bar.text) for bar in part.bars]
-        return self.table(part.behind or doc.Table(("", ""), rows, part.title))
+        return self.grid(part.behind or doc.Grid(("", ""), rows, part.title))
 
     def section(self, part: doc.Section) -> Iterator[str]:
         lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
@@ -73,7 +73,7 @@ class _Markdown(doc.Renderer[str]):
         yield from self.parts(part.tables)
         yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
-    def table(self, part: doc.Table) -> Iterator[str]:
+    def grid(self, part: doc.Grid) -> Iterator[str]:
         columns, rows = part.shown("markdown")
         if part.title:
             yield f"**{escaped(part.title)}**\n"

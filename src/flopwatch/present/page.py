@@ -94,7 +94,7 @@ class _Html(doc.Renderer[str]):
         listed = "".join(f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(str(cell))}</dd>" for name, cell in known)
         yield f"<dl>{listed}</dl>" if listed else ""
 
-    def block(self, part: doc.Block) -> Iterator[str]:
+    def verbatim(self, part: doc.Verbatim) -> Iterator[str]:
         title = f'<span class="soft small">{esc(part.title)}</span>' if part.title else ""
         yield f"{title}<pre>{esc(part.text)}</pre>"
 
@@ -126,7 +126,7 @@ class _Html(doc.Renderer[str]):
     def tabs(self, part: doc.Tabs) -> Iterator[str]:
         buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
         yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
-        yield from (f'<div class="tab">{"".join(self.table(table))}</div>' for table in part.tables)
+        yield from (f'<div class="tab">{"".join(self.grid(table))}</div>' for table in part.tables)
         yield f"{_paragraph(part.note)}</div>"
 
     def beside(self, part: doc.Beside) -> Iterator[str]:
@@ -135,7 +135,7 @@ class _Html(doc.Renderer[str]):
         blocks = (text if text.startswith(is_block) else f'<div class="fitting">{text}</div>' for text in drawn)
         yield f'<div class="blocks">{"".join(blocks)}</div>'
 
-    def table(self, part: doc.Table) -> Iterator[str]:
+    def grid(self, part: doc.Grid) -> Iterator[str]:
         columns, rows = part.shown("html")
         sides, left_out = _sides(columns), part.left_out("html")
         title = f"<h3>{esc(part.title)}</h3>" if part.title else ""
@@ -209,7 +209,7 @@ def _strip(shares: Sequence[doc.Share]) -> str:
     return f'<div class="strip">{bars}</div>'
 
 
-def _head(columns: Sequence[doc.Column]) -> str:
+def _head(columns: Sequence[doc.Head]) -> str:
     if not any(column.head for column in columns):
         return ""
     groups = [(name, len(list(own))) for name, own in groupby(columns, key=lambda column: column.group)]
@@ -221,7 +221,7 @@ def _head(columns: Sequence[doc.Column]) -> str:
     return f"<thead>{f'<tr>{above}</tr>' if any(name for name, _ in groups) else ''}<tr>{heads}</tr></thead>"
 
 
-def _sides(columns: Sequence[doc.Column]) -> list[str]:
+def _sides(columns: Sequence[doc.Head]) -> list[str]:
     """The classes of the cells of each column: `n` for numbers, `g` where a group of columns begins."""
     befores = ["", *(column.group for column in columns)]
     return [

@@ -68,7 +68,7 @@ def tip_area(x: float, y: float, width: float, height: float, tip: str) -> str:
     return f'<rect {size} fill="transparent"{tipped(tip)}/>'
 
 
-class Scale(NamedTuple):
+class LogScale(NamedTuple):
     """A logarithmic axis that maps values from `low` to `high` to pixels from `start` to `end`.
 
     It is logarithmic because costs grow with powers of the batch size and the sequence length.
@@ -86,7 +86,7 @@ class Scale(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
-class LinearScale(Scale):
+class LinearScale(LogScale):
     """A linear axis; values beyond it are cut."""
 
     def __call__(self, value: float) -> float:
@@ -96,11 +96,11 @@ class LinearScale(Scale):
         return self.start + share * (self.end - self.start)
 
 
-def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
+def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> LogScale:
     """Make a logarithmic scale with margins of factor `room`. It spans at least the factor `least`, so it has ticks."""
     low, high = min(values) / room, max(values) * room
     more = max((least * low / high) ** 0.5, 1.0)
-    return Scale(low / more, high * more, start, end)
+    return LogScale(low / more, high * more, start, end)
 
 
 def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
@@ -143,7 +143,7 @@ def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
     return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
 
 
-def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
+def axes(left: float, right: float, y: LogScale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)

@@ -34,7 +34,7 @@ _LONGEST_LABEL = 16
 
 def print_document(document: doc.Document, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    for line in _Terminal(document, console.width, ascii_only=console.options.ascii_only).lines():
+    for line in _Terminal(document, console.width).lines():
         # Texts are wrapped already. A longer word, such as a path, is not broken, so that it can be copied.
         if isinstance(line, Text):
             console.print(line, soft_wrap=True)
@@ -48,9 +48,9 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
 class _Terminal(doc.Renderer[RenderableType]):
     """Lines and tables for a terminal of this width. Charts, strips and raw records need a page."""
 
-    def __init__(self, document: doc.Document, width: int, *, ascii_only: bool) -> None:
+    def __init__(self, document: doc.Document, width: int) -> None:
         super().__init__("terminal", document)
-        self.width, self.ascii_only = width, ascii_only
+        self.width = width
 
     @property
     def indent(self) -> int:
@@ -103,7 +103,7 @@ class _Terminal(doc.Renderer[RenderableType]):
         if pairs:
             yield self.indented(_grid(pairs, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
 
-    def block(self, part: doc.Block) -> Iterator[RenderableType]:
+    def verbatim(self, part: doc.Verbatim) -> Iterator[RenderableType]:
         lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
         if part.title:
             yield self.indented(Text(one_line(part.title), "dim"), 2 * self.level)
@@ -129,7 +129,7 @@ class _Terminal(doc.Renderer[RenderableType]):
             yield from self.paragraph(part.note, "dim")
             yield Text()
 
-    def table(self, part: doc.Table) -> Iterator[RenderableType]:
+    def grid(self, part: doc.Grid) -> Iterator[RenderableType]:
         columns, rows = _joined(*part.shown("terminal"))
         room, left_out = self.width - self.indent, part.left_out("terminal")
         if sum(_widths(columns, rows)) - 1 > room:
@@ -154,7 +154,7 @@ class _Terminal(doc.Renderer[RenderableType]):
         room = max(min(self.width - self.indent - names - 3 - texts, _WIDEST_BAR), 10)
         for bar in bars:
             weight = "" if bar.tone == "loss" else "bold"
-            drawn = bar_cells(bar.low, bar.high, room, ascii_only=self.ascii_only)
+            drawn = bar_cells(bar.low, bar.high, room)
             yield Text.assemble(
                 (" " * self.indent + f"{bar.name:<{names}}  ", weight),
                 (f"{drawn:<{room}}", STYLES[bar.tone]),
@@ -173,20 +173,20 @@ def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapp
     return grid
 
 
-def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list[doc.Column], list[list[Text]]]:
+def _joined(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[doc.Head], list[list[Text]]]:
     """Join the columns of one group to one column, because a terminal is narrow."""
     texts = [
         [Text(one_line(str(cell) if cell.short is None else cell.short), STYLES[cell.tone]) for cell in row]
         for row in rows
     ]
-    heads: list[doc.Column] = []
+    heads: list[doc.Head] = []
     joined: list[list[Text]] = [[] for _ in rows]
     for _, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
         first, *others = places = list(members)
         column = columns[first]
         name = one_line(column.group if others else column.head if column.short is None else column.short)
         short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
-        heads.append(doc.Column(short, column.is_number, is_extra=column.is_extra))
+        heads.append(doc.Head(short, column.is_number, is_extra=column.is_extra))
         widths = {place: max((row[place].cell_len for row in texts), default=0) for place in places}
         for row, line in zip(texts, joined, strict=True):
             parts = [Text(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
@@ -194,13 +194,13 @@ def _joined(columns: list[doc.Column], rows: list[list[doc.Cell]]) -> tuple[list
     return heads, joined
 
 
-def _widths(columns: list[doc.Column], rows: list[list[Text]]) -> list[int]:
+def _widths(columns: list[doc.Head], rows: list[list[Text]]) -> list[int]:
     return [
         max([cell_len(column.head), *(row[place].cell_len for row in rows)]) + 2 for place, column in enumerate(columns)
     ]
 
 
-def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room: int) -> list[list[int]]:
+def _pieces(columns: list[doc.Head], rows: list[list[Text]], fixed: int, room: int) -> list[list[int]]:
     """The places of the columns of each table; several tables if all columns do not fit and are numbers."""
     widths = _widths(columns, rows)
     if sum(widths) - 1 <= room or not all(column.is_number for column in columns[fixed:]):
@@ -216,7 +216,7 @@ def _pieces(columns: list[doc.Column], rows: list[list[Text]], fixed: int, room:
     return pieces
 
 
-def _table(columns: list[doc.Column], rows: list[list[Text]]) -> Table:
+def _table(columns: list[doc.Head], rows: list[list[Text]]) -> Table:
     has_heads = any(column.head for column in columns)
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), show_header=has_heads)
     table.pad_edge = table.show_edge = False
@@ -228,7 +228,7 @@ def _table(columns: list[doc.Column], rows: list[list[Text]]) -> Table:
     return table
 
 
-def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) -> str:
+def bar_cells(low: float, high: float, width: int) -> str:
     """A bar between two shares of the width, in half characters; a shorter one is a thin mark.
 
     Its length is rounded, not its two ends, so that equal losses have equal bars. It ends at the edge, because logged
@@ -236,17 +236,12 @@ def bar_cells(low: float, high: float, width: int, *, ascii_only: bool = False) 
 
     >>> bar_cells(0.5, 1.0, 8), bar_cells(0.5, 0.69, 8)
     ('    ████', '    █▌')
-    >>> bar_cells(0.5, 1.0, 8, ascii_only=True), bar_cells(0.49, 0.5, 8, ascii_only=True)
-    ('    ####', '   |')
     """
     low, high = (min(max(share, 0.0), 1.0) for share in (low, high))
-    parts = 1 if ascii_only else 2
-    length, end = round((high - low) * parts * width), round(high * parts * width)
+    length, end = round((high - low) * 2 * width), round(high * 2 * width)
     if length == 0:
-        return " " * (max(end - 1, 0) // parts) + ("|" if ascii_only else "▕")
+        return " " * (max(end - 1, 0) // 2) + "▕"
     start = max(end - length, 0)
-    if ascii_only:
-        return " " * start + "#" * length
     halves = " " * start + "█" * length + " " * (length + start & 1)
     looks = {"██": "█", "█ ": "▌", " █": "▐", "  ": " "}
     return re.sub("..", lambda pair: looks[pair[0]], halves).rstrip()

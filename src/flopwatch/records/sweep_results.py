@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.files import Follower, UnreadableError, line_content, load_json, numbered_lines
+from flopwatch.files import LineFollower, UnreadableError, line_content, load_json, numbered_lines
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialResult, is_trial_name
 from flopwatch.records.trial_files import RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 from flopwatch.text import listed, plural
@@ -91,7 +91,7 @@ def _newer_format(content: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT else None
 
 
-def new_results(lines: Follower) -> Iterator[TrialResult]:
+def new_results(lines: LineFollower) -> Iterator[TrialResult]:
     """Yield the results that were appended to `results.jsonl` since the last call.
 
     Lines that are not results are skipped here; `troubles` and the next `flopwatch sweep` in the folder report them.
@@ -102,7 +102,6 @@ def new_results(lines: Follower) -> Iterator[TrialResult]:
 
 
 def read_result(file: Path) -> TrialResult | None:
-    """Read a trial's `result.json`; None if the file is missing or cannot be read."""
     with contextlib.suppress(FileNotFoundError, BrokenRecordError, NewerFormatError):
         return _load_result(file)
     return None

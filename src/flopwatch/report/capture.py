@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
-from flopwatch.files import Follower, read_json
+from flopwatch.files import LineFollower, read_json
 from flopwatch.records.sweep_results import SweepResults, gather_results, new_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, RESULTS
@@ -109,7 +109,7 @@ _PAUSE_SECONDS = 0.5
 
 def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
     """Yield each result that is appended to `results.jsonl` after byte `offset`, until the sweep is over."""
-    follower = Follower(folder / RESULTS, offset)
+    follower = LineFollower(folder / RESULTS, offset)
     while True:
         was_over, before = is_over(), follower.offset  # Asked before reading, so that the last results are not missed.
         yield from new_results(follower)

@@ -14,7 +14,7 @@ from flopwatch.present import document as doc
 from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
 from flopwatch.records.settings import REPORTED, SETTINGS
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
-from flopwatch.report.records import Cell, Group, PrivacyClass, Quantity, TrialRow
+from flopwatch.report.records import Group, PrivacyClass, Quantity, TrialCell, TrialRow
 from flopwatch.report.verdicts import differ_measurably
 
 
@@ -121,19 +121,19 @@ MOST_FINITE = sys.float_info.max
 """The largest float. JSON may contain larger integers, which Python cannot convert to float."""
 
 
-def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: str) -> Cell:
+def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: str) -> TrialCell:
     """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its memory peak."""
     outcome = str(result.outcome) if result else "missing"
     place = (name, column, privacy_of(spec, result), spec.batch_size, spec.seq_len, outcome)
     if result is None or outcome != "ok":
-        return Cell(*place, device_bytes=result.measured.memory.device_bytes if result else None)
+        return TrialCell(*place, device_bytes=result.measured.memory.device_bytes if result else None)
     measured = result.measured
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
     interval = steps if has_interval(measured) else None
     host, start, is_on_cpu = memory.host_bytes, memory.baseline_bytes, memory.reserved_bytes is None
     # A peak of host memory says nothing about a trial that ran on an accelerator.
     knows_peak = not is_on_cpu or str(result.environment.get("device", "cpu")).startswith("cpu")
-    return Cell(
+    return TrialCell(
         *place,
         seconds=positive(steps and steps.median),
         low_seconds=positive(interval and interval.low),
@@ -155,7 +155,7 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
     )
 
 
-def over_seeds(cells: Sequence[Cell]) -> Cell:
+def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
     """Combine the trials of one configuration, which differ only in their seeds: the mean time, the largest memory.
 
     With three seeds, the interval is that of a repeated trial; two of them span both intervals.
@@ -208,7 +208,7 @@ def _why_no_epsilon(result: TrialResult) -> str:
     return why if why.startswith("epsilon is ") else f"epsilon is unknown: {why}"
 
 
-def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
+def make_row(cell: TrialCell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
     of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
     return TrialRow(
         **{name: getattr(cell, name) for name in of_cell},
@@ -257,10 +257,10 @@ def outcome_class(outcome: str) -> Literal["ok", "oom", "failed", "not-run"]:
 
 
 def table_of(
-    items: Sequence[Any], columns: Sequence[tuple[doc.Column | str, Callable[[Any], doc.Cell | str]]], **how: Any
-) -> doc.Table:
+    items: Sequence[Any], columns: Sequence[tuple[doc.Head | str, Callable[[Any], doc.Cell | str]]], **how: Any
+) -> doc.Grid:
     rows = doc.Lazy(items, lambda item: [make(item) for _, make in columns])
-    return doc.Table([column for column, _ in columns], rows, **how)
+    return doc.Grid([column for column, _ in columns], rows, **how)
 
 
 def epsilon_text(epsilon: float | None) -> str:
@@ -274,18 +274,18 @@ def epsilon_text(epsilon: float | None) -> str:
     return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(epsilon)):.4g}"
 
 
-def throughput(cell: Cell) -> str:
+def throughput(cell: TrialCell) -> str:
     """Write the throughput; `~` marks that of an unstable step time, as in the matrix of step times."""
     rate, unit = (cell.samples_per_s, "samples") if cell.tokens_per_s is None else (cell.tokens_per_s, "tokens")
     return f"{'~' if cell.is_unstable else ''}{number(rate)} {unit}/s"
 
 
-def device_capacity(cells: Sequence[Cell]) -> int | None:
+def device_capacity(cells: Sequence[TrialCell]) -> int | None:
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-class Metric(NamedTuple):
+class ShownMetric(NamedTuple):
     """A quantity that is shown as a matrix: one row per sequence length and batch size, one column per trainer.
 
     Attributes:
@@ -296,13 +296,13 @@ class Metric(NamedTuple):
 
     key: str
     title: str
-    value: Callable[[Cell], float | None]
-    text: Callable[[Cell], str]
+    value: Callable[[TrialCell], float | None]
+    text: Callable[[TrialCell], str]
     better: Callable[..., Any] | None
     quantity: Quantity = "time"
 
 
-def _time_text(cell: Cell) -> str:
+def _time_text(cell: TrialCell) -> str:
     text = ("~" if cell.is_unstable and cell.seconds else "") + step_time(cell.seconds)
     if not (cell.seconds and cell.low_seconds and cell.high_seconds):
         return text
@@ -311,45 +311,45 @@ def _time_text(cell: Cell) -> str:
     return f"{text} ±{half_width:.{0 if half_width >= 2 else 1}f}%"
 
 
-def _flops_share(cell: Cell, value: float | None) -> str:
+def _flops_share(cell: TrialCell, value: float | None) -> str:
     return (">" if cell.is_lower_bound and value is not None else "") + percent(value)
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: Mapping[str, ShownMetric] = {
     metric.key: metric
     for metric in (
-        Metric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"),
-        Metric("time", "Median step time", lambda c: c.seconds, _time_text, min),
-        Metric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max),
-        Metric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
-        Metric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
-        Metric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
+        ShownMetric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"),
+        ShownMetric("time", "Median step time", lambda c: c.seconds, _time_text, min),
+        ShownMetric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max),
+        ShownMetric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
+        ShownMetric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
+        ShownMetric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
     )
 }
 
 
-def throughput_metric(group: Group) -> Metric:
+def throughput_metric(group: Group) -> ShownMetric:
     return METRICS["tokens" if any(cell.tokens_per_s is not None for cell in group.cells) else "samples"]
 
 
-def known_metrics(group: Group) -> list[Metric]:
+def known_metrics(group: Group) -> list[ShownMetric]:
     known = [m for m in METRICS.values() if any(m.value(cell) is not None for cell in group.cells)]
     return [metric for metric in known if metric.key != "samples" or METRICS["tokens"] not in known]
 
 
-def cell_text(cell: Cell, metric: Metric) -> str:
+def cell_text(cell: TrialCell, metric: ShownMetric) -> str:
     return metric.text(cell) if cell.outcome == "ok" else outcome_word(cell.outcome)
 
 
-def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
-    """Return the names of trials that are measurably better than all others in `cells` with equal `Cell.privacy`."""
+def best_trials(cells: Sequence[TrialCell | None], metric: ShownMetric) -> set[str]:
+    """Return the names of trials that are measurably better than all others in `cells` with equal `privacy`."""
     best: set[str] = set()
     known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
     for privacy in {cell.privacy for cell in known}:
         rivals = [cell for cell in known if cell.privacy == privacy]
         if len(rivals) < 2 or metric.better is None:
             continue
-        first: Cell = metric.better(rivals, key=metric.value)
+        first: TrialCell = metric.better(rivals, key=metric.value)
         if all(differ_measurably(first, other, metric.quantity) for other in rivals if other is not first):
             best.add(first.trial)
     return best

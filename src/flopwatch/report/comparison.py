@@ -14,7 +14,7 @@ from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import MOST_FINITE, epsilon_text, make_cell, trainer_name
 from flopwatch.report.problems import counted_values, denominators, environment_facts
-from flopwatch.report.records import Cell
+from flopwatch.report.records import TrialCell
 from flopwatch.report.verdicts import MEMORY_NOISE, TIME_NOISE, rate_interval, ratio_interval, time_interval
 from flopwatch.stats import differ
 from flopwatch.text import one_line, plural
@@ -59,7 +59,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TrialPair:
     """A trial of sweep A and the trial of sweep B with the same configuration.
 
     Attributes:
@@ -131,7 +131,7 @@ class SweepComparison:
     b: Side
     settings: tuple[Difference, ...]
     environment: tuple[Difference, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[TrialPair, ...]
     overall: Mapping[Quantity, Overall]
     by_trainer: Mapping[str, Mapping[Quantity, Overall]]
     only_a: tuple[str, ...]
@@ -217,7 +217,7 @@ def _shown(value: str | None) -> str | None:
 
 
 def _paired(a: Sequence[_Entry], b: Sequence[_Entry], names: Sequence[str]) -> dict[_Entry, _Entry]:
-    """Pair trials with equal settings, and pair the remaining trials if their names and sizes are equal."""
+    """TrialPair trials with equal settings, and pair the remaining trials if their names and sizes are equal."""
     found = _matched(a, b, lambda entry: tuple(entry.settings.get(name) for name in names))
     taken = set(found.values())
     left = [entry for entry in a if entry not in found], [entry for entry in b if entry not in taken]
@@ -225,7 +225,7 @@ def _paired(a: Sequence[_Entry], b: Sequence[_Entry], names: Sequence[str]) -> d
 
 
 def _matched(a: Sequence[_Entry], b: Sequence[_Entry], key: Callable[[_Entry], Any]) -> dict[_Entry, _Entry]:
-    """Pair trials with equal keys, each trial at most once and first those with equal names."""
+    """TrialPair trials with equal keys, each trial at most once and first those with equal names."""
     waiting: dict[Any, list[_Entry]] = defaultdict(list)
     for entry in b:
         waiting[key(entry)].append(entry)
@@ -240,7 +240,7 @@ def _matched(a: Sequence[_Entry], b: Sequence[_Entry], key: Callable[[_Entry], A
     return found
 
 
-def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> Pair:
+def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> TrialPair:
     a, b = one.result, other.result
     found: dict[Quantity, Ratio] = {}
     spent: list[str] = []
@@ -254,7 +254,7 @@ def _pair(one: _Entry, other: _Entry, changed: Iterable[str]) -> Pair:
         for name in dict.fromkeys([*one.settings, *other.settings])
         if name not in changed and one.settings.get(name) != other.settings.get(name)
     ]
-    return Pair(
+    return TrialPair(
         one.name,
         other.name,
         trainer_name(one.spec),
@@ -305,7 +305,7 @@ def _values(counts: Counter[str]) -> str | None:
     return next(iter(counts), None) if len(counts) <= 1 else counted_values(counts)
 
 
-def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[Pair]) -> Iterator[str]:
+def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[TrialPair]) -> Iterator[str]:
     ran = [(one.result, other.result) for one, other in pairing.items() if one.outcome == other.outcome == "ok"]
     if unlike := sum(len({memory_kind(result.measured.memory) for result in pair if result}) > 1 for pair in ran):
         yield f"memory of {plural(unlike, 'pair')} is not compared: A and B measured different kinds of memory"
@@ -323,7 +323,7 @@ def _pair_notes(pairing: Mapping[_Entry, _Entry], pairs: Sequence[Pair]) -> Iter
 QUANTITIES: tuple[Quantity, ...] = ("time", "samples_per_s", "memory", "mfu")
 
 
-def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
+def ratios(a: TrialCell, b: TrialCell) -> dict[Quantity, Ratio]:
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         (one, interval), (other, other_interval) = _figure(a, quantity), _figure(b, quantity)
@@ -336,7 +336,7 @@ def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
     return found
 
 
-def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
+def _figure(cell: TrialCell, quantity: Quantity) -> tuple[float | None, tuple[float, float] | None]:
     if quantity == "time":
         return cell.seconds, time_interval(cell)
     if quantity == "memory":
@@ -347,7 +347,7 @@ def _figure(cell: Cell, quantity: Quantity) -> tuple[float | None, tuple[float, 
     return None if cell.is_lower_bound else cell.mfu, rate_interval(cell, cell.mfu)
 
 
-def overall(pairs: Sequence[Pair]) -> dict[Quantity, Overall]:
+def overall(pairs: Sequence[TrialPair]) -> dict[Quantity, Overall]:
     found = {}
     for quantity in QUANTITIES:
         if known := [pair.ratios[quantity] for pair in pairs if quantity in pair.ratios]:

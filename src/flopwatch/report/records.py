@@ -12,7 +12,7 @@ Axis: TypeAlias = Literal["sequence", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TrialCell:
     """The measurements of one trial. They are finite and positive, and None unless the outcome is `ok`.
 
     Trials that differ only in their seeds are one cell of a group, with their mean time and their largest memory.
@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class SweepTotals:
     """Totals of the whole sweep.
 
     Attributes:
@@ -234,9 +234,9 @@ class Choice:
 
     seq_len: int
     privacy: PrivacyClass
-    fastest: Cell
-    tied: tuple[Cell, ...]
-    lightest: Cell | None
+    fastest: TrialCell
+    tied: tuple[TrialCell, ...]
+    lightest: TrialCell | None
     candidates: int
     verdict: str
     caveats: tuple[str, ...]
@@ -283,7 +283,7 @@ class Group:
     trainers: tuple[str, ...]
     batch_sizes: tuple[int, ...]
     seq_lens: tuple[int, ...]
-    cells: tuple[Cell, ...]
+    cells: tuple[TrialCell, ...]
     choices: tuple[Choice, ...]
     cost_factors: tuple[CostFactor, ...]
     frontier: tuple[FrontierPoint, ...]
@@ -348,7 +348,7 @@ class SweepSummary:
     folder: str
     engine: str | None
     created: float | None
-    totals: Totals
+    totals: SweepTotals
     trainers: tuple[TrainerTotals, ...]
     groups: tuple[Group, ...]
     failures: tuple[Failure, ...]

@@ -10,7 +10,7 @@ from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
 from flopwatch.report import cells, problems, verdicts
 from flopwatch.report.capture import Capture
-from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
+from flopwatch.report.records import Group, PrivacyRow, SweepSummary, SweepTotals, TrainerTotals, TrialCell
 
 MOST_COLUMNS = 16
 """A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
@@ -18,7 +18,7 @@ trainers grows quadratically."""
 
 
 class _Member(NamedTuple):
-    cell: Cell
+    cell: TrialCell
     spec: TrialSpec
     result: TrialResult | None
 
@@ -69,7 +69,7 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     settings = cells.group_settings(members[0].spec)
-    places: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
+    places: dict[tuple[str, int, int], list[TrialCell]] = defaultdict(list)
     for cell in (member.cell for member in members):
         places[cell.trainer, cell.seq_len, cell.batch_size].append(cell)
     measured = tuple(map(cells.over_seeds, places.values()))
@@ -117,26 +117,19 @@ _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
 """A longer duration means that a clock is wrong, for example that it was reset to 1970."""
 
 
-def _totals(results: Sequence[TrialResult], missing: int) -> Totals:
+def _totals(results: Sequence[TrialResult], missing: int) -> SweepTotals:
     counts = Counter(str(result.outcome) for result in results) + Counter(missing=missing)
     attempts = [attempt for result in results for attempt in result.earlier_attempts]
     lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
     lives += [(cells.positive(one.get("unix_time")), cells.positive(one.get("seconds")) or 0.0) for one in attempts]
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
     first, last = min((start for start, _ in ran), default=-1.0), max((end for _, end in ran), default=0.0)
-    return Totals(
+    return SweepTotals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
         trial_seconds=sum(seconds for _, seconds in lives),
         wall_seconds=last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None,
     )
-
-
-def _was_tried(result: TrialResult) -> bool:
-    """Whether the trial ran, so that it counts for the success rate of its trainer. Cancelled trials do not count."""
-    if result.outcome == "invalid":
-        return result.unix_time is not None
-    return result.outcome not in (*NOT_RUN, "cancelled")
 
 
 def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpec]) -> tuple[TrainerTotals, ...]:
@@ -155,7 +148,9 @@ def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpe
 
 
 def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, shared: set[str]) -> TrainerTotals:
-    tried = [result for result in results if _was_tried(result)]
+    # Those that ran count for the success rate; cancelled trials do not.
+    ran = [result for result in results if result.outcome not in (*NOT_RUN, "cancelled")]
+    tried = [result for result in ran if result.outcome != "invalid" or result.unix_time is not None]
     ok = sum(result.outcome == "ok" for result in tried)
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
     peaks = [peak for result in tried if (peak := _peak(result))]

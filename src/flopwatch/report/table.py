@@ -17,7 +17,7 @@ from flopwatch.records.settings import REPORTED
 from flopwatch.records.trial import Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import MOST_FINITE, make_cell
-from flopwatch.report.records import Cell
+from flopwatch.report.records import TrialCell
 from flopwatch.text import plain
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
@@ -27,7 +27,7 @@ class Trial(NamedTuple):
     """A trial from which a row is made; `ok` are its measurements if it ran to its end."""
 
     spec: TrialSpec
-    cell: Cell
+    cell: TrialCell
     result: TrialResult | None = None
     ok: Measured | None = None
 

@@ -18,7 +18,16 @@ from typing import NamedTuple, TypeAlias
 
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, PrivacyClass, Quantity
+from flopwatch.report.records import (
+    Axis,
+    Choice,
+    CostFactor,
+    Crossover,
+    FrontierPoint,
+    PrivacyClass,
+    Quantity,
+    TrialCell,
+)
 from flopwatch.stats import differ
 from flopwatch.text import listed
 
@@ -35,12 +44,12 @@ class _Point(NamedTuple):
     is_unstable: bool
 
 
-_Line: TypeAlias = dict[int, Cell]
+_Line: TypeAlias = dict[int, TrialCell]
 _AXES: tuple[Axis, ...] = ("sequence", "batch")
 _QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
 
 
-def find_crossovers(cells: Sequence[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
+def find_crossovers(cells: Sequence[TrialCell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
     found: list[Crossover] = []
     for axis in _AXES:
         lines: dict[tuple[int, str], _Line] = defaultdict(dict)
@@ -87,7 +96,7 @@ def _better_first(point: _Point, first: str, second: str) -> tuple[str, str]:
     return (first, second) if point.log_ratio < 0 else (second, first)
 
 
-def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
+def differ_measurably(first: TrialCell, second: TrialCell, quantity: Quantity) -> bool:
     """Whether the 95 % intervals do not overlap after widening by 2 %; for memory, whether peaks differ by over 1 %."""
     interval, noise = ratio_interval(time_interval(first), time_interval(second)), TIME_NOISE
     if quantity == "memory":
@@ -99,11 +108,11 @@ def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
 Interval: TypeAlias = tuple[float, float] | None
 
 
-def time_interval(cell: Cell) -> Interval:
+def time_interval(cell: TrialCell) -> Interval:
     return (cell.low_seconds, cell.high_seconds) if cell.low_seconds and cell.high_seconds else None
 
 
-def rate_interval(cell: Cell, rate: float | None) -> Interval:
+def rate_interval(cell: TrialCell, rate: float | None) -> Interval:
     """Return the 95 % interval of a rate that is inverse to the step time, such as samples per second and MFU."""
     times = time_interval(cell)
     return (rate * cell.seconds / times[1], rate * cell.seconds / times[0]) if rate and cell.seconds and times else None
@@ -118,13 +127,13 @@ NEAR = 0.9
 _MOST_LEFT_OUT = 16
 
 
-def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
+def choose(cells: Iterable[TrialCell]) -> tuple[Choice, ...]:
     places = _by_place(cells)
     return tuple(_choice(*place, places[place]) for place in sorted(places))
 
 
-def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`.
+def pareto_trials(cells: Iterable[TrialCell]) -> tuple[str, ...]:
+    """Return the trials on the Pareto front of throughput and memory for each sequence length and `TrialCell.privacy`.
 
     As in `choose`, a private trial without an epsilon is left out if others have one.
     """
@@ -139,13 +148,13 @@ def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
     return tuple(best)
 
 
-def _with_epsilon(cells: Iterable[Cell]) -> list[Cell]:
+def _with_epsilon(cells: Iterable[TrialCell]) -> list[TrialCell]:
     """The cells without those whose epsilon is unknown or infinite; all of them if none has an epsilon."""
     members = list(cells)
     return [cell for cell in members if not cell.why_no_epsilon] or members
 
 
-def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Choice:
+def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[TrialCell]) -> Choice:
     known = _with_epsilon(members)
     left_out = [cell for cell in members if cell.why_no_epsilon] if len(known) < len(members) else []
     ranked = sorted(known, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
@@ -159,12 +168,12 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[Cell]) -> Cho
     return Choice(seq_len, privacy, fastest, tied, lightest, len(ranked), verdict, caveats)
 
 
-def _epsilon(cell: Cell) -> float:
+def _epsilon(cell: TrialCell) -> float:
     """Epsilon with two digits, because a search for the same target ends at slightly different values."""
     return inf if cell.epsilon is None else float(f"{cell.epsilon:.2g}")
 
 
-def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
+def _verdict(fastest: TrialCell, tied: Sequence[TrialCell], candidates: int) -> str:
     if not tied:
         return "the only one that ran" if candidates == 1 else f"the fastest of {candidates}"
     # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
@@ -178,7 +187,7 @@ def _verdict(fastest: Cell, tied: Sequence[Cell], candidates: int) -> str:
     return f"{said}; none of them has a smaller epsilon than {configuration(fastest)}" if is_least else said
 
 
-def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) -> Iterator[str]:
+def _caveats(fastest: TrialCell, others: Sequence[TrialCell], left_out: Sequence[TrialCell]) -> Iterator[str]:
     if fastest.why_no_epsilon:
         yield fastest.why_no_epsilon
     if left_out:
@@ -198,30 +207,30 @@ def _caveats(fastest: Cell, others: Sequence[Cell], left_out: Sequence[Cell]) ->
         yield f"it has no 95 % interval (fewer than {FEWEST_STEPS} step times), so differences below 10 % do not count"
 
 
-def configuration(cell: Cell) -> str:
+def configuration(cell: TrialCell) -> str:
     return f"{cell.trainer} batch {cell.batch_size}"
 
 
-def _overlap(fastest: Cell, other: Cell) -> bool:
+def _overlap(fastest: TrialCell, other: TrialCell) -> bool:
     best, interval = (rate_interval(cell, cell.samples_per_s) for cell in (fastest, other))
     if best is None or interval is None:  # Without intervals, trials within 10 % are treated as equally fast.
         return _is_near(fastest, other)
     return differ(ratio_interval(interval, best), TIME_NOISE, "slower", "faster") != "faster"
 
 
-def _is_near(fastest: Cell, other: Cell) -> bool:
+def _is_near(fastest: TrialCell, other: TrialCell) -> bool:
     return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
 
 
-def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, PrivacyClass], list[Cell]]:
-    places: dict[tuple[int, PrivacyClass], list[Cell]] = defaultdict(list)
+def _by_place(cells: Iterable[TrialCell]) -> dict[tuple[int, PrivacyClass], list[TrialCell]]:
+    places: dict[tuple[int, PrivacyClass], list[TrialCell]] = defaultdict(list)
     for cell in cells:
         if cell.samples_per_s is not None:
             places[cell.seq_len, cell.privacy].append(cell)
     return places
 
 
-def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
+def cost_factors(cells: Iterable[TrialCell]) -> tuple[CostFactor, ...]:
     """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length.
 
     If options vary, `standard` has several columns: the baseline is the one without options if there is one, else for
@@ -243,7 +252,7 @@ def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
     return tuple(found)
 
 
-def _factor(cell: Cell, standard: Cell) -> CostFactor:
+def _factor(cell: TrialCell, standard: TrialCell) -> CostFactor:
     is_bound = cell.is_lower_bound or standard.is_lower_bound  # FLOPs have no known ratio if either is a lower bound.
     return CostFactor(
         cell.trainer,
@@ -263,8 +272,8 @@ def _ratio(value: float | None, standard: float | None) -> float | None:
     return value / standard if value is not None and standard else None
 
 
-def frontier(cells: Iterable[Cell]) -> Iterator[FrontierPoint]:
-    places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+def frontier(cells: Iterable[TrialCell]) -> Iterator[FrontierPoint]:
+    places: dict[tuple[str, int], list[TrialCell]] = defaultdict(list)
     for cell in cells:
         places[cell.trainer, cell.seq_len].append(cell)
     for place, members in places.items():

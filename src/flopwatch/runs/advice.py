@@ -6,11 +6,11 @@ from math import isfinite
 from typing import Literal
 
 from flopwatch.numbers import duration, percent
-from flopwatch.present.document import Bar, Bars, Column, Table, numbers
+from flopwatch.present.document import Bar, Bars, Grid, Head, numbers
 from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import (
     Loss,
     Waterfall,
@@ -64,7 +64,7 @@ _IF_PASSES_ARE_NOT_TIMED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """What costs a run most.
 
     Attributes:
@@ -94,7 +94,7 @@ class Conclusion:
     """
 
     sentence: str
-    verdict: Verdict | None = None
+    verdict: RunVerdict | None = None
     next_step: str = ""
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ def _good_share(log: RunLog) -> float:
     return _GOOD_SHARE_OF_MEASURED * min(float(achievable) / float(rate), 1.0)
 
 
-def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_STEP_SECONDS) -> Verdict | str:
+def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_STEP_SECONDS) -> RunVerdict | str:
     steps, uses = steps_of(log), seconds_of(log)
     seconds = uses.get("train") or 0.0
     if steps < LEAST_STEPS:
@@ -177,7 +177,7 @@ def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_S
     step_mfu = waterfall.step_mfu_percent or 0.0
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
         need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
-        return Verdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
+        return RunVerdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
     times_passes = bool(uses.get("passes_timed"))
     found = _verdict(waterfall, _gains(waterfall, _good_share(log)), times_passes)
     inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
@@ -185,7 +185,7 @@ def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_S
     return replace(found, reservation=" ".join(filter(None, reservations)))
 
 
-def _bound_of_waits(verdict: Verdict, waterfall: Waterfall, times_passes: bool) -> str:
+def _bound_of_waits(verdict: RunVerdict, waterfall: Waterfall, times_passes: bool) -> str:
     """How long unmeasured waits for batches can be, if the verdict names a loss that they may be part of."""
     keys = MAY_HAVE_WAITS if times_passes else (*MAY_HAVE_WAITS, *_IF_PASSES_ARE_NOT_TIMED)
     if not set(keys) & set(verdict.losses):
@@ -211,10 +211,10 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes: bool) -> Verdict:
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes: bool) -> RunVerdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
-        return Verdict(
+        return RunVerdict(
             "healthy",
             f"Nothing large is left to gain: MFU is {percent(waterfall.mfu_percent / 100)}, forward and backward pass "
             f"are about as fast as well-tuned ones, and no other loss costs {_LEAST_POINTS:g} points or more.",
@@ -222,7 +222,7 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes
     (gain, first), (next_gain, second) = gains[0], (*gains, (0.0, gains[0][1]))[1]
     keys, uses = (first.key, second.key), USES if times_passes else {**USES, **_IF_PASSES_ARE_NOT_TIMED}
     if gain < _LEAST_POINTS:
-        return Verdict(
+        return RunVerdict(
             "many_losses",
             f"No single loss stands out: many small ones cost {together:.0f} points together, the largest are "
             f"{' and '.join(f'{loss.name} ({_points(loss.points)})' for _, loss in gains[:2])}.",
@@ -231,7 +231,7 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes
     if next_gain >= max(_NEARLY_EQUAL * gain, _LEAST_POINTS):
         one, two = (uses[key].costs.rpartition(" ")[0] for key in keys)
         two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
-        return Verdict(
+        return RunVerdict(
             "two_losses",
             f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
             f"{uses[first.key].meaning}; {uses[second.key].meaning}.",
@@ -240,7 +240,7 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes
     is_largest = first.points >= max(other.points for other in waterfall.losses)
     rank = "more than anything else" if is_largest else "the most that this run could gain"
     use = uses[first.key]
-    return Verdict(first.key, f"{use.costs} {_points(first.points)}, {rank}: {use.meaning}.", (first.key,))
+    return RunVerdict(first.key, f"{use.costs} {_points(first.points)}, {rank}: {use.meaning}.", (first.key,))
 
 
 def _points(points: float) -> str:
@@ -272,8 +272,8 @@ def waterfall_bars(waterfall: Waterfall) -> Bars:
         lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
         rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
     rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
-    columns: list[Column | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
-    return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Table(columns, rows))
+    columns: list[Head | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
+    return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Grid(columns, rows))
 
 
 def _signed(points: float) -> str:

@@ -11,7 +11,7 @@ from flopwatch.records.run import Number
 from flopwatch.runs.explain import what_ran
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
-from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
+from flopwatch.runs.traces import TraceSplit, traces_of_log
 from flopwatch.runs.waterfall import (
     WaterfallChange,
     key_of_other_flops,
@@ -27,7 +27,7 @@ _SPEED = "speed"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """A setting, version or device that differs between run A and run B.
 
     Attributes:
@@ -41,23 +41,20 @@ class Difference:
     touches: str
 
 
-def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
+def find_differences(a: RunLog, b: RunLog) -> tuple[RunDifference, ...]:
     pairs = zip(_facts(a), _facts(b), strict=True)
-    found = [Difference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
+    found = [RunDifference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
     in_a, in_b = _arguments(a), _arguments(b)
     names = [name for name in in_a | in_b if in_a.get(name) != in_b.get(name)]
-    return (*found, *(Difference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
+    return (*found, *(RunDifference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
 
 
 def _arguments(log: RunLog) -> dict[str, str]:
     """The arguments of the script by name, or by place if they have no name. A flag without a value is `given`."""
     logged = log.starts[-1].what_ran.get("arguments") if log.starts else None
-    given = (
-        [str(argument) for argument in logged] if isinstance(logged, Sequence) and not isinstance(logged, str) else []
-    )
     found: dict[str, list[str]] = {}
     name, places = "", 0
-    for argument in given:
+    for argument in map(str, logged if isinstance(logged, list | tuple) else ()):
         if re.match(r"--?[a-zA-Z]", argument):
             name, _, value = argument.partition("=")
             found.setdefault(name, []).extend([value] if value else [])
@@ -283,7 +280,7 @@ class Comparison(Stored):
 
     a: RunSteps
     b: RunSteps
-    differences: tuple[Difference, ...]
+    differences: tuple[RunDifference, ...]
     lines: tuple[Line, ...]
     waterfall: WaterfallChange | None = None
     per_step: PerStep | None = None

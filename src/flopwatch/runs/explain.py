@@ -18,7 +18,7 @@ from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Quotient:
     """An MFU or HFU: `share` is `flops / (seconds * peak_flops_per_s * device_count)`.
 
     `peak_flops_per_s` is the peak of one device. `logged` is the share in the log; None if the log has none.
@@ -84,8 +84,8 @@ class Explanation(Stored):
     real_tokens: int | None
     trainable_tokens: int | None
     provenance: Provenance | None
-    mfu: Division | None
-    hfu: Division | None
+    mfu: Quotient | None
+    hfu: Quotient | None
     unknown: Mapping[str, str]
     torn_lines: int
     world_size: int = 1
@@ -141,7 +141,11 @@ def _explained(
     # The last session that ran the step: its values replace those of earlier sessions.
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     session = max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
-    sums = {name: _sum(steps, name) for name in _SUMMED}
+    columns = {name: [cells.get(name) for cells in steps] for name in _SUMMED}
+    # Unknown if one step does not have it, because a partial sum would be wrong.
+    sums: dict[str, Any] = {
+        name: sum(column) if column and None not in column else None for name, column in columns.items()
+    }
     spent = row.ledger.get("seconds", {})
     other = {name: row.values.get(f"time/{name}_seconds", spent.get(name)) for name in APART}
     world_size = max((start.world_size for start in log.starts), default=1)
@@ -194,15 +198,9 @@ _SUMMED = (
 )
 
 
-def _sum(steps: Sequence[Cells], name: str) -> Any:
-    """Add up a value over all steps; None if one step does not have it, because a partial sum would be wrong."""
-    cells = [step.get(name) for step in steps]
-    return sum(cells) if cells and None not in cells else None
-
-
 def _division(
     steps: Sequence[Cells], name: str, provenance: Provenance | None, logged: Number | None
-) -> Division | None:
+) -> Quotient | None:
     if provenance is None or provenance.peak is None:
         return None
     known = [step for step in steps if step.get(name) is not None and step.get("seconds") is not None]
@@ -210,7 +208,7 @@ def _division(
     if not known or seconds <= 0:
         return None
     peak, devices = float(provenance.peak["flops_per_s"]), provenance.device_count
-    return Division(flops, seconds, peak, devices, flops / (seconds * peak * devices), logged)
+    return Quotient(flops, seconds, peak, devices, flops / (seconds * peak * devices), logged)
 
 
 def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, str], log: RunLog) -> dict[str, str]:
@@ -255,13 +253,13 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
     [('script', 't.py'), ('arguments', "--lr '1 2'"), ('git commit', '0123456789ab (main), with changes')]
     """
     facts = {} if start is None else start.what_ran
-    git, commit = facts.get("git"), ""
+    git, commit, arguments = facts.get("git"), "", facts.get("arguments")
     if isinstance(git, Mapping):
         branch = f" ({git['branch']})" if git.get("branch") else ""
         commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
     found = {
         "script": facts.get("script"),
-        "arguments": _arguments(facts.get("arguments")),
+        "arguments": shlex.join(map(str, arguments)) if isinstance(arguments, list | tuple) else "",
         "working folder": facts.get("folder"),
         "git commit": commit,
         "user": facts.get("user"),
@@ -269,12 +267,6 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
         "packages": _pairs(facts.get("packages")),
     }
     return [(label, one_line(str(text), _LONGEST)) for label, text in found.items() if text]
-
-
-def _arguments(arguments: Any) -> str:
-    if not isinstance(arguments, Sequence) or isinstance(arguments, str):
-        return ""
-    return " ".join(shlex.quote(str(argument)) for argument in arguments)
 
 
 def _pairs(values: Any) -> str:

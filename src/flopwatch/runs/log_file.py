@@ -4,9 +4,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
@@ -124,13 +126,22 @@ def find_log(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir).expanduser()
     if folder.is_file():
-        return _checked(folder)
+        types = list(_first_types(folder))  # none yet, if its run has just begun
+        if types and not any(types):
+            raise InputError(
+                f"{str(folder)!r} is not a log of a run: "
+                f"pass the output_dir of a TrainingMonitor, or the {DEFAULT_NAME} in it"
+            )
+        return folder
     if not folder.is_dir():
         raise NoLogError(f"{str(run_dir)!r} does not exist: pass the output_dir of a TrainingMonitor, or its log file")
     for place in (folder, folder / _OF_INTEGRATIONS):
         if (place / DEFAULT_NAME).is_file():
             return place / DEFAULT_NAME
-    logs = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file() and _starts_a_run(path)]
+    logs = []
+    for path in sorted(folder.glob("*.jsonl")):
+        with suppress(OSError):  # somebody else's file may not be readable
+            logs += [path] if path.is_file() and next(_first_types(path), "") == "run" else []
     if not logs:
         below = sorted(map(str, runs_below(folder)))
         raise NoLogError(
@@ -143,31 +154,16 @@ def find_log(run_dir: str | Path) -> Path:
     return logs[0]
 
 
-def _checked(path: Path) -> Path:
-    """Raise InputError if none of the first lines is a record. An empty file passes: its run may have just begun."""
+def _first_types(path: Path) -> Iterator[str]:
+    """The types of the first lines that are written to their end; empty for a line that is no record."""
     with path.open("rb") as file:
-        lines = list(islice(_whole_lines(file), _LINES_LOOKED_AT))
-    if lines and not any(map(_is_record, lines)):
-        raise InputError(
-            f"{str(path)!r} is not a log of a run: "
-            f"pass the output_dir of a TrainingMonitor, or the {DEFAULT_NAME} in it"
-        )
-    return path
-
-
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, except for a last line that is still being written."""
-    while line := file.readline(_LONGEST_FIRST_LINE):
-        if not line.endswith(b"\n") and (line[:1] == b"{" or not line.strip()):
-            return
-        yield line
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        return "type" in parse_object(line)
-    except TornLineError:
-        return row_step(line) is not None
+        for line in islice(iter(partial(file.readline, _LONGEST_FIRST_LINE), b""), _LINES_LOOKED_AT):
+            if not line.endswith(b"\n") and (line[:1] == b"{" or not line.strip()):
+                return
+            try:
+                yield str(parse_object(line).get("type", ""))
+            except TornLineError:
+                yield "" if row_step(line) is None else "row"
 
 
 def runs_below(folder: str | Path) -> list[Path]:
@@ -175,11 +171,3 @@ def runs_below(folder: str | Path) -> list[Path]:
     patterns = (f"*/{DEFAULT_NAME}", f"*/{_OF_INTEGRATIONS}/{DEFAULT_NAME}")
     logs = [path for pattern in patterns for path in Path(folder).expanduser().glob(pattern) if path.is_file()]
     return [path.parent for path in sorted(logs, key=lambda path: path.stat().st_mtime)]
-
-
-def _starts_a_run(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return parse_object(file.readline(_LONGEST_FIRST_LINE)).get("type") == "run"
-    except (OSError, TornLineError):
-        return False

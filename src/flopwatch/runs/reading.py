@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
-from flopwatch.files import Follower
+from flopwatch.files import LineFollower
 from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary, marked
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 
@@ -48,7 +48,7 @@ class RunLog:
     def _repr_html_(self) -> str:
         """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
         # What is shown is made from this class, in a package above this one.
-        table: str = import_module("flopwatch.report.run_page.why").log_table(self)
+        table: str = import_module("flopwatch.report.run_why").log_table(self)
         return table
 
 
@@ -63,6 +63,13 @@ class _RowLine(NamedTuple):
     """True if the row was written early, together with a checkpoint. The session's next row has the same steps too."""
     doubts: tuple[Notice, ...] = ()
     """Later notices of the same session that doubt rows. The log says only in them why a row is not exact after all."""
+
+    def record(self) -> Row | None:
+        content = self.parse()
+        record = None if content is None else to_record(content)
+        for notice in self.doubts:
+            record = marked(record, notice) if isinstance(record, Row) else record
+        return record if isinstance(record, Row) else None
 
     def parse(self) -> dict[str, Any] | None:
         """Parse the row; None if a later session ran all of its steps again."""
@@ -82,14 +89,9 @@ class _RowLine(NamedTuple):
         return self.step <= self.cut_after
 
 
-class _EarlierRun(NamedTuple):
-    """The newest row of an earlier run in the file."""
-
-    step: int
-
-
 _INEXACT = re.compile(rb'"exact": ?false')
-_Found: TypeAlias = Record | _RowLine | _EarlierRun | TornLineError
+_Found: TypeAlias = Record | _RowLine | int | TornLineError
+"""What a line holds; a number is the last step of an earlier run in the file."""
 
 
 def read_log(path: str | Path, reduce_row: Callable[[Row], Row | None] | None = None) -> RunLog:
@@ -158,15 +160,11 @@ def _current_run(path: Path) -> Iterator[_Found]:
             yield found
         if isinstance(found, RunStart):
             if found.resumed_after_step is None:
-                yield from islice(_earlier_rows(lines), 1)
+                yield from islice((step for line in lines if (step := row_step(line)) is not None), 1)
                 return
             last_valid_step = min(last_valid_step, found.resumed_after_step)
     if superseded is not None:
         yield from _with_steps_left(superseded)
-
-
-def _earlier_rows(lines: Iterator[bytes]) -> Iterator[_EarlierRun]:
-    yield from (_EarlierRun(step) for line in lines if (step := row_step(line)) is not None)
 
 
 def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
@@ -220,12 +218,14 @@ def _as_log(path: Path, lines: Iterable[_Found], reduce_row: Callable[[Row], Row
     torn = 0
     earlier_step = None
     for item in lines:
-        if isinstance(item, _EarlierRun):
-            earlier_step = item.step
+        if isinstance(item, int):
+            earlier_step = item
             continue
         try:
-            record = _record_of(item)
-        except TornLineError:
+            record = item.record() if isinstance(item, _RowLine) else item
+        except TornLineError as error:
+            record = error
+        if isinstance(record, TornLineError):
             torn += 1
             continue
         if reduce_row is not None and isinstance(record, Row):
@@ -250,18 +250,6 @@ def earlier_run_note(step: int | None) -> str:
         f"The log also has an earlier run, up to step {step:,}, which is left out here: the newest session did not "
         "continue its steps, so it began a run of its own. Give each run a folder of its own."
     )
-
-
-def _record_of(item: Record | _RowLine | TornLineError) -> Record | None:
-    if isinstance(item, TornLineError):
-        raise item
-    if not isinstance(item, _RowLine):
-        return item
-    row = item.parse()
-    record = to_record(row) if row is not None else None
-    for notice in item.doubts:
-        record = marked(record, notice) if isinstance(record, Row) else record
-    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +317,6 @@ class SteadyStep(NamedTuple):
 
 
 def steady_steps(log: RunLog) -> list[SteadyStep]:
-    """Return the timed steps of a log that are not warm-up, in order."""
     steps = []
     for row in log.rows:
         found, nothing = provenance_at(log, row.step), [None] * len(row.steps.get("step", ()))
@@ -361,7 +348,7 @@ class LogFollower:
 
     def __init__(self, path: str | Path) -> None:
         self.torn_lines = 0
-        self._file = Follower(Path(path))
+        self._file = LineFollower(Path(path))
 
     @property
     def times_replaced(self) -> int:

@@ -139,7 +139,6 @@ class WatchedRun:
         self.curves = {key: WatchedCurve() for key in CURVES}
         self.heard_unix_time = -inf
         self._first_row: Row | None = None
-        self._steps_per_row = 1
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
 
     def add(self, record: Record) -> None:
@@ -165,8 +164,6 @@ class WatchedRun:
             self.heard_unix_time = record.unix_time
 
     def _add_row(self, row: Row) -> None:
-        if self.row is not None and row.step > self.row.step:
-            self._steps_per_row = len(row.steps.get("step", ())) or row.step - self.row.step
         self.row = row
         self._first_row = self._first_row or row
         if "training/loss" in row.values:
@@ -241,7 +238,8 @@ class WatchedRun:
         known = standing(self.start, self.summary)
         if known in OVER:
             return known
-        window_seconds = (self.wall_seconds_per_step or 0.0) * self._steps_per_row
+        steps = len(self.row.steps.get("step", ())) if self.row is not None else 0
+        window_seconds = (self.wall_seconds_per_step or 0.0) * (steps or 1)
         limit_seconds = max(_SHORTEST_SILENCE_SECONDS, _WINDOWS_OF_SILENCE * window_seconds)
         if self.silent_seconds(unix_time) > limit_seconds:
             return "silent"

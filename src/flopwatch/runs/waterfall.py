@@ -16,7 +16,7 @@ from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
-from flopwatch.runs.traces.splits import TraceSplit, traces_of_log
+from flopwatch.runs.traces import TraceSplit, traces_of_log
 from flopwatch.text import one_line, plural
 
 
@@ -273,7 +273,10 @@ def undivided_note(trace: str) -> str:
 def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
     notes = []
     if not facts["knows_input_wait"]:
-        notes.append(f"The input wait of this run was not measured, so it is part of {_where(waterfall, facts)}")
+        places, where = [loss for loss in waterfall.losses if loss.key in MAY_HAVE_WAITS], "other losses"
+        if facts["times_passes"] and places:
+            where = f"{named(places)}, after warm-up at most {duration(sum(loss.seconds for loss in places))}"
+        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {_MEASURE_WAIT}")
     if not seconds.get("divided") and not waterfall.points("optimizer"):
         notes.append(
             "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
@@ -298,14 +301,6 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
         measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"
         notes.append(f"{note}{'' if facts['achievable_flops_per_s'] else measure}.")
     return notes
-
-
-def _where(waterfall: Waterfall, facts: Mapping[str, Any]) -> str:
-    places = [loss for loss in waterfall.losses if loss.key in MAY_HAVE_WAITS]
-    if not facts["times_passes"] or not places:
-        return f"other losses. {_MEASURE_WAIT}"
-    together = duration(sum(loss.seconds for loss in places))
-    return f"{named(places)}, after warm-up at most {together}. {_MEASURE_WAIT}"
 
 
 def named(losses: Sequence[Loss]) -> str:

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import pytest
 
 from flopwatch.cli import main
-from flopwatch.present.document import Document, Table
+from flopwatch.present.document import Document, Grid
 from flopwatch.present.page import to_page
 from flopwatch.present.svg import LinearScale, bars_svg, linear_ticks
-from flopwatch.report.run_page.charts import moment_chart
-from flopwatch.report.run_page.contents import Moment, read_report
-from flopwatch.report.run_page.document import run_document
+from flopwatch.report.run_charts import moment_chart
+from flopwatch.report.run_contents import Moment, read_report
+from flopwatch.report.run_document import run_document
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.waterfall import Loss, Waterfall
 from support.hand_made_run import PEAK, provenance, records, row, start, write_run
@@ -255,7 +255,7 @@ def test_ticks_are_few_and_within_the_axis(low, high):
 
 
 def test_a_mark_spans_the_steps_between_which_it_happened():
-    drawing = moment_chart([Moment("checkpoint", 50, 100), Moment("evaluation", None, 50)], (0, 100), Table(("a",), []))
+    drawing = moment_chart([Moment("checkpoint", 50, 100), Moment("evaluation", None, 50)], (0, 100), Grid(("a",), []))
     x = LinearScale(0, 100, 84.0, 450.0)
     spans = re.findall(r"v14M([\d.]+) [\d.]+H([\d.]+)", drawing.svg)
     assert spans == [(f"{x(first):.1f}", f"{x(last):.1f}") for first, last in ((0, 50), (50, 100))]

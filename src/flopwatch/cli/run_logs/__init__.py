@@ -12,6 +12,7 @@ import click
 from flopwatch.cli import RUNS_FOLDER, argument, flag, flops_per_s
 from flopwatch.errors import InputError
 from flopwatch.hardware.peaks import fastest_measured
+from flopwatch.present.document import Document
 from flopwatch.records.flops import Peak
 from flopwatch.records.run import Provenance, RunStart
 from flopwatch.runs.given_peak import ChoosePeak, override
@@ -39,6 +40,13 @@ def chosen_run(run_dir: str | None) -> str:
             place = f"{Path.cwd() / RUNS_FOLDER}"
             raise InputError(f"no run was named, and there is none in {place}; name a folder") from None
     return folder
+
+
+def show(document: Document) -> None:
+    """Print a document. Only this loads rich, which `--help` and `--json` do without."""
+    from flopwatch.present.terminal import print_document
+
+    print_document(document)
 
 
 PEAK_TFLOPS = flag(

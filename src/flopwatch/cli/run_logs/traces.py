@@ -10,13 +10,13 @@ from typing import Annotated
 import click
 
 from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json
-from flopwatch.cli.run_logs import chosen_run
+from flopwatch.cli.run_logs import chosen_run, show
 from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
-from flopwatch.present.document import Document, Part, Section, Table, Text, numbers
+from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
 from flopwatch.runs.state import OVER, WatchFeed
-from flopwatch.runs.traces.splits import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
+from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
 from flopwatch.text import plural
 
 _POLL_SECONDS = 0.3
@@ -55,9 +55,7 @@ def trace(
     if as_json:
         print_json({"traces": [split.to_json() for split in splits]})
     else:
-        from flopwatch.present.terminal import print_document  # loads rich, which --json does without
-
-        print_document(_document(splits))
+        show(_document(splits))
 
 
 def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:
@@ -161,7 +159,7 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
         said: list[Part] = [
             Text(split.file, "soft"),
             Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
-            Table(("", *numbers("", "")), rows),
+            Grid(("", *numbers("", "")), rows),
         ]
         if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
             said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))

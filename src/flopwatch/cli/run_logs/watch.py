@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flopwatch.cli import RUNS_FOLDER, flag
-from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
-from flopwatch.present.document import Document, Most, Table, numbers
+from flopwatch.present.document import Document, Grid, Most, numbers
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
 from flopwatch.runs.state import OVER, WatchedRun, WatchFeed
@@ -32,14 +32,12 @@ def watch(
     """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
 
-    from flopwatch.present.terminal import print_document
-
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
-    console = Console(highlight=False)
     if as_list:
-        print_document(_list_of_runs(run_dir or RUNS_FOLDER), console)
+        show(_list_of_runs(run_dir or RUNS_FOLDER))
         return
+    console = Console(highlight=False)
     feed = WatchFeed(chosen_run(run_dir), time.time, peak_to_use(peak_tflops))
     if once or not console.is_terminal:
         feed.look(must_exist=True)
@@ -80,7 +78,7 @@ def _list_of_runs(folder: str) -> Document:
                 "" if run.row is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard_unix_time)),
             )
         )
-    return Document("", [Table(("run", "state", *numbers("step", "loss", "MFU", "last record")), rows, most=_ALL_ROWS)])
+    return Document("", [Grid(("run", "state", *numbers("step", "loss", "MFU", "last record")), rows, most=_ALL_ROWS)])
 
 
 def _watch_live(feed: WatchFeed, console: "Console", refresh_seconds: float) -> None:

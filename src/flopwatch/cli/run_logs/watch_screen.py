@@ -78,9 +78,8 @@ def draw_frame(
     state = run.state(unix_time)
     title = _title(run, place, state, unix_time, width)
     if state == "no log":
-        where = (
-            f"Waiting for the first record of a run in {Path(place).expanduser().absolute()}; Ctrl-C ends the waiting."
-        )
+        where = f"Waiting for the first record of a run in {Path(place).expanduser().absolute()}; "
+        where += "Ctrl-C ends the waiting."
         return [title, _line(), *_paragraph(where, width, "dim")]
     is_large = height >= _TALL and width >= _WIDE
     top = [title, _facts(run, width), _line(), _progress(run, state, width), _line(), *_cards(run, width), _line()]
@@ -94,7 +93,9 @@ def draw_frame(
     if len(shown) > room - for_notices - _LOWEST_CURVE_ABOVE_PEAK:
         shown = said if room - for_notices > _LOWEST_CURVE else []
     room -= len(shown)
-    curves = _curves(run, width, max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE)))
+    right = "perf/mfu_percent" if run.curves["perf/mfu_percent"].points() else "perf/step_time"
+    column, rows = (width - 2) // 2, max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE))
+    curves = _beside([(column, _curve(run, key, column, rows)) for key in ("training/loss", right)], gap=2)
     frame = [*top, *curves, _line(), *shown, *bars]
     if notices and len(frame) + 2 > height:  # what ended the run is worth more than curves
         frame = [*top, *shown, *bars]
@@ -142,9 +143,8 @@ def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
 
 def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:
     mark, style = _STATES[state]
-    words: str = {"killed": "died: killed or crashed, or its log is cut", "stopped": "stopped by Ctrl-C"}.get(
-        state, state
-    )
+    ends = {"killed": "died: killed or crashed, or its log is cut", "stopped": "stopped by Ctrl-C"}
+    words = ends.get(state, state)
     if state == "silent":
         words = f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "failed" and run.summary is not None and run.summary.ended_by:
@@ -217,20 +217,12 @@ def _cards(run: WatchedRun, width: int) -> list[Text]:
     for card, room in zip((*shown, _loss(run), _tokens(run), _step_time(run)), widths, strict=True):
         value = _line((card.value or "", f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         value = _line(("unknown", "dim italic")) if card.value is None else value
-        blocks.append([_line((card.name, "dim")), value, _line((_without_cut_number(card.remark, room), "dim"))])
+        kept, remark = card.remark[: max(room - 1, 0)], card.remark
+        if len(remark) > room and kept and remark[len(kept)] in "0123456789.,":
+            # No number is cut: its first digits would look like a smaller number.
+            remark = f"{kept.rpartition(' ')[0]} …".strip()
+        blocks.append([_line((card.name, "dim")), value, _line((remark, "dim"))])
     return _beside(list(zip(widths, blocks, strict=True)), gap=1)
-
-
-def _without_cut_number(remark: str, room: int) -> str:
-    """The remark, of which no number is cut: its first digits would look like a smaller number.
-
-    >>> _without_cut_number("p50 30 p90 46 p99 329", 19), _without_cut_number("4.5 GFLOP/s", 9)
-    ('p50 30 p90 46 p99 …', '4.5 GFLOP/s')
-    """
-    kept = remark[: max(room - 1, 0)]
-    if len(remark) <= room or not kept or remark[len(kept)] not in "0123456789.,":
-        return remark
-    return f"{kept.rpartition(' ')[0]} …".strip()
 
 
 def _utilisation(run: WatchedRun, name: str, which: str) -> _Card:
@@ -284,12 +276,6 @@ Points = Sequence[tuple[float, float]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits of the dots of a braille character: two columns of four dots, from top to bottom."""
 _BRAILLE = 0x2800
-
-
-def _curves(run: WatchedRun, width: int, height: int) -> list[Text]:
-    right = "perf/mfu_percent" if run.curves["perf/mfu_percent"].points() else "perf/step_time"
-    column = (width - 2) // 2
-    return _beside([(column, _curve(run, key, column, height)) for key in ("training/loss", right)], gap=2)
 
 
 def _curve(run: WatchedRun, key: str, width: int, height: int) -> list[Text]:
@@ -400,9 +386,12 @@ def _without_bar(label: str, why: str) -> list[Text]:
 
 def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
-    parts = (
-        _without_wall(run) if goodput is None else {"productive": goodput.productive_seconds, **goodput.lost_seconds}
-    )
+    if goodput is not None:
+        parts = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
+    else:
+        spent = run.seconds_spent()
+        parts = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
+        parts |= {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}
     parts = {key: max(seconds, 0.0) for key, seconds in parts.items()}  # one may be negative in a damaged log
     whole = sum(parts.values())
     if whole <= 0:
@@ -418,12 +407,6 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
         text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
     losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
     return [*drawn, _with_losses(text, losses, width)]
-
-
-def _without_wall(run: WatchedRun) -> dict[str, float]:
-    spent = run.seconds_spent()
-    in_steps = {"productive": spent["train"] - spent["input_wait"] - spent["warm_up"]}
-    return in_steps | {key: seconds for key, seconds in spent.items() if key not in ("train", "wall")}
 
 
 def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
@@ -497,22 +480,20 @@ def _ranks(run: WatchedRun, width: int) -> list[Text]:
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []
+    values, parts = run.row.values, [(f"{world_size}", "bold")]
+    reporting, waiting = values.get("ranks/reporting"), values.get("ranks/waiting_percent")
+    rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
+    if reporting is not None and reporting < world_size:
+        said = f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log"
+        parts, rank, waiting = [(said, "yellow")], None, None
+    if rank is not None and excess is not None:
+        cause = max(_CAUSES, key=lambda name: values.get(f"ranks/straggler_{name}_percent", 0.0))
+        said = f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}"
+        parts.append((said, "red"))
+    if waiting is not None:
+        parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
     text = _line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
-    for part, style in _about_ranks(run.row.values, world_size):
+    for part, style in parts:
         if text.cell_len + len(part) <= width:
             text.append(part, style)
     return [text]
-
-
-def _about_ranks(values: Mapping[str, float], world_size: int) -> Iterator[tuple[str, str]]:
-    reporting, waiting = values.get("ranks/reporting"), values.get("ranks/waiting_percent")
-    if reporting is not None and reporting < world_size:
-        yield f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log", "yellow"
-        return
-    yield f"{world_size}", "bold"
-    rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
-    if rank is not None and excess is not None:
-        cause = max(_CAUSES, key=lambda name: values.get(f"ranks/straggler_{name}_percent", 0.0))
-        yield f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}", "red"
-    if waiting is not None:
-        yield f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"

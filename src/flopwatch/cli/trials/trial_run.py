@@ -237,7 +237,7 @@ class PhaseStatus:
 def print_result(result: TrialResult, console: Console | None = None) -> None:
     """Print the measurements of a trial; if it failed, also the reason, its threads' stacks and the end of its log."""
     has_failed = result.outcome != "ok"
-    blocks = [doc.Block(text, most_lines=1000) for text in (result.stacks, result.log_tail) if text and has_failed]
+    blocks = [doc.Verbatim(text, most_lines=1000) for text in (result.stacks, result.log_tail) if text and has_failed]
     again = [doc.Text(f"run again: {result.command}", "command")] if has_failed else []
     reason = f"({one_line(result.reason, 1000)})" if has_failed else ""
     lead = [doc.Cell(result.name), outcome_cell(result.outcome)]
@@ -300,7 +300,7 @@ def probe_line(probe: Probe) -> str:
 
 
 def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
-    columns: tuple[doc.Column | str, ...] = (*doc.numbers("batch", "memory", "step time", "samples/s"), "outcome")
+    columns: tuple[doc.Head | str, ...] = (*doc.numbers("batch", "memory", "step time", "samples/s"), "outcome")
     rows = []
     for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
         memory = byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else ""
@@ -309,7 +309,7 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
         outcome = outcome_cell(probe.outcome, "(barely fits)" if probe.is_bare else "")
         rows.append((str(probe.batch_size), memory, took, rate, outcome))
     said = [doc.Text(one_line(sentence, 1000)) for sentence in sentences(found, max_batch)]
-    print_document(doc.Document("", [doc.Table(columns, rows), *said]), console)
+    print_document(doc.Document("", [doc.Grid(columns, rows), *said]), console)
 
 
 def sentences(found: Found, max_batch: int) -> list[str]:

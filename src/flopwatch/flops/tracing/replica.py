@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.outside import names_in
-from flopwatch.random_state import same_random_states
+from flopwatch.optional import same_random_states
 from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
 from flopwatch.torch_internals.modules import module_tables
 from flopwatch.torch_internals.ops import modes_off

@@ -211,7 +211,7 @@ class Follower:
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._sweep, self._clock = sweep, clock
         file = sweep / RESULTS
-        self._results = files.Follower(file, file.stat().st_size if file.is_file() else 0)
+        self._results = files.LineFollower(file, file.stat().st_size if file.is_file() else 0)
         self._trials: dict[str, Trial] = {}
         for name, entry in read_trial_list(sweep).trials.items():
             with contextlib.suppress(BrokenRecordError, KeyError):

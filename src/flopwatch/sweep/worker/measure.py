@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.files import open_for_lines, read_lines, write_json, write_line
-from flopwatch.git_state import git_state
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.hardware.device import find_device
 from flopwatch.models.load import load_model
@@ -27,6 +26,7 @@ from flopwatch.optional import require
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import LABELS, Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
+from flopwatch.records.what_ran import git_state
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.environment import machine

@@ -1,4 +1,4 @@
-"""`flopwatch compare`: shows from two logs or two sweeps whether a change made training faster."""
+"""`flopwatch why` and `explain` say what the log of a run shows; `compare` compares two runs or two sweeps."""
 
 from functools import partial
 from pathlib import Path
@@ -6,24 +6,70 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument, flag, indented_json, write_file
-from flopwatch.cli.run_logs import PEAK_TFLOPS, peak_to_use
+from flopwatch.cli import argument, flag, print_json, write_file
+from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
-from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
+from flopwatch.present.small_forms import strict_json, to_json
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.compared import runs_compared, sweeps_compared
 from flopwatch.report.comparison import SweepComparison, compare_sweeps
-from flopwatch.report.run_page.comparison import comparison_document
-from flopwatch.report.sweep.comparison import comparison_document as document_of_sweeps
-from flopwatch.runs import find_log, read_log
+from flopwatch.report.run_why import explanation_document, where_the_time_went
+from flopwatch.report.run_why import why as why_is
+from flopwatch.runs import find_log, read_around, read_log
+from flopwatch.runs.advice import what_is_missing
 from flopwatch.runs.comparison import Comparison, speed_line
 from flopwatch.runs.comparison import compare as compare_logs
+from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
-from flopwatch.runs.traces.splits import usable_traces
+from flopwatch.runs.traces import usable_traces
 from flopwatch.stats import FEWEST_STEPS, TOO_FEW
 from flopwatch.text import one_line, plural
+
+
+def why(
+    run_dir: RunDir = None,
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    trace: Annotated[
+        list[str] | None,
+        flag("A trace of this run; may be given for several ranks. Default: the newest in RUN_DIR.", metavar="FILE"),
+    ] = None,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
+) -> None:
+    """Show where the rest of the peak went: every loss between 100 % and the MFU of a run, and what to try next.
+
+    Where MFU is unknown, show where the time went.
+    """
+    run = chosen_run(run_dir)
+    log = with_peak(read_around(find_log(run)), peak_to_use(peak_tflops))
+    content, document = why_is(log, *usable_traces(run, trace or ()))
+    if as_json:
+        print_json(content)
+    else:
+        show(document)
+
+
+def explain(
+    run_dir: RunDir = None,
+    step: Annotated[int | None, flag("The step to explain. Default: the steps of the newest log row.")] = None,
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
+) -> None:
+    """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
+    logged = read_around(find_log(chosen_run(run_dir)), step)
+    log = with_peak(logged, peak_to_use(peak_tflops))
+    if step is None and not log.rows:
+        if as_json:
+            raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
+        show(where_the_time_went(log, (), ())[1])
+        return
+    explanation = explain_window(log, log.rows[-1], logged.rows[-1]) if step is None else explain_step(log, step)
+    if as_json:
+        print_json(explanation.to_json())
+    else:
+        show(explanation_document(explanation))
 
 
 def compare(
@@ -46,22 +92,20 @@ def compare(
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     if is_sweep(run_a):
         sweeps = compare_sweeps(*(capture_sweep(Path(sweep).expanduser()) for sweep in (run_a, run_b)))
-        document, gate = document_of_sweeps(sweeps), partial(_gate_of_sweeps, sweeps)
+        document, gate = sweeps_compared(sweeps), partial(_gate_of_sweeps, sweeps)
         content = to_json(sweeps) if as_json else ""
     else:
         traces = (usable_traces(run)[0] for run in (run_a, run_b))
         log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
         runs = compare_logs(log_a, log_b, *traces)
-        document, gate = comparison_document(runs), partial(_gate_of_runs, runs)
-        content = indented_json(runs.to_json())
+        document, gate = runs_compared(runs), partial(_gate_of_runs, runs)
+        content = strict_json(runs.to_json(), indent=2)
     if md is not None:
         write_file(md, to_markdown(document).encode("utf-8"))
     if as_json:
         click.echo(content)
     elif md is None:
-        from flopwatch.present.terminal import print_document  # loads rich, which --help and --json do without
-
-        print_document(document)
+        show(document)
     if md not in (None, "-"):
         click.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from flopwatch.errors import InputError
 from flopwatch.files import read_object, write_json
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import RunLog
-from flopwatch.runs.traces.file import read_events
-from flopwatch.runs.traces.uses import USES, Intervals, split_time, use_of_kernel, use_of_op
+from flopwatch.runs.trace_events import USES, Intervals, read_events, split_time, use_of_kernel, use_of_op
 from flopwatch.text import one_line
 
 TRACES = "traces"
@@ -271,16 +269,13 @@ class _Collected:
 
 
 def _interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:
-    start, length = _microseconds(event.get("ts")), _microseconds(event.get("dur"))
-    if event.get("ph") != "X" or start is None or length is None or length < 0:
+    start, length = event.get("ts"), event.get("dur")
+    if event.get("ph") != "X" or not isinstance(start, int | float) or not isinstance(length, int | float):
+        return None
+    if not (abs(start) < _MOST_MICROSECONDS and 0 <= length < _MOST_MICROSECONDS):  # it is neither of NaN
         return None
     begin = round(start * 1000)
     return begin, begin + round(length * 1000)
-
-
-def _microseconds(value: Any) -> float | None:
-    is_time = isinstance(value, int | float) and isfinite(value) and abs(value) < _MOST_MICROSECONDS
-    return value if is_time else None
 
 
 # A request for a trace of a training that runs in another process is a small file in the run's folder. Each rank of the

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.present.json_form import record_fields, to_json
+from flopwatch.present.small_forms import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.time_uses import USES
-from flopwatch.report.run_page import words
-from flopwatch.report.run_page.charts import KINDS, ChartStyle, line_chart, moment_chart
-from flopwatch.report.run_page.contents import MAIN_KEYS, Curve, RunReport, merged
+from flopwatch.report import run_words as words
+from flopwatch.report.run_charts import KINDS, ChartStyle, line_chart, moment_chart
+from flopwatch.report.run_contents import MAIN_KEYS, Curve, RunReport, merged
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
@@ -35,7 +35,7 @@ def run_document(report: RunReport) -> doc.Document:
 
     Example:
         >>> from flopwatch.present.page import to_page
-        >>> from flopwatch.report.run_page.contents import read_report
+        >>> from flopwatch.report.run_contents import read_report
         >>> Path("run.html").write_text(to_page(run_document(read_report("outputs"))))  # doctest: +SKIP
     """
     folder = str(report.start.output_dir) if report.start else str(Path(report.log).parent)
@@ -131,7 +131,7 @@ def _time_section(report: RunReport) -> doc.Section:
         for place, ((name, seconds), (_, time, share)) in enumerate(zip(uses, rows, strict=True))
     ]
     rows.append(("wall time", duration(wall), "100 %"))
-    behind = doc.Table(("use", *doc.numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
+    behind = doc.Grid(("use", *doc.numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
     drawn = doc.Bars(bars, f"Goodput {percent(goodput.share)}", f"of {duration(goodput.known_seconds)}", behind)
     notes = [doc.Text(note, "note") for note in ([goodput.caveat] if goodput.caveat else [])]
     return doc.Section(title, [drawn, *notes], "time", link)
@@ -167,14 +167,14 @@ def _curve_section(report: RunReport) -> doc.Section:
     return doc.Section("Over time", [doc.Only(("html",), parts), doc.Only(("markdown",), [_ranges(report)])], "curves")
 
 
-def _ranges(report: RunReport) -> doc.Table:
+def _ranges(report: RunReport) -> doc.Grid:
     rows = []
     for key, curve in report.curves.items():
         low = min((point.low for point in curve.points), default=None)
         high = max((point.high for point in curve.points), default=None)
         values = (low, curve.mean, high, curve.last)
         rows.append((words.metric_name(key), *(words.metric_text(key, value) for value in values)))
-    return doc.Table(("metric", *doc.numbers("least", "mean", "most", "newest")), rows, most=_ALL_ROWS)
+    return doc.Grid(("metric", *doc.numbers("least", "mean", "most", "newest")), rows, most=_ALL_ROWS)
 
 
 def _chart(report: RunReport, title: str, keys: Sequence[str], style: ChartStyle) -> list[doc.Drawing]:
@@ -186,7 +186,7 @@ def _chart(report: RunReport, title: str, keys: Sequence[str], style: ChartStyle
     return [line_chart(title, curves, (report.first_step, report.last_step), report.moments, style, tables)]
 
 
-def _curve_table(curve: Curve, style: ChartStyle) -> doc.Table:
+def _curve_table(curve: Curve, style: ChartStyle) -> doc.Grid:
     rows = [
         (
             f"{point.first_step:,}–{point.last_step:,}",
@@ -195,14 +195,14 @@ def _curve_table(curve: Curve, style: ChartStyle) -> doc.Table:
         )
         for point in in_groups(curve.points, ceil(len(curve.points) / _TABLE_ROWS), merged)
     ]
-    return doc.Table(doc.numbers("steps", "end (UTC)", "least", "mean", "most"), rows, words.metric_name(curve.key))
+    return doc.Grid(doc.numbers("steps", "end (UTC)", "least", "mean", "most"), rows, words.metric_name(curve.key))
 
 
 def _event_section(report: RunReport) -> doc.Section:
     title = "Evaluations, checkpoints, restarts and notices"
     if not report.moments:
         return doc.Section(title, [doc.Text("The log has none.")], "events", "Events")
-    columns = (doc.Column("what"), *doc.numbers("step", "logged at (UTC)", "time"), doc.Column("words"))
+    columns = (doc.Head("what"), *doc.numbers("step", "logged at (UTC)", "time"), doc.Head("words"))
     rows = []
     for moment in report.moments:
         first, last = moment.first_step, moment.last_step
@@ -210,7 +210,7 @@ def _event_section(report: RunReport) -> doc.Section:
         times = (words.utc(moment.unix_time), duration(moment.seconds))
         where = UNKNOWN if last is None else f"{span}{last:,}"
         rows.append((moment.kind, where, *times, one_line(moment.words, _LONGEST)))
-    behind = doc.Table(columns, rows, most=_ALL_ROWS)
+    behind = doc.Grid(columns, rows, most=_ALL_ROWS)
     drawn = moment_chart(report.moments, (report.first_step or 0, report.last_step or 0), behind)
     counts = ", ".join(plural(number, kind) for kind, number in report.moment_counts.items())
     notable = [moment for moment in report.moments if moment.kind in ("restart", "notice")]
@@ -235,7 +235,7 @@ def _rank_section(report: RunReport) -> doc.Section:
     if report.stragglers:
         counts = report.stragglers.items()
         rows = [(f"{rank:,}", f"{windows:,}", percent(windows / report.windows)) for rank, windows in counts]
-        parts.append(doc.Table(doc.numbers("straggler: rank", "logging windows", "share"), rows))
+        parts.append(doc.Grid(doc.numbers("straggler: rank", "logging windows", "share"), rows))
     else:
         parts.append(doc.Text("No rank was found to be a straggler."))
     waiting = "Waiting for other ranks, share of the step time, mean over ranks"
@@ -256,25 +256,25 @@ def _value_table(report: RunReport, group: str = "") -> list[doc.Part]:
         for key, (value, step) in sorted(report.values.items())
         if key.startswith(group)
     ]
-    columns = (doc.Column("metric"), *doc.numbers("newest value", "at step"), doc.Column("what it is"))
-    return [doc.Table(columns, rows, most=_ALL_ROWS)] if rows else []
+    columns = (doc.Head("metric"), *doc.numbers("newest value", "at step"), doc.Head("what it is"))
+    return [doc.Grid(columns, rows, most=_ALL_ROWS)] if rows else []
 
 
 def _place_section(report: RunReport) -> doc.Section:
     parts: list[doc.Part] = [doc.Facts(words.places(report))]
     if report.start is not None and report.start.config:
         settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
-        listed = doc.Section("Configuration of the monitor", [doc.Table(("setting", "value"), settings)], is_open=False)
+        listed = doc.Section("Configuration of the monitor", [doc.Grid(("setting", "value"), settings)], is_open=False)
         parts.append(doc.Only(("html",), [listed]))
     if len(report.starts) > 1:
-        columns: list[doc.Column | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]
+        columns: list[doc.Head | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]
         columns += ["host", "device", "torch", *doc.numbers("world size")]
         rows = []
         for place, start in enumerate(report.starts, start=1):
             named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
             resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
             rows.append((f"{place}", words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}"))
-        parts.append(doc.Section(f"{len(report.starts):,} sessions", [doc.Table(columns, rows[-_MOST_SESSIONS:])]))
+        parts.append(doc.Section(f"{len(report.starts):,} sessions", [doc.Grid(columns, rows[-_MOST_SESSIONS:])]))
     return doc.Section("What ran where", parts, "where")
 
 
@@ -289,7 +289,7 @@ def _provenance_section(report: RunReport) -> doc.Section:
     if report.exactness.notes:
         rows = [(note, f"{windows:,}") for note, windows in report.exactness.notes.items()]
         parts.append(
-            doc.Section("Why FLOPs are not exact", [doc.Table(("reason", *doc.numbers("logging windows")), rows)])
+            doc.Section("Why FLOPs are not exact", [doc.Grid(("reason", *doc.numbers("logging windows")), rows)])
         )
     parts += [doc.Facts(words.provenance_facts(record)) for record in report.provenances[-_MOST_PROVENANCES:]]
     if not report.provenances:

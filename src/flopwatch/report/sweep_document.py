@@ -10,11 +10,11 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
-from flopwatch.present.json_form import record_fields, to_json
+from flopwatch.present.small_forms import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.cells import METRICS, Metric, epsilon_text, outcome_class, table_of, throughput
-from flopwatch.report.records import Cell, Choice, Environment, Failure, Group, SweepSummary, TrainerTotals
-from flopwatch.report.sweep.measurements import group_parts
+from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput
+from flopwatch.report.records import Choice, Environment, Failure, Group, SweepSummary, TrainerTotals, TrialCell
+from flopwatch.report.sweep_measurements import group_parts
 from flopwatch.text import plural
 
 _PRIVACY_SHORT = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
@@ -44,7 +44,7 @@ def sweep_json(summary: SweepSummary) -> str:
     return to_json(content)
 
 
-def _parts(summary: SweepSummary, metrics: Sequence[Metric]) -> Iterator[doc.Part]:
+def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[doc.Part]:
     yield doc.Only(("html",), [doc.Tiles(list(_tiles(summary))), doc.Strip(_shares(summary.totals.by_outcome))])
     yield from (doc.Text(warning, "warn") for warning in summary.warnings[:_MOST_WARNINGS])
     if (more := len(summary.warnings) - _MOST_WARNINGS) > 0:
@@ -57,7 +57,12 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric]) -> Iterator[doc.Par
     yield _trainers(summary, colours)
     yield _measurements(summary, metrics, colours)
     if summary.failures:
-        yield _failures(summary)
+        said = doc.Text(
+            "Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft"
+        )
+        sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
+        causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
+        yield doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
     if summary.preflight:
         yield _preflight(summary.preflight)
     yield _environments(summary.environments)
@@ -132,7 +137,7 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
             return doc.Cell("the same", "soft"), ""
         return _named(choice.lightest, colours), byte_size(choice.lightest.peak_bytes)
 
-    def epsilon_of(choice: Choice, cell: Cell | None) -> str:
+    def epsilon_of(choice: Choice, cell: TrialCell | None) -> str:
         return epsilon_text(cell.epsilon) if cell and choice.privacy == "private" else ""
 
     def rate_bar(choice: Choice) -> doc.Cell:
@@ -149,18 +154,18 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         return [place for place, choice in enumerate(group.choices) if choice.seq_len in kept]
 
     has_epsilon = any(choice.fastest.epsilon is not None for choice in group.choices)
-    columns: list[tuple[doc.Column | str, Callable[[Choice], doc.Cell | str]]] = [
+    columns: list[tuple[doc.Head | str, Callable[[Choice], doc.Cell | str]]] = [
         (_number("sequence", "seq"), lambda one: str(one.seq_len)),
         ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
         ("fastest that ran", lambda one: _named(one.fastest, colours, *(("≈ ",) if one.tied else ("", "best")))),
         (_number("throughput"), lambda one: throughput(one.fastest)),
-        (doc.Column("", only=("html",)), rate_bar),
+        (doc.Head("", only=("html",)), rate_bar),
         (_number("peak"), lambda one: byte_size(one.fastest.peak_bytes)),
         *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.fastest))] if has_epsilon else []),
         ("least memory within 10 %", lambda one: lightest(one)[0]),
         (_number("peak"), lambda one: lightest(one)[1]),
         *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.lightest))] if has_epsilon else []),
-        (doc.Column("verdict", only=("markdown", "html")), verdict),
+        (doc.Head("verdict", only=("markdown", "html")), verdict),
     ]
     table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
     return doc.Section(group.title, [table, doc.Only(("terminal",), _verdict_notes(group))], is_open=is_open)
@@ -170,7 +175,7 @@ def _rate(choice: Choice) -> float:
     return (choice.fastest.samples_per_s or 0) * choice.seq_len
 
 
-def _named(cell: Cell, colours: Mapping[str, int], mark: str = "", tone: doc.Tone = "") -> doc.Cell:
+def _named(cell: TrialCell, colours: Mapping[str, int], mark: str = "", tone: doc.Tone = "") -> doc.Cell:
     name, size = f"{mark}{cell.trainer}", cell.batch_size
     return doc.Cell(name, tone, f"batch {size}", f"{name} b{size}", colour=colours[cell.trainer])
 
@@ -201,10 +206,10 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
         return doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}")
 
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
-    columns: list[tuple[doc.Column | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
+    columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
         ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
         ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
-        (doc.Column("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
+        (doc.Head("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
         (_number("success"), lambda one: percent(one.success_rate)),
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
@@ -224,11 +229,11 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
     return doc.Section("Trainers", [table], "trainers")
 
 
-def _number(head: str, short: str | None = None) -> doc.Column:
-    return doc.Column(head, is_number=True, short=short)
+def _number(head: str, short: str | None = None) -> doc.Head:
+    return doc.Head(head, is_number=True, short=short)
 
 
-def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Mapping[str, int]) -> doc.Section:
+def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric], colours: Mapping[str, int]) -> doc.Section:
     groups = summary.groups
     if len(groups) == 1:
         remark = f": {groups[0].title}{_size(groups[0])}"
@@ -245,13 +250,6 @@ def _measurements(summary: SweepSummary, metrics: Sequence[Metric], colours: Map
 def _size(group: Group) -> str:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
     return f"{parameters}, {sum(cell.seeds for cell in group.cells):,} trials"
-
-
-def _failures(summary: SweepSummary) -> doc.Section:
-    said = doc.Text("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft")
-    sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
-    causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
-    return doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
 
 
 def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
@@ -272,7 +270,7 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     }
     return doc.Section(
         failure.cause,
-        [doc.Facts(facts), *(doc.Block(text, title) for title, text in blocks.items() if text)],
+        [doc.Facts(facts), *(doc.Verbatim(text, title) for title, text in blocks.items() if text)],
         lead=[doc.Cell(failure.outcome, kind), doc.Cell(f"{failure.count:,}×", "chip")],
         is_open=is_open,
         tone=kind,
@@ -313,12 +311,12 @@ def _environments(environments: Sequence[Environment]) -> doc.Section:
         joined = ", ".join(f"{name} {value}" for name, value in one.settings.items())
         return [f"{one.trials:,}", joined, *(one.settings.get(name, UNKNOWN) for name in names)]
 
-    columns: tuple[doc.Column | str, ...] = (
+    columns: tuple[doc.Head | str, ...] = (
         *doc.numbers("trials"),
-        doc.Column("environment", only=("terminal", "markdown")),
-        *(doc.Column(name, only=("html",)) for name in names),
+        doc.Head("environment", only=("terminal", "markdown")),
+        *(doc.Head(name, only=("html",)) for name in names),
     )
-    return doc.Section("Environment", [doc.Table(columns, doc.Lazy(environments, cells))], "environment")
+    return doc.Section("Environment", [doc.Grid(columns, doc.Lazy(environments, cells))], "environment")
 
 
 _FIELDS = (

@@ -10,16 +10,16 @@ from typing import Any
 from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
-from flopwatch.present.document import Block, Cell, Document, Facts, Items, Part, Section, Table, Text, numbers
-from flopwatch.present.notebook import html_table
+from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
+from flopwatch.present.small_forms import html_table
 from flopwatch.records import metrics
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
-from flopwatch.runs.explain import Division, Explanation
+from flopwatch.runs.explain import Explanation, Quotient
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
 from flopwatch.text import one_line, plural
 
@@ -136,7 +136,7 @@ def where_the_time_went(
     largest = [_item(f"{use.name}: {percent(use.share)} of the wall time", use) for use in times.largest()]
     parts = [
         Text(f"{done} {duration(times.wall_seconds)}{on_what}{_unless_ended(log)}{known}", "soft"),
-        Section("", [Table(("", *numbers("time", "of wall time", "per step")), rows)]),
+        Section("", [Grid(("", *numbers("time", "of wall time", "per step")), rows)]),
         Items(largest, is_numbered=True),
         Section("", [Text(sentence)]),
         *_notes([*times.notes, *problems]),
@@ -206,7 +206,7 @@ def explanation_document(explanation: Explanation) -> Document:
     return Document(_title(explanation), parts, source=explanation.log)
 
 
-def _percent(division: Division | None) -> str:
+def _percent(division: Quotient | None) -> str:
     return "unknown" if division is None else percent(division.share, decimals=2)
 
 
@@ -335,7 +335,7 @@ def _goodput(goodput: Goodput) -> Iterator[str]:
         yield goodput.caveat
 
 
-def _division(name: str, numerator: str, division: Division | None, explanation: Explanation) -> list[Part]:
+def _division(name: str, numerator: str, division: Quotient | None, explanation: Explanation) -> list[Part]:
     if division is None:
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
         reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
@@ -353,7 +353,7 @@ def _division(name: str, numerator: str, division: Division | None, explanation:
         f"    = {short} in {prefix}FLOP",
         f"    = {division.share:.6g}",
     )
-    parts = [Block("\n".join(written))]
+    parts = [Verbatim("\n".join(written))]
     if (how := _how_logged(name, division, explanation)) is not None:
         parts.append(Text(f"The log has {how}.", "soft"))
     if division.share > 1:
@@ -361,7 +361,7 @@ def _division(name: str, numerator: str, division: Division | None, explanation:
     return parts
 
 
-def _how_logged(name: str, division: Division, explanation: Explanation) -> str | None:
+def _how_logged(name: str, division: Quotient, explanation: Explanation) -> str | None:
     if not explanation.peak_was_logged:
         without = f"no {name}, because the run did not know this peak"
         return without if division.logged is None else f"{division.logged:.6g}, at the peak that the run knew"

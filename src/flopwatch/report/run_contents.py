@@ -14,7 +14,7 @@ from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing, timed_seconds
-from flopwatch.runs.traces.splits import TraceSplit
+from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Waterfall, logged_seconds, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
 
@@ -113,7 +113,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Exactness:
+class ExactWindows:
     """How many logging windows have exact FLOPs, and why the others do not.
 
     Attributes:
@@ -172,7 +172,7 @@ class RunReport:
     times: Times | None
     conclusion: Conclusion
     stragglers: Mapping[int, int]
-    exactness: Exactness
+    exactness: ExactWindows
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
     earlier_step: int | None = None
@@ -211,17 +211,18 @@ def read_report(
     waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
     moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
     seconds = seconds_of(log) or collector.seconds
-    times = [collector.last_unix_time, *(record.unix_time for record in (log.summary, start) if record is not None)]
+    newest, exact = collector.newest, collector.exact
+    times = [record.unix_time for record in (newest, log.summary, start) if record is not None]
     return RunReport(
         log=str(log.path),
         state=standing(start, log.summary),
         ended_by=log.summary.ended_by if log.summary else None,
         starts=log.starts,
         first_step=collector.first_step,
-        last_step=collector.last_step,
+        last_step=newest.step if newest is not None else None,
         steps=collector.steps,
-        windows=collector.windows,
-        last_unix_time=max(filter(None, times), default=None),
+        windows=exact.total(),
+        last_unix_time=max(times, default=None),
         wall_seconds=seconds.get("wall"),
         curves=collector.curves(),
         values=collector.values,
@@ -232,7 +233,7 @@ def read_report(
         times=times_of(log, traces) if waterfall is None else None,
         conclusion=conclusion_of(log, waterfall),
         stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
-        exactness=collector.exactness(),
+        exactness=ExactWindows(exact[True], exact[False], exact[None], dict(collector.notes.most_common(MOST_NOTES))),
         provenances=_changes(log.provenances),
         torn_lines=log.torn_lines,
         earlier_step=log.earlier_step,
@@ -318,11 +319,9 @@ class _Collector:
     """Takes the rows of a log, newest first, and keeps what the report needs of them."""
 
     def __init__(self) -> None:
-        self.windows = 0
+        self.newest: Row | None = None
         self.steps = 0
         self.first_step: int | None = None
-        self.last_step: int | None = None
-        self.last_unix_time: float | None = None
         self.seconds: Mapping[str, float] = {}
         self.values: dict[str, tuple[Number, int]] = {}
         self.stragglers: Counter[int] = Counter()
@@ -330,29 +329,27 @@ class _Collector:
         self._makers: dict[str, CurveMaker] = {}
         self._later: _Times | None = None
         self._phases: list[Moment] = []
-        self._exact: Counter[bool | None] = Counter()
-        self._notes: Counter[str] = Counter()
+        self.exact: Counter[bool | None] = Counter()
+        self.notes: Counter[str] = Counter()
 
     def take(self, row: Row) -> Row | None:
         """Add a row; returns it if it is the newest or the newest that is not exact, which the waterfall needs."""
         numbers = row.steps.get("step") or (row.step,)
-        self.windows += 1
+        is_newest, self.newest = self.newest is None, self.newest or row
         self.steps = max(self.steps, row.steps_done)
         self.first_step = numbers[0]
-        self.last_step = self.last_step if self.last_step is not None else row.step
-        self.last_unix_time = self.last_unix_time or row.unix_time
         self._add_points(row, numbers)
         if seconds := _seconds(row):
             self.seconds = self.seconds or seconds
             self._phases += _grown(self._later, row.step, seconds)
             self._later = row.step, row.unix_time, seconds
-        self._exact[row.exact] += 1
-        if len(self._notes) < 10 * MOST_NOTES:
-            self._notes.update(row.notes)
+        self.exact[row.exact] += 1
+        if len(self.notes) < 10 * MOST_NOTES:
+            self.notes.update(row.notes)
         straggler = row.values.get("ranks/straggler")
         if straggler is not None and isfinite(straggler):
             self.stragglers[int(straggler)] += 1
-        return row if self.windows == 1 or (row.exact is False and self._exact[False] == 1) else None
+        return row if is_newest or (row.exact is False and self.exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         times = timed_seconds(row)
@@ -385,8 +382,8 @@ class _Collector:
         if (summary := log.summary) is None:
             return
         at_the_end = _seconds(summary)
-        if at_the_end and self.last_step is not None:
-            self._phases += _grown((self.last_step, summary.unix_time, at_the_end), self.last_step, self.seconds)
+        if at_the_end and self.newest is not None:
+            self._phases += _grown((self.newest.step, summary.unix_time, at_the_end), self.newest.step, self.seconds)
         for key, value in summary.values.items():
             if key in METRICS:
                 self.values.setdefault(key, (value, summary.step or 0))
@@ -402,10 +399,6 @@ class _Collector:
             step = notice.step if notice.step is not None else self.first_step
             words = f"{notice.code}: {notice.message}"
             yield Moment("notice", notice.step, step, words=words, level=notice.level)
-
-    def exactness(self) -> Exactness:
-        counts = self._exact
-        return Exactness(counts[True], counts[False], counts[None], dict(self._notes.most_common(MOST_NOTES)))
 
     def curves(self) -> dict[str, Curve]:
         order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]

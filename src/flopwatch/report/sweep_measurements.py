@@ -7,8 +7,9 @@ from functools import partial
 
 from flopwatch.numbers import UNKNOWN, byte_size, factor
 from flopwatch.present import document as doc
+from flopwatch.report import sweep_charts as charts
 from flopwatch.report.cells import (
-    Metric,
+    ShownMetric,
     best_trials,
     cell_text,
     device_capacity,
@@ -18,15 +19,14 @@ from flopwatch.report.cells import (
     outcome_word,
     table_of,
 )
-from flopwatch.report.records import Cell, CostFactor, Crossover, FrontierPoint, Group, PrivacyRow
+from flopwatch.report.records import CostFactor, Crossover, FrontierPoint, Group, PrivacyRow, TrialCell
 from flopwatch.report.summary import MOST_COLUMNS
-from flopwatch.report.sweep import charts
 
 _ROWS = doc.Most(24, 60, 60)
-_SIZES = (doc.Column("sequence", is_number=True, short="seq"), *doc.numbers("batch"))
+_SIZES = (doc.Head("sequence", is_number=True, short="seq"), *doc.numbers("batch"))
 
 
-def group_parts(group: Group, metrics: Sequence[Metric], colours: Mapping[str, int]) -> list[doc.Part]:
+def group_parts(group: Group, metrics: Sequence[ShownMetric], colours: Mapping[str, int]) -> list[doc.Part]:
     group = narrowed(group)
     return [
         doc.Legend([(name, colours[name]) for name in group.trainers]),
@@ -48,19 +48,19 @@ def narrowed(group: Group) -> Group:
     )
 
 
-def _matrices(group: Group, metrics: Sequence[Metric]) -> doc.Tabs:
+def _matrices(group: Group, metrics: Sequence[ShownMetric]) -> doc.Tabs:
     columns, rows = [*_SIZES, *doc.numbers(*group.trainers)], list(matrix_rows(group).items())
     tables = [_sized(columns, doc.Lazy(rows, partial(_matrix_cells, one)), one.title) for one in metrics]
     return doc.Tabs(tables, " ".join(_matrix_notes(group)) if metrics else "")
 
 
-def matrix_rows(group: Group) -> dict[tuple[int, int], list[Cell | None]]:
+def matrix_rows(group: Group) -> dict[tuple[int, int], list[TrialCell | None]]:
     by_place = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in group.cells}
     places = sorted({(cell.seq_len, cell.batch_size) for cell in group.cells})
     return {place: [by_place.get((*place, name)) for name in group.trainers] for place in places}
 
 
-def _matrix_cells(metric: Metric, row: tuple[tuple[int, int], list[Cell | None]]) -> list[doc.Cell | str]:
+def _matrix_cells(metric: ShownMetric, row: tuple[tuple[int, int], list[TrialCell | None]]) -> list[doc.Cell | str]:
     place, found = row
     best = best_trials(found, metric)
     cells: list[doc.Cell | str] = [*map(str, place)]
@@ -71,7 +71,7 @@ def _matrix_cells(metric: Metric, row: tuple[tuple[int, int], list[Cell | None]]
     return cells
 
 
-_sized = partial(doc.Table, most=_ROWS, pick=doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
+_sized = partial(doc.Grid, most=_ROWS, pick=doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
 """A table whose rows begin with the sequence length and the batch size."""
 
 
@@ -96,7 +96,7 @@ def _matrix_notes(group: Group) -> Iterator[str]:
         yield f"MFU and HFU are shares of {', '.join(group.denominators)}."
 
 
-def _frontier(group: Group) -> doc.Table:
+def _frontier(group: Group) -> doc.Grid:
     points = {(point.trainer, point.seq_len): point for point in group.frontier}
 
     def cells(seq_len: int) -> list[str]:
@@ -110,7 +110,7 @@ def _frontier(group: Group) -> doc.Table:
         notes.append("! A batch ran although a smaller one ran out of memory: the limit is unclear.")
     columns, rows = [_SIZES[0], *doc.numbers(*group.trainers)], doc.Lazy(group.seq_lens, cells)
     title = "Largest batch that ran (smallest out of memory)"
-    return doc.Table(columns, rows, title, " ".join(notes), _ROWS, doc.spaced, fits=True)
+    return doc.Grid(columns, rows, title, " ".join(notes), _ROWS, doc.spaced, fits=True)
 
 
 def frontier_words(point: FrontierPoint) -> str:
@@ -138,9 +138,7 @@ def _factors(group: Group) -> Iterator[doc.Part]:
             yield doc.Cell(("~" if one.is_unstable and one.time else "") + factor(one.time), tip=between)
             yield from (factor(one.memory), factor(one.flops))
 
-    columns = [
-        doc.Column(word, is_number=True, group=name) for name in trainers for word in ("time", "memory", "FLOPs")
-    ]
+    columns = [doc.Head(word, is_number=True, group=name) for name in trainers for word in ("time", "memory", "FLOPs")]
     note = "2× means twice as much as the standard trainer at the same batch size and sequence length."
     if any(one.memory_above_start is not None for one in group.cost_factors):
         note += " Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
@@ -160,7 +158,7 @@ def _factors(group: Group) -> Iterator[doc.Part]:
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
-        columns = [(doc.Column(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
+        columns = [(doc.Head(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
         yield table_of(group.privacy_spent, columns, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
         yield doc.Text(
             "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import log
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from flopwatch.numbers import byte_size, count, number, percent, step_time
 from flopwatch.present import svg
@@ -13,7 +13,7 @@ from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.cells import (
     METRICS,
-    Metric,
+    ShownMetric,
     cell_text,
     device_capacity,
     outcome_class,
@@ -21,9 +21,11 @@ from flopwatch.report.cells import (
     throughput,
     throughput_metric,
 )
-from flopwatch.report.records import Cell, Group
+from flopwatch.report.records import Group, TrialCell
 from flopwatch.report.verdicts import configuration, rate_interval
 
+_Placed: TypeAlias = tuple[float, float, TrialCell]
+_Colours: TypeAlias = Mapping[str, int]
 _MOST_PANELS = 8
 _CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
 _INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
@@ -43,7 +45,7 @@ _PHASES = (
 )
 
 
-def charts_of(group: Group, colours: Mapping[str, int]) -> list[Panels]:
+def charts_of(group: Group, colours: _Colours) -> list[Panels]:
     # One panel per sequence length, or a single panel if there is only one batch size.
     along, apart = ("batch", "sequence")
     if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
@@ -73,8 +75,8 @@ class _Bar(NamedTuple):
     behind: float | None = None
 
 
-def _utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
-    def bar(cell: Cell) -> _Bar:
+def _utilisation_panels(group: Group, colours: _Colours) -> list[Drawing]:
+    def bar(cell: TrialCell) -> _Bar:
         bound, mfu, hfu = "≥ " if cell.is_lower_bound else "", percent(cell.mfu), percent(cell.hfu)
         tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
         return _Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, f"{bound}{mfu} | {hfu}", tip, cell.hfu)
@@ -85,8 +87,8 @@ def _utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[Drawin
     return [_bars(_size(cells[0]), [bar(cell) for cell in cells], longest) for cells in shown]
 
 
-def _phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
-    def bars(cell: Cell) -> Iterator[_Bar]:
+def _phase_panels(group: Group, colours: _Colours) -> list[Drawing]:
+    def bars(cell: TrialCell) -> Iterator[_Bar]:
         known = ("build", "forward", "backward", "optimizer")
         for phase in (*known, *sorted(set(cell.bytes_by_phase) - set(known))):
             if held := cell.bytes_by_phase.get(phase):
@@ -99,19 +101,19 @@ def _phase_panels(group: Group, colours: Mapping[str, int]) -> list[Drawing]:
     return [_bars(cell.trainer, list(bars(cell)), longest, _size(cell)) for cell in cells]
 
 
-def _largest_shared(cells: Iterable[Cell], group: Group) -> dict[int, list[Cell]]:
+def _largest_shared(cells: Iterable[TrialCell], group: Group) -> dict[int, list[TrialCell]]:
     """For each sequence length, the cells at the batch size that the most trainers ran (on a tie, the largest)."""
-    by_place: dict[tuple[int, int], list[Cell]] = defaultdict(list)
+    by_place: dict[tuple[int, int], list[TrialCell]] = defaultdict(list)
     for cell in cells:
         by_place[cell.seq_len, cell.batch_size].append(cell)
-    chosen: dict[int, list[Cell]] = {}
+    chosen: dict[int, list[TrialCell]] = {}
     for (seq_len, _), found in sorted(by_place.items()):
         chosen[seq_len] = max(found, chosen.get(seq_len, []), key=len)
     most = max(map(len, chosen.values()), default=0)
     return {seq_len: chosen[seq_len] for seq_len in group.seq_lens if len(chosen.get(seq_len, ())) == most > 0}
 
 
-def _size(cell: Cell) -> str:
+def _size(cell: TrialCell) -> str:
     return f"sequence {cell.seq_len}, batch {cell.batch_size}"
 
 
@@ -146,7 +148,7 @@ def frontier_maps(group: Group) -> list[Drawing]:
 
 
 def _map(
-    trainer: str, seqs: list[int], batches: list[int], cells: Mapping[tuple[int, int], Cell], span: tuple[int, int]
+    trainer: str, seqs: list[int], batches: list[int], cells: Mapping[tuple[int, int], TrialCell], span: tuple[int, int]
 ) -> Drawing:
     left, width = 40.0, 300.0
     across, high = (width - left - 4) / len(seqs), min(26.0, max(9.0, 260 / len(batches)))
@@ -165,7 +167,7 @@ def _map(
     return Drawing(trainer, "", "".join(parts), width, bottom + 34)
 
 
-def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
+def _map_cell(cell: TrialCell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
     tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
     has_room = across >= 30 and high >= 14
     label = partial(svg.text, x + across / 2, y + high / 2 + 3.5, anchor="middle")
@@ -192,10 +194,13 @@ _WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
-_SIZE_OF: Mapping[str, Callable[[Cell], int]] = {"batch": attrgetter("batch_size"), "sequence": attrgetter("seq_len")}
+_SIZE_OF: dict[str, Callable[[TrialCell], int]] = {
+    "batch": attrgetter("batch_size"),
+    "sequence": attrgetter("seq_len"),
+}
 
 
-def _curve_panels(group: Group, along: str, apart: str, metric: Metric, colours: Mapping[str, int]) -> list[Drawing]:
+def _curve_panels(group: Group, along: str, apart: str, metric: ShownMetric, colours: _Colours) -> list[Drawing]:
     x_of, panel_of = _SIZE_OF[along], _SIZE_OF[apart]
     kept = evenly(sorted({x_of(cell) for cell in group.cells}), _MOST_POINTS)
     panels = evenly(sorted({panel_of(cell) for cell in group.cells}), _MOST_PANELS)
@@ -224,11 +229,11 @@ def _curve_panels(group: Group, along: str, apart: str, metric: Metric, colours:
 
 
 def _curves(
-    by_trainer: Mapping[str, Sequence[Cell]],
-    metric: Metric,
-    colours: Mapping[str, int],
-    x: Callable[[Cell], float],
-    y: svg.Scale,
+    by_trainer: Mapping[str, Sequence[TrialCell]],
+    metric: ShownMetric,
+    colours: _Colours,
+    x: Callable[[TrialCell], float],
+    y: svg.LogScale,
 ) -> Iterator[str]:
     known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
     places = _side_by_side([(cell.trial, x(cell), y(metric.value(cell) or 1)) for cell in known])
@@ -271,7 +276,9 @@ def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple
     return {trial: (x + moved[trial], y) for trial, x, y in points}
 
 
-def _curve(known: Sequence[tuple[float, float, Cell]], metric: Metric, kind: int, y: svg.Scale) -> Iterator[str]:
+def _curve(
+    known: Sequence[tuple[float, float, TrialCell]], metric: ShownMetric, kind: int, y: svg.LogScale
+) -> Iterator[str]:
     if len(known) > 1:
         yield svg.polyline(((px, py) for px, py, _ in known), f"l d{kind % 4} k{kind % svg.COLOURS}")
     for px, py, cell in known:
@@ -285,7 +292,7 @@ def _curve(known: Sequence[tuple[float, float, Cell]], metric: Metric, kind: int
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
 
 
-def _pareto_panels(group: Group, rate: Metric, colours: Mapping[str, int]) -> list[Drawing]:
+def _pareto_panels(group: Group, rate: ShownMetric, colours: _Colours) -> list[Drawing]:
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
     for seq_len in evenly(sorted({cell.seq_len for cell in known}), _MOST_PANELS):
@@ -299,9 +306,7 @@ def _pareto_panels(group: Group, rate: Metric, colours: Mapping[str, int]) -> li
     return panels
 
 
-def _pareto_parts(
-    placed: Sequence[tuple[float, float, Cell]], best: set[str], colours: Mapping[str, int]
-) -> Iterator[str]:
+def _pareto_parts(placed: Sequence[_Placed], best: set[str], colours: _Colours) -> Iterator[str]:
     for privacy, style in (("not private", "front dash"), ("private", "front"), ("unknown", "front dash")):
         of_class = [point for point in placed if point[2].trial in best and point[2].privacy == privacy]
         if len(of_class) > 1:
@@ -318,7 +323,13 @@ def _pareto_parts(
 
 
 def _grid(
-    x: svg.Scale, x_ticks: Iterable[float], x_text: Callable[[float], str], title: str, y: svg.Scale, *, in_bytes: bool
+    x: svg.LogScale,
+    x_ticks: Iterable[float],
+    x_text: Callable[[float], str],
+    title: str,
+    y: svg.LogScale,
+    *,
+    in_bytes: bool,
 ) -> str:
     ticks = (svg.binary_ticks if in_bytes else svg.decimal_ticks)(y.low, y.high)
     words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else count)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from flopwatch.numbers import count, number
 from flopwatch.present import svg
-from flopwatch.present.document import Drawing, Table
-from flopwatch.report.run_page.contents import Curve, Kind, Moment, Point, merged
-from flopwatch.report.run_page.words import metric_name, moment_words, utc
+from flopwatch.present.document import Drawing, Grid
+from flopwatch.report.run_contents import Curve, Kind, Moment, Point, merged
+from flopwatch.report.run_words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
 from flopwatch.text import plural
 
@@ -40,15 +41,18 @@ def line_chart(
     steps: tuple[int, int],
     moments: Sequence[Moment],
     style: ChartStyle,
-    behind: Sequence[Table],
+    behind: Sequence[Grid],
 ) -> Drawing:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
     x = svg.LinearScale(*steps, _LEFT, _RIGHT)
     points = [point for curve in curves for point in curve.points]
     y, over = _value_scale(points, style)
-    ticks = svg.linear_ticks(y.low, y.high)
+    ticks, write = svg.linear_ticks(y.low, y.high), style.write
+    if not style.from_zero:  # an axis with a narrow range needs more digits, so that no two ticks look equal
+        digits = next((n for n in range(3, 9) if len({number(tick, n) for tick in ticks}) == len(ticks)), 9)
+        write = partial(number, digits=digits)
     parts = [
-        svg.axes(_LEFT, _RIGHT, y, ticks, _tick_text(ticks, style)),
+        svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: write(tick) if tick else "0"),
         svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
         *_step_labels(x, _LEFT - 14, _BOTTOM + 24),
         *_marks(moments, x),
@@ -59,14 +63,6 @@ def line_chart(
     remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
     legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
     return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend, behind)
-
-
-def _tick_text(ticks: Sequence[float], style: ChartStyle) -> Callable[[float], str]:
-    """How to write the ticks: an axis with a narrow range needs more digits, so that no two of them look equal."""
-    if style.from_zero:
-        return lambda tick: style.write(tick) if tick else "0"
-    digits = next((n for n in range(3, 9) if len({number(tick, n) for tick in ticks}) == len(ticks)), 9)
-    return lambda tick: number(tick, digits) if tick else "0"
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:
@@ -151,7 +147,7 @@ def _span(moment: Moment, x: svg.LinearScale, y: float) -> str:
     return f"M{x(first):.1f} {y:.1f}H{x(moment.last_step):.1f}" if first < moment.last_step else ""
 
 
-def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Table) -> Drawing:
+def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Grid) -> Drawing:
     x = svg.LinearScale(*steps, 84.0, _RIGHT)
     placed = [(moment, x(moment.step)) for moment in moments if moment.step is not None]
     kinds = [kind for kind in KINDS if any(moment.kind == kind for moment, _ in placed)]
