@@ -1,16 +1,19 @@
-"""Earlier attempts of a trial. Their files are moved to `earlier/`, and the next attempt's `spec.json` lists them.
+"""Earlier attempts of a trial: their files, which are moved to `earlier/`, their list, and processes that they left.
 
-The list lies in the trial's own folder, so that it survives if the sweep's process is killed, and so that a job that
+The list lies in the trial's `spec.json`, so that it survives if the sweep's process is killed, and so that a job that
 Slurm requeues can add to it without that process. Supervisors import this module, so it uses the standard library only.
 """
 
+import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flopwatch import process
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
 from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
 from flopwatch.records.repeats import run_median
@@ -23,10 +26,13 @@ from flopwatch.records.trial_files import (
     RESULT,
     SPEC,
     STARTED,
+    STRAYS,
     log_file,
     run_folder,
     trial_folder,
 )
+from flopwatch.sweep.host.processes import is_marked
+from flopwatch.sweep.lease import is_alive_here, own_identity
 
 Attempt: TypeAlias = Mapping[str, Any]
 """An entry of `TrialResult.earlier_attempts`."""
@@ -176,3 +182,36 @@ def _requeued_result(
         log_tail=tail(log_file(sweep, name)),
         earlier_attempts=listed_attempts(sweep, name, job.key),
     )
+
+
+class Strays:
+    """Lists the processes of a trial that have cleared their environment in `strays.json`.
+
+    If the supervisor and its guard are killed together, such processes have neither a parent nor a mark of the trial.
+    """
+
+    def __init__(self, trial_dir: Path) -> None:
+        self._trial_dir = trial_dir
+        self._pids: Sequence[int] = ()
+        self._listed: dict[int, int | None] = {}
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Update the file if one of these processes, which the last search found, is not marked."""
+        if pids is self._pids:
+            return
+        self._pids = pids
+        found = {pid: process.start_ticks(pid) for pid in pids if is_marked(pid, self._trial_dir) is False}
+        if found != self._listed:
+            self._listed = found
+            with contextlib.suppress(OSError):
+                write_json(self._trial_dir / STRAYS, {**own_identity(), "processes": list(found.items())})
+
+
+def kill_strays(trial_dir: Path) -> None:
+    content = read_object(trial_dir / STRAYS)
+    listed = content.get("processes")
+    for entry in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
+            pid, ticks = entry
+            if is_alive_here({**content, "pid": pid, "start_ticks": ticks}) and pid > 1:
+                os.kill(pid, signal.SIGKILL)

@@ -25,9 +25,9 @@ from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.report.cells import outcome_class
-from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.start import Screen
@@ -231,7 +231,7 @@ def _table(*columns: str, to_the_right: tuple[str, ...]) -> Table:
 def _progress(trial: Trial) -> tuple[str, str]:
     if trial.spec.trainer == "command":
         return "run", ""
-    progress = read_progress(folder_of(trial))
+    progress = read_progress(trial.folder)
     total = {"warmup": trial.spec.warmup_steps, "measure": trial.spec.steps}.get(progress.phase)
     step = "" if progress.step is None or total is None else f"{progress.step + 1}/{total}"
     return progress.phase, step

@@ -25,10 +25,10 @@ from flopwatch.files import read_json
 from flopwatch.process import descendants
 from flopwatch.records.trial import AFTER_THE_STEPS, TrialJob
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
-from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.supervisor.guard import become_guarded
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive
 
