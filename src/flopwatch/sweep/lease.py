@@ -126,8 +126,9 @@ class Holder:
     """What a reader knows about the process that holds a lease.
 
     Attributes:
-        life: `gone` if the process has ended, or if its heartbeat has not changed for `visible_seconds`. `unknown` if
-            it is on another host and its heartbeat has not changed yet since this process first read it.
+        life: `gone` if the process has ended, or ended the lease, or if it is on another host and its heartbeat has not
+            changed for `visible_seconds`. `unknown` if it is on another host and its heartbeat has not changed yet since
+            this process first read it.
         facts: What `Lease.take` wrote. Empty if nobody has taken the lease, as far as this host sees.
         is_here: Whether `life` is what this host's kernel says.
         silent_seconds: For how long this process has seen the heartbeat unchanged.
@@ -223,11 +224,11 @@ class Lease:
             self._seen, self._seen_since = content, now
         silent, state = now - self._seen_since, str(said.get("state", ""))
         is_alive = is_alive_here(facts) if facts else None
-        is_over = facts.get("attempt") == _WITHDRAWN or is_alive is False
-        if is_over or (is_alive is None and (state == _ENDED or silent >= visible_seconds())):
-            life: Literal["alive", "gone", "unknown"] = "gone"
-        else:
-            life = "alive" if is_alive or self._has_changed else "unknown"
+        # A process may end its lease and live on, as one does that runs several sweeps.
+        is_over = facts.get("attempt") == _WITHDRAWN or state == _ENDED or is_alive is False
+        life: Literal["alive", "gone", "unknown"] = "alive" if is_alive or self._has_changed else "unknown"
+        if is_over or (is_alive is None and silent >= visible_seconds()):
+            life = "gone"
         waits = state.removeprefix(_WAITING) if state.startswith(_WAITING) else ""
         return Holder(life, facts, is_alive is not None, silent, waits)
 
