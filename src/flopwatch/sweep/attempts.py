@@ -50,16 +50,12 @@ class _AttemptFacts:
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
     """The attempts that `trials/NAME/spec.json` lists, oldest first. Empty if the file is for another `Trial.key`."""
     job = read_object(trial_folder(sweep, name) / SPEC)
-    found = job.get("earlier_attempts") if job.get("key") == key else None
-    return tuple(map(clean_value, filter(_is_readable, found))) if isinstance(found, list) else ()
-
-
-def _is_readable(entry: object) -> bool:
-    try:
-        clean_value(entry)
-        return read_record(_AttemptFacts, entry) is not None
-    except BrokenRecordError:
-        return False
+    listed, found = job.get("earlier_attempts") if job.get("key") == key else None, []
+    for entry in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(BrokenRecordError):
+            read_record(_AttemptFacts, entry)
+            found.append(clean_value(entry))
+    return tuple(found)
 
 
 def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
@@ -86,19 +82,22 @@ def put_aside(sweep: Path, name: str) -> str:
     place = free_name(sweep / EARLIER / name)
     place.parent.mkdir(exist_ok=True)
     trial_folder(sweep, name).rename(place)
-    moves = ((log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN))
-    for source, target in moves if place.is_dir() else ():
-        if os.path.lexists(source) and not os.path.lexists(target):
-            shutil.move(source, target)
+    for home, kept in _log_and_run(sweep, name, place) if place.is_dir() else ():
+        if os.path.lexists(home) and not os.path.lexists(kept):
+            shutil.move(home, kept)
     return str(place.relative_to(sweep))
+
+
+def _log_and_run(sweep: Path, name: str, place: Path) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
+    """Where the log and the TensorBoard run of a trial lie, and where they are kept in `place`."""
+    return (log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN)
 
 
 def put_back(sweep: Path, name: str, earlier: str) -> str:
     """Restore the files that `put_aside` moved to `earlier`; return where the current attempt's files were moved."""
     place = put_aside(sweep, name)
-    source, target = sweep / earlier, trial_folder(sweep, name)
-    source.rename(target)
-    for kept, home in ((target / KEPT_LOG, log_file(sweep, name)), (target / KEPT_RUN, run_folder(sweep, name))):
+    folder = (sweep / earlier).rename(trial_folder(sweep, name))
+    for home, kept in _log_and_run(sweep, name, folder):
         if kept.exists() and not home.exists():
             shutil.move(kept, home)
     return place

@@ -126,9 +126,9 @@ class Holder:
     """What a reader knows about the process that holds a lease.
 
     Attributes:
-        life: `gone` if the process has ended, or ended the lease, or if it is on another host and its heartbeat has not
-            changed for `visible_seconds`. `unknown` if it is on another host and its heartbeat has not changed yet since
-            this process first read it.
+        life: `gone` if the process has ended, or has ended the lease, or if it is on another host and its heartbeat has
+            not changed for `visible_seconds`. `unknown` if it is on another host and its heartbeat has not changed yet
+            since this process first read it.
         facts: What `Lease.take` wrote. Empty if nobody has taken the lease, as far as this host sees.
         is_here: Whether `life` is what this host's kernel says.
         silent_seconds: For how long this process has seen the heartbeat unchanged.

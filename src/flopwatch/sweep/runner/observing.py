@@ -58,8 +58,13 @@ class Stop:
     is_over_budget: bool = False
 
     @property
+    def why(self) -> str:
+        """As `RunnerState.stopping`."""
+        return "kill" if self.kill else "finish" if self.finish else "budget" if self.is_over_budget else ""
+
+    @property
     def is_finishing(self) -> bool:
-        return self.finish or self.kill or self.is_over_budget
+        return self.why != ""
 
 
 class SafeObserver:
@@ -116,10 +121,9 @@ def find_runner(sweep: Path, watched: dict[Path, Lease] | None = None) -> tuple[
     state = read_or_none(RunnerState, read_json(sweep / RUNNER))
     if state is None or state.stopping == "over" or not holder.may_be_alive:
         return None
-    # The file may be an earlier runner's, and the process itself may not have written it, such as that of a fit.
-    facts = holder.facts
-    is_its_own = (state.pid, state.start_ticks) == (facts.get("pid"), facts.get("start_ticks"))
-    return (state, holder) if is_its_own else None
+    # The file may be an earlier runner's, because not every process that holds the folder writes it: a fit does not.
+    is_of_holder = (state.pid, state.start_ticks) == (holder.facts.get("pid"), holder.facts.get("start_ticks"))
+    return (state, holder) if is_of_holder else None
 
 
 class FullDisk:
@@ -179,15 +183,8 @@ class RunnerFile(SafeObserver):
         if now >= self._next_write:
             names = islice(running, _MOST_NAMES)
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
-            stop = self._stop
-            stopping = "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
-            self._write(
-                engine_state=engine_state,
-                running=since,
-                running_count=len(running),
-                waiting=waiting,
-                stopping=stopping,
-            )
+            trials = {"running": since, "running_count": len(running), "waiting": waiting}
+            self._write(engine_state=engine_state, stopping=self._stop.why, **trials)
         return running, waiting, engine_state
 
     def _write(self, **state: Any) -> None:
@@ -225,8 +222,7 @@ class Follower:
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        found = find_runner(self._sweep, self._watched)
-        if found is None:
+        if (found := find_runner(self._sweep, self._watched)) is None:
             return None
         state, _ = found
         # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
