@@ -158,7 +158,8 @@ class Lease:
         self._written: Mapping[str, Any] = {}
         self._marks: Mapping[str, Any] = {}
         self._beats, self._next_beat = 0, 0.0
-        self._seen, self._seen_since, self._has_changed = "", -math.inf, False
+        self._seen: Mapping[str, Any] | None = None
+        self._seen_since, self._has_changed = -math.inf, False
 
     def take(self, facts: Mapping[str, Any], **marks: Any) -> bool:
         """Take the lease for this process and note `facts`; return False if it was taken or withdrawn before.
@@ -218,12 +219,13 @@ class Lease:
 
     def holder(self) -> Holder:
         """Who holds the lease. One whose heartbeat has stopped stays `gone` until its heartbeat changes."""
-        facts, said, now = read_object(self.file), read_object(self.heartbeat), self.clock()
-        if (content := repr(said)) != self._seen:
-            self._has_changed = bool(self._seen)
-            self._seen, self._seen_since = content, now
+        content, said, now = read_json(self.file), read_object(self.heartbeat), self.clock()
+        if said != self._seen:
+            self._has_changed = self._seen is not None
+            self._seen, self._seen_since = said, now
         silent, state = now - self._seen_since, str(said.get("state", ""))
-        is_alive = is_alive_here(facts) if facts else None
+        facts: dict[str, Any] = content if isinstance(content, dict) else {}
+        is_alive = is_alive_here(facts) if isinstance(content, dict) else None
         # A process may end its lease and live on, as one does that runs several sweeps.
         is_over = facts.get("attempt") == _WITHDRAWN or state == _ENDED or is_alive is False
         life: Literal["alive", "gone", "unknown"] = "alive" if is_alive or self._has_changed else "unknown"

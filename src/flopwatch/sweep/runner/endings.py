@@ -83,10 +83,11 @@ class Endings:
             holder = lease.holder()
             if holder.may_be_alive:
                 return False
-            may_come = bool(holder.facts) and not holder.is_here and not holder.is_withdrawn
+            may_come = not (holder.is_here or holder.is_withdrawn)  # from another host, whose files become visible late
             try:
-                # After `withdraw` no supervisor can start the trial. It returns False if one on another host has done.
-                may_come = may_come if holder.facts else not lease.withdraw()
+                if may_come and not holder.facts:
+                    # Now no supervisor can start the trial, unless one on another host has done so already.
+                    may_come = not lease.withdraw()
             except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
                 if error.errno not in TRANSIENT:
                     raise

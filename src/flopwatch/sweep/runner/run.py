@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,56 +38,7 @@ from flopwatch.sweep.runner.plan import (
 )
 
 _PAUSE_SECONDS = 5.0  # time between two tries to write to a full disk
-
-
-class Pause:
-    """A pause after a failed write, before the write is tried again. `why` is empty if there is none."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self.why = ""
-
-    def begin(self, error: OSError) -> None:
-        self.why = f"waiting: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        self._until = time.monotonic() + _PAUSE_SECONDS
-
-    def is_over(self) -> bool:
-        return not self.why or time.monotonic() >= self._until
-
-
-class ResultWriter:
-    """Appends results to `results.jsonl`, and tries again if the disk is full or the file system does not respond."""
-
-    def __init__(self, write: Callable[[TrialResult], None]) -> None:
-        self._write = write
-        self._waiting: deque[TrialResult] = deque()
-        self.pause = Pause()
-
-    def add(self, result: TrialResult) -> None:
-        self._waiting.append(result)
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        while self._waiting and self.pause.is_over():
-            try:
-                self._write(self._waiting[0])
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
-                self.pause.begin(error)
-                return
-            self._waiting.popleft()
-            self.pause.why = ""
-
-    def close(self, patience_seconds: float = 60.0) -> int:
-        """Write the queued results for at most `patience_seconds`, and return how many could not be written."""
-        deadline = time.monotonic() + patience_seconds
-        while self._waiting and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.catch_up()
-        return len(self._waiting)
-
-
+_CLOSE_SECONDS = 60.0  # how long to try to write the last results
 _TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
 _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
 
@@ -131,6 +82,8 @@ class _Run:
     Attributes:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
         elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
+        unwritten: Results that are not in `results.jsonl` yet, because the disk is full or does not respond.
+        waits_for: Why nothing can be written until `next_try`; empty if it can be.
         out_of_memory: Results which prove that larger trials would run out of memory too.
         repeating: The results, so far, of trials that are run again because their intervals are too wide.
     """
@@ -147,14 +100,15 @@ class _Run:
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
     repeating: dict[str, TrialResult] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    unwritten: deque[TrialResult] = field(default_factory=deque)
+    counts: Counter[str] = field(default_factory=Counter)
     is_cancelled: bool = False
     next_check: float = 0.0
-    pause: Pause = field(default_factory=Pause)
+    waits_for: str = ""
+    next_try: float = 0.0
     endings: Endings = field(default_factory=Endings)
 
     def __post_init__(self) -> None:
-        self.writer = ResultWriter(self._write)
         self.out_of_memory += [result for result in self.plan.kept.values() if proves_too_large(result)]
 
     @property
@@ -205,29 +159,49 @@ class _Run:
         ended = self.engine.wait(_TICK_SECONDS if self.running else _IDLE_TICK_SECONDS)
         for end in self.endings.certain(ended, self.running, is_patient=not self.is_cancelled):
             self._finish(end)
-        self.writer.catch_up()
-        problem = self.pause.why or self.writer.pause.why
-        self.observer.tell("ticked", self.running, len(self.waiting), problem or self.engine.state())
+        self._write_results()
+        self.observer.tell("ticked", self.running, len(self.waiting), self.waits_for or self.engine.state())
 
     def close(self) -> None:
         if self.running:
             self.engine.cancel()
         self.engine.close()
-        if unwritten := self.writer.close():
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.unwritten and time.monotonic() < deadline:
+            time.sleep(_IDLE_TICK_SECONDS)
+            self._write_results()
+        if self.unwritten:
             sys.stderr.write(
-                f"flopwatch: {unwritten} results are not in {self.sweep / RESULTS} yet ({self.writer.pause.why}); "
+                f"flopwatch: {len(self.unwritten)} results are not in {self.sweep / RESULTS} yet ({self.waits_for}); "
                 "run the same command again to add them\n"
             )
 
-    def _write(self, result: TrialResult) -> None:
-        if not (self.sweep / SWEEP).exists():  # a trial may delete the sweep's folder
-            kept = [*self.plan.kept.values(), *self.repeating.values()]
-            restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
-        record(self.sweep, result)
+    def _write_results(self) -> None:
+        while self.unwritten and self._can_write():
+            try:
+                if not (self.sweep / SWEEP).exists():  # a trial may delete it
+                    kept = [*self.plan.kept.values(), *self.repeating.values()]
+                    restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
+                record(self.sweep, self.unwritten[0])
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                self._pause(error)
+                return
+            self.unwritten.popleft()
+            self.waits_for = ""
+
+    def _can_write(self) -> bool:
+        return not self.waits_for or time.monotonic() >= self.next_try
+
+    def _pause(self, error: OSError) -> None:
+        self.waits_for = f"waiting: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        self.next_try = time.monotonic() + _PAUSE_SECONDS
 
     def _settle(self, result: TrialResult) -> None:
-        self.writer.add(result)
-        self.counts[result.outcome] = self.counts.get(result.outcome, 0) + 1
+        self.unwritten.append(result)
+        self._write_results()
+        self.counts[result.outcome] += 1
         self.observer.tell("ended", result)
 
     def _reclaim_ended(self) -> None:
@@ -255,7 +229,7 @@ class _Run:
             self.engine.cancel()
 
     def _submit_waiting(self) -> None:
-        while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
+        while self.waiting and self._can_write() and (room := self.engine.room(self.waiting[0].spec)) > 0:
             batch = self._next_batch(room)
             if not batch:
                 return
@@ -283,14 +257,14 @@ class _Run:
             except OSError as error:
                 if error.errno in TRANSIENT:  # such as a full disk; the trial stays the first of the queue
                     self.waiting.appendleft(trial)
-                    self.pause.begin(error)
+                    self._pause(error)
                     break
                 where = error.filename or trial.folder
                 advice = "make this path readable and writable, or remove it"
                 reason = f"not started ({error.strerror}: {where}); {advice}"
                 self._settle(_not_run(trial, "lost", reason, "the sweep's folder"))
                 continue
-            self.pause.why = ""
+            self.waits_for = ""
             batch.append(trial)
         return batch
 
@@ -314,7 +288,8 @@ class _Run:
         self._settle(result)
 
     def _repeat(self, trial: Trial, result: TrialResult) -> None:
-        self.writer.add(result)
+        self.unwritten.append(result)
+        self._write_results()
         self.repeating[trial.name] = result
         # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
         self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
