@@ -135,10 +135,12 @@ class FullDisk:
     def __call__(self, running: Mapping[str, Trial]) -> str:
         """Return `waiting: ` with the system's message and the trial's folder; "" if no trial waits."""
         if self._clock() >= self._next_look:
-            self._next_look = self._clock() + BEAT_SECONDS
-            folders = [trial.folder for trial in islice(running.values(), _MOST_NAMES)]
-            found = ((trial_lease(folder).holder().waits or read_progress(folder).waits, folder) for folder in folders)
-            self._text = next((f"waiting: {why} ({folder})" for why, folder in found if why), "")
+            self._next_look, self._text = self._clock() + BEAT_SECONDS, ""
+            for trial in islice(running.values(), _MOST_NAMES):
+                holder, worker = trial_lease(trial.folder).holder(), read_progress(trial.folder)
+                if holder.may_be_alive and (why := holder.waits or worker.waits):
+                    self._text = f"waiting: {why} ({trial.folder})"
+                    break
         return self._text
 
 

@@ -108,9 +108,6 @@ class _Run:
     next_try: float = 0.0
     endings: Endings = field(default_factory=Endings)
 
-    def __post_init__(self) -> None:
-        self.out_of_memory += [result for result in self.plan.kept.values() if proves_too_large(result)]
-
     @property
     def sweep(self) -> Path:
         return self.plan.trials[0].sweep
@@ -121,6 +118,7 @@ class _Run:
 
     def adopt_earlier_trials(self) -> None:
         """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
+        self.out_of_memory = [result for result in self.plan.kept.values() if proves_too_large(result)]
         self.repeating = dict(self.plan.repeated)
         todo = [self._prepared_repeat(trial) for trial in self.plan.todo]
         begun = {trial.name: self._with_attempts(trial) for trial in todo if trial.folder.exists()}
