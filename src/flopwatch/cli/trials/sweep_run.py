@@ -163,7 +163,7 @@ def _attach(sweep: Path) -> None:
     try:
         with lasting_output():
             if console.is_terminal:
-                table = LiveTable(follower.plan, sweep, Stop(), leave="a second `flopwatch sweep stop` ends them")
+                table = LiveTable(follower.plan, sweep, Stop(again="a second `flopwatch sweep stop`"))
                 with table.live(console):
                     _follow(follower, table)
             else:

@@ -124,17 +124,9 @@ class PlainLines:
 class LiveTable:
     """A live table of running trials and of those that ended last, with counts by outcome and the time left."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        output: Path,
-        stop: Stop,
-        clock: Clock = monotonic_seconds,
-        leave: str = "Ctrl-C again ends them",
-    ) -> None:
+    def __init__(self, plan: Plan, output: Path, stop: Stop, clock: Clock = monotonic_seconds) -> None:
         self._plan, self._output, self._stop, self._clock = plan, output, stop, clock
-        self._leave, self._tried_again = leave, 0
-        self._began = clock()
+        self._began, self._tried_again = clock(), 0
         self._since: dict[str, float] = {}
         self._running: Mapping[str, Trial] = {}
         self._engine_state = ""
@@ -208,7 +200,7 @@ class LiveTable:
         if self._stop.kill:
             return Text("ending running trials", style="bold")
         if self._stop.finish:
-            return Text(f"finishing running trials; {self._leave}", style="bold")
+            return Text(f"finishing running trials; {self._stop.again} ends them", style="bold")
         if self._stop.is_over_budget:
             return Text("the time budget is used up; finishing running trials", style="bold")
         parts = [one_line(self._engine_state, _LONGEST_LINE)]

@@ -51,11 +51,13 @@ class Stop:
         finish: Start no more trials and withdraw queued ones. The user's first Ctrl-C sets it.
         kill: Kill the running trials too. The second Ctrl-C sets it.
         is_over_budget: The runner sets it when the sweep's time budget is used up. It has the effect of `finish`.
+        again: How the user ends the running trials too after `finish`, in the words of the display.
     """
 
     finish: bool = False
     kill: bool = False
     is_over_budget: bool = False
+    again: str = "Ctrl-C again"
 
     @property
     def why(self) -> str:
