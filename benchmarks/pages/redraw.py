@@ -24,7 +24,7 @@ from rich.text import Text
 from flopwatch.cli.trials.sweep_screens import LiveTable
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial_files import HEARTBEAT
-from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
 from pages.record import RECORDED, ROOT, SWEEP
@@ -92,8 +92,8 @@ def _live_table() -> str:
             now[0] += result.seconds or 0.0
             table.ended(result)
         running = trials[_ENDED]
-        folder_of(running).mkdir(parents=True)
-        (folder_of(running) / HEARTBEAT).write_text('{"phase": "measure", "step": 3}')
+        running.folder.mkdir(parents=True)
+        (running.folder / HEARTBEAT).write_text('{"phase": "measure", "step": 3}')
         table.started(running)
         now[0] += 0.6 * (results[_ENDED].seconds or 0.0)
         table.ticked({running.name: running}, len(trials) - _ENDED - 1, "1 at a time")

@@ -21,9 +21,9 @@ from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder
-from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.engines.protocol import Engine
 from flopwatch.sweep.folder import Trial, prepare, result_file
+from flopwatch.sweep.progress import read_progress
 
 ENDINGS = {
     "OneRaises": "error",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from flopwatch.sweep.runner.observing import RunnerState, is_alive, read_runner
+from flopwatch.sweep.runner.observing import RunnerState, find_runner
 
 _FLOPWATCH = [sys.executable, "-m", "flopwatch"]
 _SEQ_LENS = 100
@@ -99,16 +99,16 @@ def start(week: Week, folder: Path) -> RunnerState:
     engine += ["--engine-option", f"seconds={week.seconds}"]
     limit = ["--limit", str(week.trials), "--detach"]
     subprocess.run([*_FLOPWATCH, *words, *engine, *limit], check=True, stdout=subprocess.DEVNULL)
-    state = read_runner(folder)
-    assert state is not None, "a detached runner says who it is"
-    return state
+    found = find_runner(folder)
+    assert found is not None, "a detached runner says who it is"
+    return found[0]
 
 
 def progress(runner: RunnerState, folder: Path) -> Iterator[int]:
     """How many ends are recorded, again and again while this runner lives."""
     done, offset = 0, 0
     results = folder / "results.jsonl"
-    while is_alive(runner) and (read_runner(folder) or runner).stopping != "over":
+    while (found := find_runner(folder)) is not None and found[0].pid == runner.pid:
         if results.exists():
             with results.open("rb") as stream:
                 stream.seek(offset)
@@ -128,7 +128,7 @@ def attach_and_leave(folder: Path) -> bool:
     seen = b""
     while b" of " not in seen and (piece := _read(main)):
         seen += piece
-    if (state := read_runner(folder)) is not None and state.stopping != "over":  # else it leaves by itself
+    if find_runner(folder) is not None:  # else it leaves by itself
         viewer.send_signal(signal.SIGINT)
     while piece := _read(main):
         seen += piece

@@ -10,14 +10,13 @@ import sys
 
 import pytest
 
-from flopwatch.files import write_json
 from flopwatch.process import descendants, start_ticks
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import STARTED, SUPERVISOR_HEARTBEAT
-from flopwatch.sweep import claims
-from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, own_identity
+from flopwatch.sweep import lease as leases
 from flopwatch.sweep.folder import StillRunsError
+from flopwatch.sweep.lease import Lease, own_identity
 from flopwatch.sweep.runner import run
 from support.sweeping import run_sweep
 from testbeds.fakes import InProcessEngine
@@ -109,30 +108,27 @@ def test_a_sweep_whose_container_was_killed_is_resumed(tmp_path, environment):
 
 
 def test_a_process_of_an_earlier_boot_of_this_machine_is_dead_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "_machine", lambda: "this")
+    monkeypatch.setattr(leases, "_machine", lambda: "this")
     here = own_identity()
-    assert claims.is_alive_here(here) is True
-    assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT}) is False
+    assert leases.is_alive_here(here) is True
+    assert leases.is_alive_here({**here, "boot_id": OTHER_BOOT}) is False
     for unsure in ({"machine": "that"}, {"machine": ""}, {"host": "far"}):
-        assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT, **unsure}) is None
-    monkeypatch.setattr(claims, "_machine", lambda: "")
-    assert claims.is_alive_here({**here, "boot_id": OTHER_BOOT, "machine": ""}) is None
+        assert leases.is_alive_here({**here, "boot_id": OTHER_BOOT, **unsure}) is None
+    monkeypatch.setattr(leases, "_machine", lambda: "")
+    assert leases.is_alive_here({**here, "boot_id": OTHER_BOOT, "machine": ""}) is None
 
 
-def test_what_was_judged_dead_stays_dead_until_its_heartbeat_changes(tmp_path):
+def test_what_was_judged_dead_stays_dead_until_its_heartbeat_changes(tmp_path, monkeypatch):
     now = [0.0]
-    watcher, sign = LivenessWatcher(lambda: now[0]), LivenessFile(tmp_path / SUPERVISOR_HEARTBEAT, {})
-    write_json(tmp_path / STARTED, {**own_identity(), "boot_id": OTHER_BOOT, "host": "far"})
-
-    def is_alive():
-        return watcher.is_alive(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT)
-
-    sign.beat()
-    assert is_alive()
+    lease = Lease(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT, lambda: now[0])
+    monkeypatch.setattr(leases, "own_identity", lambda: {**own_identity(), "boot_id": OTHER_BOOT, "host": "far"})
+    assert lease.take({})
+    lease.beat()
+    assert lease.holder().life == "unknown"
     now[0] = 100.0
-    assert [is_alive(), is_alive()] == [False, False]
-    sign.beat()
-    assert is_alive()
+    assert [lease.holder().life, lease.holder().life] == ["gone", "gone"]
+    lease.beat()
+    assert lease.holder().life == "alive"
 
 
 def test_a_trial_whose_supervisor_comes_back_to_life_is_waited_for(tmp_path, monkeypatch):

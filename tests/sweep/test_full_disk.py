@@ -18,8 +18,8 @@ from flopwatch.files import write_json
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import log_file
-from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.trial_log import TrialLog
+from flopwatch.sweep.progress import Heartbeat, Progress, read_progress
 from flopwatch.sweep.runner.observing import Follower
 from flopwatch.sweep.supervisor.build_result import with_full_disk
 from flopwatch.sweep.worker.exception_outcome import outcome_of

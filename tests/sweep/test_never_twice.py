@@ -18,19 +18,12 @@ from flopwatch.files import read_json, write_json
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder
-from flopwatch.sweep import claims
-from flopwatch.sweep.claims import (
-    LivenessFile,
-    LivenessWatcher,
-    create_exclusively,
-    own_identity,
-    visible_seconds,
-    withdraw,
-)
+from flopwatch.sweep import lease as leases
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
+from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file, runner_lease
 from flopwatch.sweep.host.memory import group_places, limit_memory
-from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
+from flopwatch.sweep.lease import Lease, create_exclusively, own_identity, trial_lease, visible_seconds
+from flopwatch.sweep.runner.endings import Endings
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.guard import group_name
 from support.sweeping import left_behind
@@ -164,7 +157,7 @@ def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, 
     tree = watching.children(recursive=True)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert alive([watching, *tree]) == []
-    (told,) = LateResults().ready([Ended("one", {"signal": 9})], {"one": trial})
+    (told,) = Endings().certain([Ended("one", {"signal": 9})], {"one": trial})
     assert "did not respond for" in told.evidence["stuck"]
 
 
@@ -189,8 +182,8 @@ def test_a_wrong_time_until_files_are_visible_is_told_once_and_the_default_is_us
 
 def test_what_was_withdrawn_nobody_starts(sweep):
     trial = ready(sweep, "echo ran")
-    assert withdraw(folder_of(trial))
-    assert withdraw(folder_of(trial)), "twice is once"
+    assert trial_lease(folder_of(trial)).withdraw()
+    assert trial_lease(folder_of(trial)).withdraw(), "twice is once"
     assert start(trial).wait(60) == 0
     assert not log_file(sweep, "one").exists()
 
@@ -199,7 +192,7 @@ def test_what_runs_is_neither_withdrawn_nor_prepared_again(sweep):
     trial = ready(sweep, TREE)
     guard, watching, tree = started_tree(trial)
     try:
-        assert not withdraw(folder_of(trial))
+        assert not trial_lease(folder_of(trial)).withdraw()
         with pytest.raises(InputError, match="still runs"):
             prepare(trial)
     finally:
@@ -233,7 +226,7 @@ def test_of_many_who_claim_at_once_one_gets_it(tmp_path, monkeypatch, has_links)
         def refuse(source, target):
             raise OSError(errno.EPERM, "no links on this file system")
 
-        monkeypatch.setattr(claims.os, "link", refuse)
+        monkeypatch.setattr(leases.os, "link", refuse)
     won, gate = [], threading.Barrier(8)
 
     def take(number):
@@ -249,84 +242,86 @@ def test_of_many_who_claim_at_once_one_gets_it(tmp_path, monkeypatch, has_links)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"claim{turn}" for turn in range(20))
 
 
+def beats(lease, state="alive"):
+    """A heartbeat of whoever holds the lease."""
+    count = (read_json(lease.heartbeat) or {"beats": 0})["beats"] + 1
+    lease.heartbeat.write_text(json.dumps({"beats": count, "state": state}))
+
+
 def elsewhere():
     """A process of a host that is not this one."""
     return {**own_identity(), "boot_id": "another", "host": "far"}
 
 
 def test_life_on_another_host_is_a_sign_that_changes_by_the_readers_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "own_identity", elsewhere)
-    assert claims.claim(tmp_path, "a")
-    clock, sign = FakeClock(), LivenessFile(tmp_path / SUPERVISOR_HEARTBEAT, {"attempt": "a"})
-    watcher = LivenessWatcher(clock)
-
-    def is_alive():
-        return watcher.is_alive(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT)
-
+    monkeypatch.setattr(leases, "own_identity", elsewhere)
+    clock = FakeClock()
+    lease = Lease(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT, clock)
+    assert lease.take({"attempt": "a"})
+    assert not lease.take({"attempt": "b"}), "once"
+    assert lease.holder().life == "unknown"
     for _ in range(5):
-        sign.beat()
+        beats(lease)
         os.utime(tmp_path / SUPERVISOR_HEARTBEAT, (1, 1))  # its clock says 1970
-        assert is_alive()
+        assert lease.holder().life == "alive"
         clock.advance(80.0)
-        assert is_alive(), "less than the patience"
+        assert lease.holder().life == "alive", "less than the patience"
     clock.advance(20.0)
-    assert not is_alive(), "silent for 100 s"
-    sign.end()
-    assert not is_alive(), "it said that it left"
+    assert lease.holder().life == "gone", "silent for 100 s"
+    beats(lease, "ended")
+    assert lease.holder().life == "gone", "it said that it left"
 
 
 def test_the_patience_is_longer_than_an_attribute_cache():
-    assert claims.visible_seconds() > 60.0
+    assert visible_seconds() > 60.0
 
 
 def test_a_result_that_comes_into_sight_late_is_no_loss(sweep, monkeypatch):
-    monkeypatch.setattr(claims, "own_identity", elsewhere)
+    monkeypatch.setattr(leases, "own_identity", elsewhere)
     trial, clock = ready(sweep), FakeClock()
-    assert claims.claim(folder_of(trial), read_json(folder_of(trial) / "spec.json")["attempt"])
-    LivenessFile(folder_of(trial) / SUPERVISOR_HEARTBEAT, {}).end()
-    late = LateResults(clock)
-    assert late.ready([Ended("one")], {"one": trial}) == []
+    lease = trial_lease(trial.folder)
+    assert lease.take({"attempt": read_json(folder_of(trial) / "spec.json")["attempt"]})
+    lease.end()
+    late = Endings(clock)
+    assert late.certain([Ended("one")], {"one": trial}) == []
     clock.advance(60.0)
-    assert late.ready([], {"one": trial}) == [], "not lost while it may be hidden"
+    assert late.certain([], {"one": trial}) == [], "not lost while it may be hidden"
     write_json(result_file(sweep, "one"), TrialResult("one", "key", trial.spec, "ok").to_json())
-    assert [ended.name for ended in late.ready([], {"one": trial})] == ["one"]
+    assert [ended.name for ended in late.certain([], {"one": trial})] == ["one"]
     result_file(sweep, "one").unlink()
-    assert late.ready([Ended("one")], {"one": trial}) == []
+    assert late.certain([Ended("one")], {"one": trial}) == []
     clock.advance(100.0)
-    assert len(late.ready([], {"one": trial})) == 1
+    assert len(late.certain([], {"one": trial})) == 1
 
 
 def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
     trial = ready(sweep)
-    assert len(LateResults().ready([Ended("one")], {"one": trial})) == 1
+    assert len(Endings().certain([Ended("one")], {"one": trial})) == 1
     assert start(trial).wait(60) == 0
     assert not log_file(sweep, "one").exists()
 
 
 def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_patience(sweep):
     trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(), []
-    claims.claim(folder_of(trial), "a")
-    sign = LivenessFile(folder_of(trial) / SUPERVISOR_HEARTBEAT, {})
+    lease = trial_lease(trial.folder)
+    lease.clock = clock
+    assert lease.take({"attempt": "a"})
 
     class Engine:
         end = staticmethod(ended.extend)
 
-    stuck = SilentSupervisors(clock)
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr("flopwatch.sweep.folder._WATCHER", LivenessWatcher(clock))
-    try:
-        for _ in range(100):
-            sign.beat()
-            stuck.end_silent(Engine(), {"one": trial})
-            clock.advance(10.0)
-        assert ended == [], "as long as it beats it may take what it takes"
-        for _ in range(30):
-            stuck.end_silent(Engine(), {"one": trial})
-            clock.advance(10.0)
-    finally:
-        monkey.undo()
+    endings = Endings()
+    for _ in range(100):
+        lease.beat()
+        endings.end_silent(Engine(), {"one": trial})
+        clock.advance(10.0)
+    assert ended == [], "as long as it beats it may take what it takes"
+    for _ in range(30):
+        endings.end_silent(Engine(), {"one": trial})
+        clock.advance(10.0)
     assert ended == ["one"], "once"
-    assert "wrote no heartbeat for 19" in stuck.explain(Ended("one")).evidence["stuck"]
+    (told,) = endings.certain([Ended("one")], {"one": trial}, is_patient=False)
+    assert "wrote no heartbeat for 19" in told.evidence["stuck"]
 
 
 def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
@@ -348,16 +343,16 @@ def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(t
         pass
     assert "pid 77 on far; waiting" in told[0]
     write_json(tmp_path / "s" / RUNNERS / "4.runner", {**elsewhere(), "pid": 78})
-    sign, stop = LivenessFile(tmp_path / "s" / RUNNERS / "4.beat", {}), threading.Event()
-    beats = threading.Thread(target=lambda: [sign.beat() for _ in iter(lambda: stop.wait(0.2), True)])
-    beats.start()
+    lease, stop = runner_lease(tmp_path / "s", 4), threading.Event()
+    beating = threading.Thread(target=lambda: [beats(lease) for _ in iter(lambda: stop.wait(0.2), True)])
+    beating.start()
     try:
         refused = pytest.raises(InputError, match=r"another sweep is running in .*pid 78 on far.*--output")
         with refused, held_folder(tmp_path / "s", told.append):
             pass
     finally:
         stop.set()
-        beats.join()
+        beating.join()
 
 
 def test_a_runner_that_was_replaced_ends_as_if_killed(tmp_path, monkeypatch):
@@ -373,7 +368,19 @@ def test_a_runner_that_was_replaced_ends_as_if_killed(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_never_half_of_two(tmp_path):
-    sign = LivenessFile(tmp_path / "beat", {"attempt": "x" * 32})
+    lease = Lease(tmp_path / "claim", tmp_path / "beat")
+    assert lease.take({}, attempt="x" * 32)
     for _ in range(30):
-        sign.beat()
+        assert lease.beat()
         assert json.loads((tmp_path / "beat").read_bytes())["state"] == "alive"
+
+
+def test_whose_lease_was_taken_by_another_beats_no_more(tmp_path):
+    lease = Lease(tmp_path / "claim", tmp_path / "beat")
+    assert lease.take({})
+    lease.file.unlink()
+    assert (lease.beat(), lease.owner()) == (True, "nobody"), "a trial may delete its own files"
+    assert Lease(tmp_path / "claim", tmp_path / "beat").take({})
+    assert (lease.beat(), lease.owner()) == (False, "another")
+    lease.end()
+    assert not (tmp_path / "beat").exists()

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.progress import Heartbeat
 from flopwatch.sweep.runner.plan import proves_too_large
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 from support.sweeping import run_sweep

@@ -7,16 +7,32 @@ import pytest
 
 from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.runner.observing import Follower, RunnerFile, read_runner
+from flopwatch.sweep.folder import held_folder
+from flopwatch.sweep.runner.observing import Follower, RunnerFile, find_runner
 from support.sweeping import run_sweep
 from testbeds.fakes import InProcessEngine
 
 WHOLE = {"pid": os.getpid(), "host": "here", "start_ticks": start_ticks(os.getpid()), "running": {"a": 1.0}}
 
 
-def test_what_a_runner_wrote_is_read_back(tmp_path):
-    with RunnerFile(tmp_path):
-        assert read_runner(tmp_path).pid == os.getpid()
+@pytest.fixture
+def sweep(tmp_path):
+    with held_folder(tmp_path / "s"):
+        yield tmp_path / "s"
+
+
+def test_what_a_runner_wrote_is_read_back_until_it_has_ended(sweep):
+    with RunnerFile(sweep):
+        state, holder = find_runner(sweep)
+        assert (state.pid, holder.life) == (os.getpid(), "alive")
+    assert find_runner(sweep) is None
+
+
+def test_whoever_holds_the_folder_without_a_word_of_its_own_is_not_the_runner(sweep):
+    """A fit, or a runner that has just begun, beside what an earlier runner wrote."""
+    assert find_runner(sweep) is None
+    (sweep / "runner.json").write_text(json.dumps({**WHOLE, "pid": 1}))
+    assert find_runner(sweep) is None
 
 
 @pytest.mark.parametrize(
@@ -24,15 +40,17 @@ def test_what_a_runner_wrote_is_read_back(tmp_path):
     [{"pid": "1"}, {"pid": -1}, {"pid": 10**30 + 1}, {"pid": True}, {"start_ticks": ""}, {"start_ticks": None},
      {"host": 3}, {"running": ["a"]}, {"running": {"a": "long"}}, {"waiting": "many"}],
 )  # fmt: skip
-def test_a_damaged_one_names_nobody(tmp_path, change):
-    (tmp_path / "runner.json").write_text(json.dumps({**WHOLE, **change}))
-    assert read_runner(tmp_path) is None
+def test_a_damaged_one_names_nobody(sweep, change):
+    (sweep / "runner.json").write_text(json.dumps(WHOLE))
+    assert find_runner(sweep)[0].running == {"a": 1.0}
+    (sweep / "runner.json").write_text(json.dumps({**WHOLE, **change}))
+    assert find_runner(sweep) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\0", b"[" * 5000])
-def test_one_that_is_no_record_names_nobody(tmp_path, content):
-    (tmp_path / "runner.json").write_bytes(content)
-    assert read_runner(tmp_path) is None
+def test_one_that_is_no_record_names_nobody(sweep, content):
+    (sweep / "runner.json").write_bytes(content)
+    assert find_runner(sweep) is None
 
 
 def test_a_follower_passes_over_lines_that_are_no_results(tmp_path):

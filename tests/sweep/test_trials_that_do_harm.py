@@ -15,10 +15,10 @@ from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
-from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.progress import Progress, read_progress
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, left_behind, run_sweep
 from testbeds.wait_until import wait_until

@@ -10,8 +10,8 @@ import torch
 
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.trial import TrialSpec
-from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.progress import Heartbeat, Progress, read_progress
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import measure as worker_clock
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of

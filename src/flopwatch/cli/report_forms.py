@@ -29,7 +29,7 @@ from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
 from flopwatch.runs.traces import usable_traces
-from flopwatch.sweep.runner.observing import is_alive, read_runner
+from flopwatch.sweep.runner.observing import find_runner
 from flopwatch.text import one_line
 
 _Forms = tuple[dict[str, Callable[[], str | bytes]], Callable[[tuple[str, ...]], Document]]
@@ -152,11 +152,11 @@ def _log_of_run(folder: Path) -> Path | None:
 
 
 def _next_step(sweep: Path) -> str:
-    state = read_runner(sweep)
-    if state is None or (runs := is_alive(state)) is False:
+    if (found := find_runner(sweep)) is None:
         return RESUME
+    state, holder = found
     show = f"flopwatch sweep attach {shlex.quote(str(sweep))}"
-    if runs:
+    if holder.life == "alive":
         return f"the sweep is running; to see it: {show}"
     return f"if process {state.pid} on {state.host} still runs the sweep, `{show}` shows it; otherwise {RESUME}"
 

@@ -1,16 +1,19 @@
-"""Earlier attempts of a trial. Their files are moved to `earlier/`, and the next attempt's `spec.json` lists them.
+"""Earlier attempts of a trial: their files, which are moved to `earlier/`, their list, and processes that they left.
 
-The list lies in the trial's own folder, so that it survives if the sweep's process is killed, and so that a job that
+The list lies in the trial's `spec.json`, so that it survives if the sweep's process is killed, and so that a job that
 Slurm requeues can add to it without that process. Supervisors import this module, so it uses the standard library only.
 """
 
+import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flopwatch import process
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
 from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
 from flopwatch.records.repeats import run_median
@@ -23,10 +26,13 @@ from flopwatch.records.trial_files import (
     RESULT,
     SPEC,
     STARTED,
+    STRAYS,
     log_file,
     run_folder,
     trial_folder,
 )
+from flopwatch.sweep.host.processes import is_marked
+from flopwatch.sweep.lease import is_alive_here, own_identity
 
 Attempt: TypeAlias = Mapping[str, Any]
 """An entry of `TrialResult.earlier_attempts`."""
@@ -44,16 +50,12 @@ class _AttemptFacts:
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
     """The attempts that `trials/NAME/spec.json` lists, oldest first. Empty if the file is for another `Trial.key`."""
     job = read_object(trial_folder(sweep, name) / SPEC)
-    found = job.get("earlier_attempts") if job.get("key") == key else None
-    return tuple(map(clean_value, filter(_is_readable, found))) if isinstance(found, list) else ()
-
-
-def _is_readable(entry: object) -> bool:
-    try:
-        clean_value(entry)
-        return read_record(_AttemptFacts, entry) is not None
-    except BrokenRecordError:
-        return False
+    listed, found = job.get("earlier_attempts") if job.get("key") == key else None, []
+    for entry in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(BrokenRecordError):
+            read_record(_AttemptFacts, entry)
+            found.append(clean_value(entry))
+    return tuple(found)
 
 
 def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
@@ -80,19 +82,22 @@ def put_aside(sweep: Path, name: str) -> str:
     place = free_name(sweep / EARLIER / name)
     place.parent.mkdir(exist_ok=True)
     trial_folder(sweep, name).rename(place)
-    moves = ((log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN))
-    for source, target in moves if place.is_dir() else ():
-        if os.path.lexists(source) and not os.path.lexists(target):
-            shutil.move(source, target)
+    for home, kept in _log_and_run(sweep, name, place) if place.is_dir() else ():
+        if os.path.lexists(home) and not os.path.lexists(kept):
+            shutil.move(home, kept)
     return str(place.relative_to(sweep))
+
+
+def _log_and_run(sweep: Path, name: str, place: Path) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
+    """Where the log and the TensorBoard run of a trial lie, and where they are kept in `place`."""
+    return (log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN)
 
 
 def put_back(sweep: Path, name: str, earlier: str) -> str:
     """Restore the files that `put_aside` moved to `earlier`; return where the current attempt's files were moved."""
     place = put_aside(sweep, name)
-    source, target = sweep / earlier, trial_folder(sweep, name)
-    source.rename(target)
-    for kept, home in ((target / KEPT_LOG, log_file(sweep, name)), (target / KEPT_RUN, run_folder(sweep, name))):
+    folder = (sweep / earlier).rename(trial_folder(sweep, name))
+    for home, kept in _log_and_run(sweep, name, folder):
         if kept.exists() and not home.exists():
             shutil.move(kept, home)
     return place
@@ -176,3 +181,36 @@ def _requeued_result(
         log_tail=tail(log_file(sweep, name)),
         earlier_attempts=listed_attempts(sweep, name, job.key),
     )
+
+
+class Strays:
+    """Lists the processes of a trial that have cleared their environment in `strays.json`.
+
+    If the supervisor and its guard are killed together, such processes have neither a parent nor a mark of the trial.
+    """
+
+    def __init__(self, trial_dir: Path) -> None:
+        self._trial_dir = trial_dir
+        self._pids: Sequence[int] = ()
+        self._listed: dict[int, int | None] = {}
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Update the file if one of these processes, which the last search found, is not marked."""
+        if pids is self._pids:
+            return
+        self._pids = pids
+        found = {pid: process.start_ticks(pid) for pid in pids if is_marked(pid, self._trial_dir) is False}
+        if found != self._listed:
+            self._listed = found
+            with contextlib.suppress(OSError):
+                write_json(self._trial_dir / STRAYS, {**own_identity(), "processes": list(found.items())})
+
+
+def kill_strays(trial_dir: Path) -> None:
+    content = read_object(trial_dir / STRAYS)
+    listed = content.get("processes")
+    for entry in listed if isinstance(listed, list) else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
+            pid, ticks = entry
+            if is_alive_here({**content, "pid": pid, "start_ticks": ticks}) and pid > 1:
+                os.kill(pid, signal.SIGKILL)

@@ -3,10 +3,10 @@
 Locks do not work on every shared file system, so none are used. Instead, each runner creates the next number in
 `runners/`, and the runner with the highest number owns the folder:
 
-    runners/3.runner    host, process and command of runner 3
-    runners/3.beat      the heartbeat of runner 3, a LivenessFile
+    runners/3.runner    host, process and command of runner 3, which holds this lease (`lease.py`)
+    runners/3.beat      the heartbeat of runner 3
 
-Only one process can create a given number, so if two runners find the last runner dead, only one takes its place.
+Only one process can take a given number, so if two runners find the last runner dead, only one takes its place.
 Numbers are never reused, so a runner with an outdated view of the folder cannot take a number that was used before.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.files import append_line, read_json, read_object, write_json
+from flopwatch.files import append_line, is_full_disk, read_object, write_json
 from flopwatch.records.sweep_results import is_sweep_folder, read_result, read_trial_list
 from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import (
@@ -35,33 +35,19 @@ from flopwatch.records.trial_files import (
     RUNS,
     SPEC,
     STARTED,
-    SUPERVISOR_HEARTBEAT,
     SWEEP,
     TRIALS,
     log_file,
     run_folder,
     trial_folder,
 )
-from flopwatch.sweep.attempts import free_name, put_aside
-from flopwatch.sweep.claims import (
-    BEAT_SECONDS,
-    LivenessFile,
-    LivenessWatcher,
-    create_exclusively,
-    has_ended,
-    is_alive_here,
-    kill_strays,
-    own_identity,
-    visible_seconds,
-    withdraw,
-)
-from flopwatch.sweep.full_disk import refused_on_a_full_disk
+from flopwatch.sweep.attempts import free_name, kill_strays, put_aside
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system
+from flopwatch.sweep.lease import BEAT_SECONDS, Lease, trial_lease, visible_seconds
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
-_WATCHER = LivenessWatcher()  # one for all supervisors, because it must remember when each heartbeat last changed
 
 
 class FolderGoneError(FlopwatchError):
@@ -91,9 +77,13 @@ class Trial:
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
     avoid: tuple[str, ...] = ()
 
+    @property
+    def folder(self) -> Path:
+        return trial_folder(self.sweep, self.name)
 
-def folder_of(trial: Trial) -> Path:
-    return trial_folder(trial.sweep, trial.name)
+
+_HELD: dict[Path, Lease] = {}
+"""The folders that this process holds."""
 
 
 @contextlib.contextmanager
@@ -106,11 +96,108 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
     """
     check_system()
     _make_folders(sweep)
-    with contextlib.ExitStack() as held:
+    with refused_on_a_full_disk(sweep):
+        number, lease = _take_number(sweep, report or _write_to_stderr)
+    _HELD[sweep], ended = lease, threading.Event()
+    lease.beat()
+    beater = threading.Thread(
+        target=_beat_until, args=(ended, sweep, number, lease), name="flopwatch-holder", daemon=True
+    )
+    beater.start()
+    try:
         with refused_on_a_full_disk(sweep):
-            held.enter_context(_hold(sweep, report or _write_to_stderr))
             _close_torn_line(sweep / RESULTS)
         yield
+    finally:
+        del _HELD[sweep]
+        ended.set()
+        beater.join(BEAT_SECONDS)
+        lease.end()
+
+
+def _take_number(sweep: Path, report: Callable[[str], None]) -> tuple[int, Lease]:
+    number = _highest_number(sweep)
+    while True:
+        if number:
+            _wait_for_end(sweep, runner_lease(sweep, number), report)
+        number += 1
+        lease = runner_lease(sweep, number)
+        # If this fails, another runner has taken the number, perhaps on a host whose files become visible late.
+        if lease.take({"command": sys.argv[:20]}, number=number):
+            return number, lease
+
+
+def _wait_for_end(sweep: Path, lease: Lease, report: Callable[[str], None]) -> None:
+    """Return once this runner has ended. Raises InputError if it is alive."""
+    is_reported = False
+    while (holder := lease.holder()).life != "gone":
+        if holder.life == "alive":
+            raise InputError(
+                f"another sweep is running in {sweep} ({_process_text(holder.facts)}); "
+                "wait for it, or choose another folder with --output"
+            )
+        if not is_reported:
+            report(
+                f"the last runner of {sweep} was {_process_text(holder.facts)}; waiting {visible_seconds():.0f} s "
+                "to see whether it is still alive"
+            )
+            is_reported = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _process_text(facts: Mapping[str, Any]) -> str:
+    return f"pid {facts.get('pid')} on {facts.get('host')}" if facts else "a runner that has just started"
+
+
+def _beat_until(ended: threading.Event, sweep: Path, number: int, lease: Lease) -> None:
+    # If the folder is gone, the main thread ends this runner (`check_held`).
+    while not ended.wait(BEAT_SECONDS) and lease.owner() == "this process":
+        highest = _highest_number(sweep)
+        if highest > number and not ended.is_set():
+            # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
+            who = _process_text(runner_lease(sweep, highest).holder().facts)
+            _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
+            os._exit(1)
+        lease.beat()
+
+
+def _highest_number(sweep: Path) -> int:
+    with contextlib.suppress(OSError):
+        names = [name.removesuffix(".runner") for name in os.listdir(sweep / RUNNERS) if name.endswith(".runner")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+    return 0
+
+
+def runner_lease(sweep: Path, number: int | None = None) -> Lease:
+    """The lease of the runner with this number; None stands for the last runner."""
+    number = _highest_number(sweep) if number is None else number
+    return Lease(sweep / RUNNERS / f"{number}.runner", sweep / RUNNERS / f"{number}.beat")
+
+
+def check_held(sweep: Path) -> None:
+    """Raise a FolderGoneError if this process held the folder and its file `N.runner` is gone.
+
+    Then a user has deleted the folder, and perhaps started a new sweep in it. This runner must not write into it again.
+    """
+    if sweep in _HELD and _HELD[sweep].owner() != "this process":
+        raise FolderGoneError(
+            f"{sweep} was deleted or renamed while this sweep ran in it, so the sweep was ended; "
+            "the same command starts it again"
+        )
+
+
+@contextlib.contextmanager
+def refused_on_a_full_disk(sweep: Path) -> Iterator[None]:
+    """Raise an InputError if the disk is full before any trial has run."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise InputError(
+            f"cannot write to {error.filename or sweep}: {error.strerror}; "
+            "free some space, or choose another folder with --output"
+        ) from None
 
 
 def _write_to_stderr(line: str) -> None:
@@ -184,7 +271,7 @@ def prepare(trial: Trial) -> None:
         FolderGoneError: The sweep's folder was deleted.
     """
     check_held(trial.sweep)
-    folder, log, run = folder_of(trial), log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
+    folder, log, run = trial.folder, log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
     _clear_folder(trial)
     for file, has_right_type in ((log, Path.is_file), (run, Path.is_dir)):
         if os.path.lexists(file) and not has_right_type(file):
@@ -206,7 +293,7 @@ def prepare(trial: Trial) -> None:
 
 
 def _clear_folder(trial: Trial) -> None:
-    folder = folder_of(trial)
+    folder = trial.folder
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if is_supervised(trial.sweep, trial.name):
@@ -216,13 +303,13 @@ def _clear_folder(trial: Trial) -> None:
     kill_strays(folder)
     # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
     is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
-    if is_bare and read_object(folder / SPEC).get("format") == FORMAT and withdraw(folder):
+    if is_bare and read_object(folder / SPEC).get("format") == FORMAT and trial_lease(folder).withdraw():
         # Rename the folder before it is deleted, so that no reader sees a half deleted folder.
         (trial.sweep / EARLIER).mkdir(exist_ok=True)
         gone = folder.rename(trial.sweep / EARLIER / f".{folder.name}.{os.urandom(8).hex()}")
         shutil.rmtree(gone, ignore_errors=True)
     elif os.path.lexists(folder):
-        withdraw(folder)
+        trial_lease(folder).withdraw()
         put_aside(trial.sweep, trial.name)
 
 
@@ -238,12 +325,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 def is_supervised(sweep: Path, name: str) -> bool:
     """Whether this trial's supervisor seems to be alive. A supervisor on another host is judged by its heartbeat."""
-    folder = trial_folder(sweep, name)
-    return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
-
-
-def silent_seconds(sweep: Path, name: str) -> float:
-    return _WATCHER.silent_seconds(trial_folder(sweep, name) / SUPERVISOR_HEARTBEAT)
+    return trial_lease(trial_folder(sweep, name)).holder().may_be_alive
 
 
 def own_result(sweep: Path, name: str) -> TrialResult | None:
@@ -274,113 +356,3 @@ def record(sweep: Path, result: TrialResult) -> None:
 
 def result_file(sweep: Path, name: str) -> Path:
     return trial_folder(sweep, name) / RESULT
-
-
-class _Hold:
-    """The place of a runner among the numbered runners of a sweep: the highest number owns the folder."""
-
-    def __init__(self, sweep: Path, number: int) -> None:
-        self.sweep, self.number = sweep, number
-        self.file = sweep / RUNNERS / f"{number}.runner"
-        self.beat_file = sweep / RUNNERS / f"{number}.beat"
-        self._written = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
-
-    def create(self) -> bool:
-        return create_exclusively(self.file, self._written)
-
-    def is_ours(self) -> bool:
-        found = read_json(self.file)
-        if isinstance(found, dict):
-            return all(found.get(key) == self._written[key] for key in ("pid", "boot_id", "unix_time"))
-        return os.path.lexists(self.file)  # a damaged file may be ours
-
-    def process_text(self) -> str:
-        holder = read_json(self.file)
-        if not isinstance(holder, dict):
-            return "a runner that has just started"
-        return f"pid {holder.get('pid')} on {holder.get('host')}"
-
-    def wait_for_end(self, report: Callable[[str], None]) -> None:
-        """Return once the runner of this number has ended; on another host it has when its heartbeat stops.
-
-        Raises:
-            InputError: That runner is alive.
-        """
-        watcher, began, is_reported = LivenessWatcher(), time.monotonic(), False
-        while True:
-            holder = read_json(self.file)
-            is_alive = is_alive_here(holder) if isinstance(holder, dict) else None
-            if is_alive is False or has_ended(self.beat_file):
-                return
-            if is_alive or watcher.has_changed(self.beat_file):
-                raise InputError(
-                    f"another sweep is running in {self.sweep} ({self.process_text()}); "
-                    "wait for it, or choose another folder with --output"
-                )
-            if time.monotonic() - began > visible_seconds():
-                return
-            if not is_reported:
-                report(
-                    f"the last runner of {self.sweep} was {self.process_text()}; waiting {visible_seconds():.0f} s "
-                    "to see whether it is still alive"
-                )
-                is_reported = True
-            time.sleep(_POLL_SECONDS)
-
-    def beat_until(self, ended: threading.Event, liveness: LivenessFile) -> None:
-        while not ended.wait(BEAT_SECONDS) and self.is_ours():  # the main thread ends a runner whose folder is gone
-            highest = _highest_number(self.sweep)
-            if highest > self.number and not ended.is_set():
-                # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
-                who = _Hold(self.sweep, highest).process_text()
-                _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
-                os._exit(1)
-            liveness.beat()
-
-
-def _highest_number(sweep: Path) -> int:
-    with contextlib.suppress(OSError):
-        names = [name.removesuffix(".runner") for name in os.listdir(sweep / RUNNERS) if name.endswith(".runner")]
-        return max((int(name) for name in names if name.isdecimal()), default=0)
-    return 0
-
-
-_HELD: dict[Path, _Hold] = {}
-"""The folders that this process holds."""
-
-
-def check_held(sweep: Path) -> None:
-    """Raise a FolderGoneError if this process held the folder and its file `N.runner` is gone.
-
-    Then a user has deleted the folder, and perhaps started a new sweep in it. This runner must not write into it again.
-    """
-    if sweep in _HELD and not _HELD[sweep].is_ours():
-        raise FolderGoneError(
-            f"{sweep} was deleted or renamed while this sweep ran in it, so the sweep was ended; "
-            "the same command starts it again"
-        )
-
-
-@contextlib.contextmanager
-def _hold(sweep: Path, report: Callable[[str], None]) -> Iterator[None]:
-    number = _highest_number(sweep)
-    while True:
-        if number:
-            _Hold(sweep, number).wait_for_end(report)
-        number += 1
-        held = _Hold(sweep, number)
-        if held.create():  # otherwise another runner took it, perhaps on a host whose files become visible late
-            break
-    _HELD[sweep], ended = held, threading.Event()
-    liveness = LivenessFile(held.beat_file, {"number": number})
-    liveness.beat()
-    beater = threading.Thread(target=held.beat_until, args=(ended, liveness), name="flopwatch-holder", daemon=True)
-    beater.start()
-    try:
-        yield
-    finally:
-        del _HELD[sweep]
-        ended.set()
-        beater.join(BEAT_SECONDS)
-        if held.is_ours():
-            liveness.end()

@@ -13,8 +13,7 @@ from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Engine, load_engine
-from flopwatch.sweep.folder import held_folder, write_trial_list
-from flopwatch.sweep.full_disk import refused_on_a_full_disk
+from flopwatch.sweep.folder import held_folder, refused_on_a_full_disk, write_trial_list
 from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
 from flopwatch.sweep.runner.observing import Observer, RunnerFile, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy

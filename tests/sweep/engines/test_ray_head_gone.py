@@ -10,7 +10,7 @@ import pytest
 
 from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.engines.ray import Cluster
-from flopwatch.sweep.runner.observing import read_runner
+from flopwatch.sweep.runner.observing import find_runner
 from support.sweeping import left_behind
 from testbeds.real_ray import kill_gcs, ray_head
 from testbeds.wait_until import wait_until
@@ -44,7 +44,7 @@ def test_a_sweep_outlives_a_head_that_is_away_and_runs_nothing_finished_again(tm
             kill_gcs(cluster)
             away_since = time.monotonic()
             wait_until(lambda: {"end 1", "end 2"} <= lines(ledger).keys(), "two trials end without the head", 60)
-            wait_until(lambda: "not answered" in read_runner(sweep).engine_state, "the live table says so", 60)
+            wait_until(lambda: "not answered" in find_runner(sweep)[0].engine_state, "the live table says so", 60)
             wait_until(lambda: len(read_results(sweep)) >= 2, "their results are taken up meanwhile", 60)
             time.sleep(max(0.0, away_since + seconds - time.monotonic()))
             assert runner.poll() is None, "the runner ended"

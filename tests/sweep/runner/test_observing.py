@@ -4,7 +4,8 @@ import pytest
 from rich.errors import MarkupError
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.runner.observing import RunnerFile, Stop, read_runner
+from flopwatch.sweep.folder import held_folder
+from flopwatch.sweep.runner.observing import RunnerFile, Stop, find_runner
 from support.sweeping import Listener, run_sweep
 from testbeds.fakes import InProcessEngine
 
@@ -46,9 +47,10 @@ def test_an_observer_that_fails_is_told_of_once_and_the_sweep_goes_on(tmp_path, 
 
 def test_a_display_that_fails_does_not_hide_the_runner_from_others(tmp_path):
     """`sweep attach` and `sweep stop` read runner.json, whatever the runner's own terminal does."""
-    (tmp_path / "s").mkdir()
-    noted = RunnerFile(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
-    noted.passing_to(Failing("ticked", MarkupError("x")), Stop())
-    noted.tell("ticked", {}, 7, "first")
-    noted.tell("ticked", {}, 6, "second")
-    assert read_runner(tmp_path / "s").waiting == 6
+    with held_folder(tmp_path / "s"):
+        noted = RunnerFile(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
+        noted.passing_to(Failing("ticked", MarkupError("x")), Stop())
+        noted.tell("ticked", {}, 7, "first")
+        noted.tell("ticked", {}, 6, "second")
+        state, holder = find_runner(tmp_path / "s")
+        assert (state.waiting, holder.life, holder.is_here) == (6, "alive", True)

@@ -31,7 +31,7 @@ from flopwatch.sweep.engines.local import check_gpus
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import FolderGoneError, held_folder
 from flopwatch.sweep.preflight import preflight_trials
-from flopwatch.sweep.runner.observing import Follower, Stop, is_alive, is_here, read_runner
+from flopwatch.sweep.runner.observing import Follower, Stop, find_runner
 from flopwatch.sweep.runner.plan import (
     GREEN,
     OVER_BUDGET,
@@ -145,10 +145,10 @@ def _attach_or_stop(words: list[str]) -> None:
 
 def _stop(sweep: Path) -> None:
     """Send SIGINT, like Ctrl-C, to the process that runs the sweep."""
-    state = read_runner(sweep)
-    if state is None or is_alive(state) is False:
+    if (found := find_runner(sweep)) is None:
         raise InputError(f"no process runs the sweep in {sweep}; to resume it, run the command that started it")
-    if not is_here(state):
+    state, holder = found
+    if not holder.is_here:
         command = f"flopwatch sweep stop {shlex.quote(str(sweep.resolve()))}"
         raise InputError(f"the sweep in {sweep} runs as process {state.pid} on {state.host}; run there: {command}")
     os.kill(state.pid, signal.SIGINT)
@@ -163,7 +163,7 @@ def _attach(sweep: Path) -> None:
     try:
         with lasting_output():
             if console.is_terminal:
-                table = LiveTable(follower.plan, sweep, Stop(), leave="a second `flopwatch sweep stop` ends them")
+                table = LiveTable(follower.plan, sweep, Stop(again="a second `flopwatch sweep stop`"))
                 with table.live(console):
                     _follow(follower, table)
             else:
@@ -212,8 +212,7 @@ def _run_detached(sweep: Path) -> None:
         )
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while runner.poll() is None and time.monotonic() < deadline:
-        state = read_runner(sweep)
-        if state is not None and state.pid == runner.pid:
+        if (found := find_runner(sweep)) is not None and found[0].pid == runner.pid:
             break
         time.sleep(0.05)
     if runner.returncode:

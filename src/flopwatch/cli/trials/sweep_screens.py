@@ -25,9 +25,9 @@ from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.report.cells import outcome_class
-from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.start import Screen
@@ -124,17 +124,9 @@ class PlainLines:
 class LiveTable:
     """A live table of running trials and of those that ended last, with counts by outcome and the time left."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        output: Path,
-        stop: Stop,
-        clock: Clock = monotonic_seconds,
-        leave: str = "Ctrl-C again ends them",
-    ) -> None:
+    def __init__(self, plan: Plan, output: Path, stop: Stop, clock: Clock = monotonic_seconds) -> None:
         self._plan, self._output, self._stop, self._clock = plan, output, stop, clock
-        self._leave, self._tried_again = leave, 0
-        self._began = clock()
+        self._began, self._tried_again = clock(), 0
         self._since: dict[str, float] = {}
         self._running: Mapping[str, Trial] = {}
         self._engine_state = ""
@@ -208,7 +200,7 @@ class LiveTable:
         if self._stop.kill:
             return Text("ending running trials", style="bold")
         if self._stop.finish:
-            return Text(f"finishing running trials; {self._leave}", style="bold")
+            return Text(f"finishing running trials; {self._stop.again} ends them", style="bold")
         if self._stop.is_over_budget:
             return Text("the time budget is used up; finishing running trials", style="bold")
         parts = [one_line(self._engine_state, _LONGEST_LINE)]
@@ -231,7 +223,7 @@ def _table(*columns: str, to_the_right: tuple[str, ...]) -> Table:
 def _progress(trial: Trial) -> tuple[str, str]:
     if trial.spec.trainer == "command":
         return "run", ""
-    progress = read_progress(folder_of(trial))
+    progress = read_progress(trial.folder)
     total = {"warmup": trial.spec.warmup_steps, "measure": trial.spec.steps}.get(progress.phase)
     step = "" if progress.step is None or total is None else f"{progress.step + 1}/{total}"
     return progress.phase, step

@@ -35,11 +35,9 @@ from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_ke
 from flopwatch.report.cells import epsilon_text
 from flopwatch.report.problems import above_peak
 from flopwatch.sweep.attempts import is_worse, put_aside, put_back
-from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit import Found, Probe, fit_batch, with_host_limit
 from flopwatch.sweep.folder import (
     Trial,
-    folder_of,
     has_begun,
     held_folder,
     prepare,
@@ -49,6 +47,7 @@ from flopwatch.sweep.folder import (
 )
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.preflight import preflight_trials
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import STOPPED, Plan, check_unchanged
 from flopwatch.sweep.runner.run import Refusal
@@ -225,7 +224,7 @@ class PhaseStatus:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self.stop.kill = bool(self._asked)
         if self._status is not None:
-            words = [f"{self._named(trial)}: {read_progress(folder_of(trial)).text}" for trial in running.values()]
+            words = [f"{self._named(trial)}: {read_progress(trial.folder).text}" for trial in running.values()]
             self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
 
     def why_stopped(self, trial: Trial) -> str | None:

@@ -19,11 +19,11 @@ from flopwatch.errors import InputError
 from flopwatch.files import read_object
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STARTED, trial_folder
-from flopwatch.sweep.claims import is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import CORES, GPUS
+from flopwatch.sweep.lease import is_alive_here, visible_seconds
 from flopwatch.sweep.supervisor.spare import SpareSupervisor
 from flopwatch.text import one_line
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flopwatch.files import is_full_disk
-from flopwatch.sweep.full_disk import when_there_is_space
+from flopwatch.sweep.progress import when_there_is_space
 
 KEPT_BYTES = 4 << 20
 """Of a longer log, this much of its beginning and this much of its end are kept."""

@@ -21,8 +21,9 @@ from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import new_results, read_results, read_trial_list
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER
-from flopwatch.sweep.claims import BEAT_SECONDS, waits_for_space
-from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, folder_of
+from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, runner_lease
+from flopwatch.sweep.lease import BEAT_SECONDS, Holder, Lease, trial_lease
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.text import one_line
 
@@ -50,15 +51,22 @@ class Stop:
         finish: Start no more trials and withdraw queued ones. The user's first Ctrl-C sets it.
         kill: Kill the running trials too. The second Ctrl-C sets it.
         is_over_budget: The runner sets it when the sweep's time budget is used up. It has the effect of `finish`.
+        again: How the user ends the running trials too after `finish`, in the words of the display.
     """
 
     finish: bool = False
     kill: bool = False
     is_over_budget: bool = False
+    again: str = "Ctrl-C again"
+
+    @property
+    def why(self) -> str:
+        """As `RunnerState.stopping`."""
+        return "kill" if self.kill else "finish" if self.finish else "budget" if self.is_over_budget else ""
 
     @property
     def is_finishing(self) -> bool:
-        return self.finish or self.kill or self.is_over_budget
+        return self.why != ""
 
 
 class SafeObserver:
@@ -104,23 +112,20 @@ class RunnerState:
     stopping: str = ""
 
 
-def read_runner(sweep: Path) -> RunnerState | None:
+def find_runner(sweep: Path, watched: dict[Path, Lease] | None = None) -> tuple[RunnerState, Holder] | None:
+    """What the process that runs the sweep says, and what is known about its life; None if no process runs it.
+
+    `watched` keeps leases between several calls, because a runner on another host is judged by how its heartbeat
+    changes.
+    """
+    lease = runner_lease(sweep)
+    holder = ({} if watched is None else watched).setdefault(lease.file, lease).holder()
     state = read_or_none(RunnerState, read_json(sweep / RUNNER))
-    if state is None:
+    if state is None or state.stopping == "over" or not holder.may_be_alive:
         return None
-    # Ignore a state without the runner's start time, because another process may have the same pid by now.
-    is_marked = state.start_ticks is not None or start_ticks(os.getpid()) is None
-    return state if state.pid > 0 and is_marked else None
-
-
-def is_here(state: RunnerState) -> bool:
-    return state.host == os.uname().nodename
-
-
-def is_alive(state: RunnerState) -> bool | None:
-    if state.stopping == "over":
-        return False
-    return start_ticks(state.pid) == state.start_ticks if is_here(state) else None
+    # The file may be an earlier runner's, because not every process that holds the folder writes it: a fit does not.
+    is_of_holder = (state.pid, state.start_ticks) == (holder.facts.get("pid"), holder.facts.get("start_ticks"))
+    return (state, holder) if is_of_holder else None
 
 
 class FullDisk:
@@ -132,11 +137,12 @@ class FullDisk:
     def __call__(self, running: Mapping[str, Trial]) -> str:
         """Return `waiting: ` with the system's message and the trial's folder; "" if no trial waits."""
         if self._clock() >= self._next_look:
-            self._next_look = self._clock() + BEAT_SECONDS
-            folders = map(folder_of, islice(running.values(), _MOST_NAMES))
-            self._text = next(
-                (f"waiting: {why} ({folder})" for folder in folders if (why := waits_for_space(folder))), ""
-            )
+            self._next_look, self._text = self._clock() + BEAT_SECONDS, ""
+            for trial in islice(running.values(), _MOST_NAMES):
+                holder, worker = trial_lease(trial.folder).holder(), read_progress(trial.folder)
+                if holder.may_be_alive and (why := holder.waits or worker.waits):
+                    self._text = f"waiting: {why} ({trial.folder})"
+                    break
         return self._text
 
 
@@ -181,15 +187,8 @@ class RunnerFile(SafeObserver):
         if now >= self._next_write:
             names = islice(running, _MOST_NAMES)
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
-            stop = self._stop
-            stopping = "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
-            self._write(
-                engine_state=engine_state,
-                running=since,
-                running_count=len(running),
-                waiting=waiting,
-                stopping=stopping,
-            )
+            trials = {"running": since, "running_count": len(running), "waiting": waiting}
+            self._write(engine_state=engine_state, stopping=self._stop.why, **trials)
         return running, waiting, engine_state
 
     def _write(self, **state: Any) -> None:
@@ -200,16 +199,11 @@ class RunnerFile(SafeObserver):
             write_json(self._file, asdict(replace(self._state, **state)))
 
 
-_SILENCE_SECONDS = 90.0
-"""A runner on another host counts as dead if its `runner.json` has not changed for this time. The runner writes the
-file every second, but a network file system may show the change up to a minute late."""
-
-
 class Follower:
     """Follows a sweep that another process runs, by reading the sweep's folder."""
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
-        self._sweep, self._clock = sweep, clock
+        self._sweep = sweep
         file = sweep / RESULTS
         self._results = files.LineFollower(file, file.stat().st_size if file.is_file() else 0)
         self._trials: dict[str, Trial] = {}
@@ -221,8 +215,7 @@ class Follower:
         kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
         todo = tuple(trial for name, trial in self._trials.items() if name not in kept)
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
-        self._last: RunnerState | None = None
-        self._heard = clock()
+        self._watched: dict[Path, Lease] = {}
         self._full_disk = FullDisk(clock)
 
     def new_results(self) -> Iterator[TrialResult]:
@@ -233,13 +226,9 @@ class Follower:
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        state = read_runner(self._sweep)
-        if state != self._last:
-            self._last, self._heard = state, self._clock()
-        if state is None or is_alive(state) is False:
+        if (found := find_runner(self._sweep, self._watched)) is None:
             return None
-        if is_alive(state) is None and self._clock() - self._heard > _SILENCE_SECONDS:
-            return None
+        state, _ = found
         # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
         waits = self._full_disk(self.running(state))
         return replace(state, engine_state=waits) if waits else state

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 
 from flopwatch.decode import BrokenRecordError, read_record
@@ -113,19 +112,19 @@ def _without_unbegun(sweep: Path, earlier: SweepResults) -> SweepResults:
 
 
 def _outdated(todo: Sequence[Trial], earlier: Mapping[str, TrialResult]) -> tuple[str, ...]:
-    changed: dict[str, list[str]] = {}
+    """Say which source files changed since trials that will run again had a result."""
+    trials, changed = 0, dict[str, None]()
     for trial in todo:
         result = earlier.get(trial.name)
         if result is None or result.key == trial.key or result.outcome in UNSETTLED:
             continue
         now, before = fingerprint(trial.spec).get("sources", {}), result.environment.get("sources") or {}
-        if names := [name for name in {**before, **now} if now.get(name) != before.get(name)]:
-            changed[trial.name] = names
+        names = [name for name in {**before, **now} if now.get(name) != before.get(name)]
+        trials, changed = trials + bool(names), changed | dict.fromkeys(names)
     if not changed:
         return ()
-    names = list(dict.fromkeys(chain.from_iterable(changed.values())))
-    verb = "has" if len(names) == 1 else "have"
-    return (f"{plural(len(changed), 'finished trial')} will run again: {listed(names)} {verb} changed since",)
+    verb = "has" if len(changed) == 1 else "have"
+    return (f"{plural(trials, 'finished trial')} will run again: {listed(list(changed))} {verb} changed since",)
 
 
 def _choose(
@@ -139,10 +138,9 @@ def _choose(
 ) -> Plan:
     by_key = {result.key: result for result in earlier.results.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
+    names = tuple(trial.name for trial in asked)
     newer = frozenset(trial.name for trial in trials if trial.name in earlier.newer and trial.name not in kept)
-    repeated = {
-        trial.name: kept[trial.name] for trial in asked if trial.name in kept and repeats.repeats(kept[trial.name])
-    }
+    repeated = {name: kept[name] for name in names if name in kept and repeats.repeats(kept[name])}
     wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
 
     def is_chosen(name: str) -> bool:
@@ -162,7 +160,7 @@ def _choose(
         tuple(earlier.results[name] for name in earlier.unlisted),
         newer,
         troubles(earlier),
-        tuple(trial.name for trial in asked),
+        names,
         repeated,
     )
 
@@ -312,17 +310,12 @@ def proves_too_large(result: TrialResult) -> bool:
 
 def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
     """Return the result `oom_inferred` if a smaller trial in `failures` ran out of memory; None if `trial` must run."""
-    for failure in failures:
-        if is_larger(trial.spec, failure.spec):
-            return TrialResult(
-                name=trial.name,
-                key=trial.key,
-                spec=trial.spec,
-                outcome="oom_inferred",
-                reason=f"not run, because the smaller trial {failure.name} ran out of memory",
-                evidence={"from": failure.name, "outcome": failure.outcome},
-            )
-    return None
+    failure = next((failure for failure in failures if is_larger(trial.spec, failure.spec)), None)
+    if failure is None:
+        return None
+    reason = f"not run, because the smaller trial {failure.name} ran out of memory"
+    evidence = {"from": failure.name, "outcome": failure.outcome}
+    return TrialResult(trial.name, trial.key, trial.spec, "oom_inferred", reason, evidence)
 
 
 GREEN = ("ok", "oom_device", "oom_host", "oom_inferred", "unsupported", "skipped")

@@ -1,44 +1,31 @@
-"""Runs the trials of a plan on an engine and writes each result to `results.jsonl` when its trial has ended.
-
-A supervisor is the process that runs one trial and writes the trial's result. After the engine has reported the end of
-a supervisor, its result may still be invisible, because a network file system may show the files of another host up to
-a minute late. Therefore the runner records a trial as lost only after that time, and only if the supervisor's heartbeat
-has stopped.
-"""
+"""Runs the trials of a plan on an engine and writes each result to `results.jsonl` when its trial has ended."""
 
 import contextlib
-import errno
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.files import read_json, read_object, tail
 from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
-from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file
+from flopwatch.records.trial_files import RESULTS, SWEEP
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
-from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, kill_strays, visible_seconds, withdraw
-from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
+from flopwatch.sweep.engines.protocol import Ended, Engine
 from flopwatch.sweep.folder import (
     StillRunsError,
     Trial,
-    attempt_of,
     check_held,
-    folder_of,
     has_begun,
-    is_supervised,
     own_result,
     prepare,
     record,
     restore_lists,
-    silent_seconds,
 )
-from flopwatch.sweep.host.processes import kill_marked
+from flopwatch.sweep.lease import BEAT_SECONDS
+from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
     DEFAULT_POLICY,
@@ -49,162 +36,11 @@ from flopwatch.sweep.runner.plan import (
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.supervisor.build_result import with_finished_steps
-from flopwatch.sweep.supervisor.supervise import allowed_silence
 
-
-class LateResults:
-    """Keeps ended trials until their results are visible in the sweep's folder, or certain to be missing."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ended: dict[str, Ended] = {}
-        self._deadlines: dict[str, float] = {}
-
-    def ready(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
-        """Keep the trials that the engine has just reported as ended. Return all kept trials whose outcome is certain.
-
-        If `is_patient` is False, because the sweep is being cancelled, return all kept trials.
-        """
-        for end in ended:
-            if end.name in running:
-                self._ended.setdefault(end.name, end)
-        ready = [name for name in self._ended if not is_patient or self.is_over(running[name])]
-        return [_with_guards_reason(self._ended.pop(name), running[name]) for name in ready]
-
-    def is_over(self, trial: Trial) -> bool:
-        """Whether the trial's result is visible, or it is certain that no supervisor runs the trial or will run it."""
-        deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
-        if own_result(trial.sweep, trial.name) is None:
-            if is_supervised(trial.sweep, trial.name):
-                return False
-            try:
-                may_run = _may_have_begun_elsewhere(folder_of(trial))
-            except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
-                if error.errno not in _TRANSIENT:
-                    raise
-                return False
-            if self._clock() <= deadline and may_run:
-                return False
-        del self._deadlines[trial.name]
-        return True
-
-
-def _may_have_begun_elsewhere(folder: Path) -> bool:
-    """Whether a supervisor on another host may have started this trial."""
-    claimed = read_json(folder / STARTED)
-    if not isinstance(claimed, dict):
-        # `withdraw` prevents any supervisor from starting the trial. It returns False if the trial has already started.
-        return not withdraw(folder)
-    return not is_withdrawn(claimed) and is_alive_here(claimed) is None
-
-
-def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
-    """Add the reason from the file of the guard (`guard.py`), if the guard killed a supervisor that hung."""
-    note = read_object(folder_of(trial) / GUARD)
-    if note.get("attempt") == attempt_of(trial.sweep, trial.name):
-        return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
-    return ended
-
-
-class SilentSupervisors:
-    """Kills supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
-
-    Normally the guard process on the supervisor's host (`guard.py`) kills such a supervisor earlier. This class
-    is needed if the guard is gone or the host does not respond.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next_check = 0.0
-        self._reasons: dict[str, str] = {}
-
-    def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
-        end = getattr(engine, "end", None)
-        if end is None or self._clock() < self._next_check:
-            return
-        self._next_check = self._clock() + BEAT_SECONDS
-        found = {name: reason for name, trial in running.items() if (reason := self._reason(trial))}
-        if found:
-            self._reasons |= found
-            end(list(found))
-
-    def _reason(self, trial: Trial) -> str | None:
-        if trial.name in self._reasons:
-            return None
-        claimed = read_object(folder_of(trial) / STARTED)
-        if not claimed or is_withdrawn(claimed):
-            return None
-        silent = silent_seconds(trial.sweep, trial.name)
-        if silent <= allowed_silence(trial.spec.limits) + visible_seconds():
-            return None
-        process = f"pid {claimed.get('pid')} on {claimed.get('host')}"
-        return f"the trial's supervisor ({process}) wrote no heartbeat for {silent:.0f} s and was killed"
-
-    def explain(self, ended: Ended) -> Ended:
-        reason = self._reasons.pop(ended.name, None)
-        return ended if reason is None else replace(ended, evidence={"stuck": reason, **ended.evidence})
-
-
-_TRANSIENT = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE),  # something is full
-    *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO),  # a network file system
-)
-"""Errors that may disappear without a change to the sweep."""
 _PAUSE_SECONDS = 5.0  # time between two tries to write to a full disk
-
-
-class Pause:
-    """A pause after a failed write, before the write is tried again. `why` is empty if there is none."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self.why = ""
-
-    def begin(self, error: OSError) -> None:
-        self.why = f"waiting: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        self._until = time.monotonic() + _PAUSE_SECONDS
-
-    def is_over(self) -> bool:
-        return not self.why or time.monotonic() >= self._until
-
-
-class ResultWriter:
-    """Appends results to `results.jsonl`, and tries again if the disk is full or the file system does not respond."""
-
-    def __init__(self, write: Callable[[TrialResult], None]) -> None:
-        self._write = write
-        self._waiting: deque[TrialResult] = deque()
-        self.pause = Pause()
-
-    def add(self, result: TrialResult) -> None:
-        self._waiting.append(result)
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        while self._waiting and self.pause.is_over():
-            try:
-                self._write(self._waiting[0])
-            except OSError as error:
-                if error.errno not in _TRANSIENT:
-                    raise
-                self.pause.begin(error)
-                return
-            self._waiting.popleft()
-            self.pause.why = ""
-
-    def close(self, patience_seconds: float = 60.0) -> int:
-        """Write the queued results for at most `patience_seconds`, and return how many could not be written."""
-        deadline = time.monotonic() + patience_seconds
-        while self._waiting and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.catch_up()
-        return len(self._waiting)
-
-
+_CLOSE_SECONDS = 60.0  # how long to try to write the last results
 _TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
 _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
-_LATEST_UNIX_TIME = 1e11  # more than 3,000 years from now: a later time means that the file is damaged
 
 Refusal = Callable[[Trial], str | None]
 
@@ -246,6 +82,8 @@ class _Run:
     Attributes:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
         elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
+        unwritten: Results that are not in `results.jsonl` yet, because the disk is full or does not respond.
+        waits_for: Why nothing can be written until `next_try`; empty if it can be.
         out_of_memory: Results which prove that larger trials would run out of memory too.
         repeating: The results, so far, of trials that are run again because their intervals are too wide.
     """
@@ -262,16 +100,13 @@ class _Run:
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
     repeating: dict[str, TrialResult] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    unwritten: deque[TrialResult] = field(default_factory=deque)
+    counts: Counter[str] = field(default_factory=Counter)
     is_cancelled: bool = False
     next_check: float = 0.0
-    pause: Pause = field(default_factory=Pause)
-    late: LateResults = field(default_factory=LateResults)
-    silent: SilentSupervisors = field(default_factory=SilentSupervisors)
-
-    def __post_init__(self) -> None:
-        self.writer = ResultWriter(self._write)
-        self.out_of_memory += [result for result in self.plan.kept.values() if proves_too_large(result)]
+    waits_for: str = ""
+    next_try: float = 0.0
+    endings: Endings = field(default_factory=Endings)
 
     @property
     def sweep(self) -> Path:
@@ -283,9 +118,10 @@ class _Run:
 
     def adopt_earlier_trials(self) -> None:
         """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
+        self.out_of_memory = [result for result in self.plan.kept.values() if proves_too_large(result)]
         self.repeating = dict(self.plan.repeated)
         todo = [self._prepared_repeat(trial) for trial in self.plan.todo]
-        begun = {trial.name: self._with_attempts(trial) for trial in todo if folder_of(trial).exists()}
+        begun = {trial.name: self._with_attempts(trial) for trial in todo if trial.folder.exists()}
         adopted = set(self.engine.open(self.sweep, list(begun.values())))
         self.running = {name: trial for name, trial in begun.items() if name in adopted}
         self.elsewhere = {name: trial for name, trial in begun.items() if name not in adopted}
@@ -311,44 +147,64 @@ class _Run:
     def tick(self) -> None:
         if time.monotonic() >= self.next_check:
             check_held(self.sweep)
+            self.endings.end_silent(self.engine, self.running)
             self.next_check = time.monotonic() + BEAT_SECONDS
         if self.stop.is_finishing:
             self._wind_down()
         else:
             self._submit_waiting()
         self._reclaim_ended()
-        self.silent.end_silent(self.engine, self.running)
         ended = self.engine.wait(_TICK_SECONDS if self.running else _IDLE_TICK_SECONDS)
-        for end in self.late.ready(ended, self.running, is_patient=not self.is_cancelled):
-            self._finish(self.silent.explain(end))
-        self.writer.catch_up()
-        problem = self.pause.why or self.writer.pause.why
-        self.observer.tell("ticked", self.running, len(self.waiting), problem or self.engine.state())
+        for end in self.endings.certain(ended, self.running, is_patient=not self.is_cancelled):
+            self._finish(end)
+        self._write_results()
+        self.observer.tell("ticked", self.running, len(self.waiting), self.waits_for or self.engine.state())
 
     def close(self) -> None:
         if self.running:
             self.engine.cancel()
         self.engine.close()
-        if unwritten := self.writer.close():
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.unwritten and time.monotonic() < deadline:
+            time.sleep(_IDLE_TICK_SECONDS)
+            self._write_results()
+        if self.unwritten:
             sys.stderr.write(
-                f"flopwatch: {unwritten} results are not in {self.sweep / RESULTS} yet ({self.writer.pause.why}); "
+                f"flopwatch: {len(self.unwritten)} results are not in {self.sweep / RESULTS} yet ({self.waits_for}); "
                 "run the same command again to add them\n"
             )
 
-    def _write(self, result: TrialResult) -> None:
-        if not (self.sweep / SWEEP).exists():  # a trial may delete the sweep's folder
-            kept = [*self.plan.kept.values(), *self.repeating.values()]
-            restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
-        record(self.sweep, result)
+    def _write_results(self) -> None:
+        while self.unwritten and self._can_write():
+            try:
+                if not (self.sweep / SWEEP).exists():  # a trial may delete it
+                    kept = [*self.plan.kept.values(), *self.repeating.values()]
+                    restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
+                record(self.sweep, self.unwritten[0])
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                self._pause(error)
+                return
+            self.unwritten.popleft()
+            self.waits_for = ""
+
+    def _can_write(self) -> bool:
+        return not self.waits_for or time.monotonic() >= self.next_try
+
+    def _pause(self, error: OSError) -> None:
+        self.waits_for = f"waiting: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        self.next_try = time.monotonic() + _PAUSE_SECONDS
 
     def _settle(self, result: TrialResult) -> None:
-        self.writer.add(result)
-        self.counts[result.outcome] = self.counts.get(result.outcome, 0) + 1
+        self.unwritten.append(result)
+        self._write_results()
+        self.counts[result.outcome] += 1
         self.observer.tell("ended", result)
 
     def _reclaim_ended(self) -> None:
         """Remove ended trials from `elsewhere`: record the result of each, or queue the trial again if it has none."""
-        ended = [trial for trial in self.elsewhere.values() if self.late.is_over(trial)]
+        ended = [trial for trial in self.elsewhere.values() if self.endings.is_over(trial)]
         for trial in ended:
             del self.elsewhere[trial.name]
             result = own_result(trial.sweep, trial.name) if trial.name not in self.plan.again else None
@@ -371,7 +227,7 @@ class _Run:
             self.engine.cancel()
 
     def _submit_waiting(self) -> None:
-        while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
+        while self.waiting and self._can_write() and (room := self.engine.room(self.waiting[0].spec)) > 0:
             batch = self._next_batch(room)
             if not batch:
                 return
@@ -397,16 +253,16 @@ class _Run:
                 self.elsewhere[trial.name] = trial
                 continue
             except OSError as error:
-                if error.errno in _TRANSIENT:  # such as a full disk; the trial stays the first of the queue
+                if error.errno in TRANSIENT:  # such as a full disk; the trial stays the first of the queue
                     self.waiting.appendleft(trial)
-                    self.pause.begin(error)
+                    self._pause(error)
                     break
-                where = error.filename or folder_of(trial)
+                where = error.filename or trial.folder
                 advice = "make this path readable and writable, or remove it"
                 reason = f"not started ({error.strerror}: {where}); {advice}"
                 self._settle(_not_run(trial, "lost", reason, "the sweep's folder"))
                 continue
-            self.pause.why = ""
+            self.waits_for = ""
             batch.append(trial)
         return batch
 
@@ -414,7 +270,7 @@ class _Run:
         trial = self.running.pop(ended.name, None)
         if trial is None:
             return
-        result = _result_of(trial, ended, is_cancelled=self.is_cancelled)
+        result = result_of(trial, ended, is_cancelled=self.is_cancelled)
         earlier = lost_attempts(result.earlier_attempts)
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.waiting.append(_next_attempt(trial, result))
@@ -430,7 +286,8 @@ class _Run:
         self._settle(result)
 
     def _repeat(self, trial: Trial, result: TrialResult) -> None:
-        self.writer.add(result)
+        self.unwritten.append(result)
+        self._write_results()
         self.repeating[trial.name] = result
         # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
         self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
@@ -439,16 +296,6 @@ class _Run:
 
 def _not_run(trial: Trial, outcome: Outcome, reason: str, source: str) -> TrialResult:
     return TrialResult(trial.name, trial.key, trial.spec, outcome, reason, {"from": source})
-
-
-def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
-    """Return the supervisor's result, corrected by what the engine knows, such as that Slurm preempted the job."""
-    result = own_result(trial.sweep, trial.name) or _result_without_supervisor(trial, ended.evidence)
-    if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
-        evidence = {**result.evidence, **ended.evidence}
-        result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
-    result = with_finished_steps(result, folder_of(trial))
-    return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
 
 
 def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
@@ -471,22 +318,3 @@ def _result_before(before: TrialResult, trial: Trial, failed: TrialResult) -> Tr
     with contextlib.suppress(OSError):
         place = put_back(trial.sweep, trial.name, runs[-1]["folder"]) if runs else None
     return after_failed_repeat(before, attempt_from(failed, place))
-
-
-def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
-    """Kill remaining processes of a trial whose supervisor wrote no result, and make a result from the evidence."""
-    kill_strays(folder_of(trial))
-    kill_marked(folder_of(trial).resolve())
-    outcome, reason = ending_from_evidence(evidence)
-    began = read_object(folder_of(trial) / STARTED).get("unix_time")
-    return TrialResult(
-        trial.name,
-        trial.key,
-        trial.spec,
-        outcome,
-        reason,
-        dict(evidence),
-        unix_time=began if isinstance(began, int | float) and 0 < began < _LATEST_UNIX_TIME else None,
-        log_tail=tail(log_file(trial.sweep, trial.name)),
-        earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
-    )

@@ -27,9 +27,9 @@ from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, ST
 from flopwatch.runs import find_log, read_log
 from flopwatch.runs.reading import steady_steps
 from flopwatch.stats import interval, median, percentile, resampled
-from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.progress import Progress, read_progress
 from flopwatch.sweep.supervisor.classify import (
     ExitFacts,
     JobEnd,

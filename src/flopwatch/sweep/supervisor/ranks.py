@@ -34,9 +34,9 @@ from flopwatch.files import read_json
 from flopwatch.process import descendants
 from flopwatch.records.trial import AFTER_THE_STEPS, TrialJob
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
-from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, MemoryLimit, TreeMemory, largest_peak, limit_memory
+from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
 from flopwatch.sweep.supervisor.guard import become_guarded
 

@@ -24,9 +24,7 @@ from flopwatch.files import UnreadableError, load_json, read_object, write_json
 from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_file, trial_folder
-from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
-from flopwatch.sweep.claims import Progress, Strays, SupervisorHeartbeat, claim, read_progress, visible_seconds
-from flopwatch.sweep.full_disk import when_there_is_space
+from flopwatch.sweep.attempts import Strays, prepare_after_requeue, slurm_job
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import (
     HostPeak,
@@ -38,6 +36,8 @@ from flopwatch.sweep.host.memory import (
     resident,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
+from flopwatch.sweep.lease import Lease, trial_lease, visible_seconds
+from flopwatch.sweep.progress import Progress, read_progress, when_there_is_space
 from flopwatch.sweep.supervisor.build_result import (
     SWEEPS_FOLDER,
     build_result,
@@ -105,7 +105,8 @@ class _Supervised:
     name: str
     job: TrialJob
     cancel: Callable[[], str | None]
-    heartbeat: SupervisorHeartbeat
+    lease: Lease
+    guard: int | None
 
     @property
     def folder(self) -> Path:
@@ -115,10 +116,22 @@ class _Supervised:
     def spec(self) -> TrialSpec:
         return self.job.spec
 
+    def beat(self, waits: str = "") -> str | None:
+        """Show the guard and the runner that this supervisor is alive, if that is due.
+
+        Only the thread that monitors the worker does so, so that both hear nothing if that thread is stuck. Returns why
+        the trial must stop if another supervisor has claimed it.
+        """
+        if not self.lease.is_due():
+            return None
+        if self.guard is not None:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self.guard, b".")
+        return None if self.lease.beat(waits) else _SUPERSEDED
+
     def wait_for_space(self, why: str) -> None:
         """Show that this supervisor is alive while it waits for space on a full disk."""
-        self.heartbeat.beat(waits=why)
-        if self.heartbeat.is_superseded:
+        if self.beat(why):
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
 
 
@@ -145,8 +158,8 @@ def supervise(
     with _claimed(sweep, folder, job.attempt, cancel) as handles:
         if guard is not None:
             os.write(guard, f"{allowed_silence(job.spec.limits) + _GUARD_PATIENCE_SECONDS:g}\n".encode())
-        trial = _Supervised(sweep, name, job, cancel, SupervisorHeartbeat(folder, job.attempt, guard))
-        trial.heartbeat.beat()
+        trial = _Supervised(sweep, name, job, cancel, trial_lease(folder), guard)
+        trial.beat()
         clear_attempts(folder)
         os.environ[process_tree.ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
         log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
@@ -157,11 +170,11 @@ def supervise(
         deleted = deleted_places(sweep, name, *handles)
         result = with_full_disk(build_result(sweep, name, job, worker_exit), log.full_disk)
         result = with_deletions(result, deleted)
-        if trial.heartbeat.check_superseded():
+        if trial.lease.owner() == "another":
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
             result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
-            trial.heartbeat.end()
+            trial.lease.end()
     return result
 
 
@@ -230,7 +243,8 @@ def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str |
         if stopped := cancel():
             raise AlreadyStartedError(f"{stopped}, while it waited to start the trial ({why})")
 
-    if not when_there_is_space(lambda: claim(folder, attempt, slurm_job()), give_up_if_cancelled):
+    lease, facts = trial_lease(folder), {"attempt": attempt, **slurm_job()}
+    if not when_there_is_space(lambda: lease.take(facts, attempt=attempt), give_up_if_cancelled):
         raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
     handles = os.open(folder / STARTED, os.O_RDONLY), os.open(sweep, os.O_RDONLY)
     try:
@@ -348,12 +362,12 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNod
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
     wait, strays = process_tree.waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
-        trial.heartbeat.beat()
+        superseded = trial.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)
         # A command writes no heartbeat. Its progress is the number of printed bytes.
         watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
-        if why := trial.cancel() or (_SUPERSEDED if trial.heartbeat.is_superseded else None):
+        if why := trial.cancel() or superseded:
             watch.own_kill, watch.detail = "cancelled", why
         else:
             watch.check_limits(trial.spec.limits)

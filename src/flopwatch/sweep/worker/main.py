@@ -20,9 +20,8 @@ from flopwatch.decode import read_record
 from flopwatch.files import read_json, write_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank
-from flopwatch.sweep.claims import Heartbeat
-from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.processes import die_with_parent
+from flopwatch.sweep.progress import Heartbeat, when_there_is_space
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 
 # Parts of the messages of RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13).

@@ -27,11 +27,10 @@ from flopwatch.records.flops import Peak
 from flopwatch.records.trial import LABELS, Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
 from flopwatch.records.what_ran import git_state
-from flopwatch.sweep.claims import Heartbeat
-from flopwatch.sweep.full_disk import when_there_is_space
 from flopwatch.sweep.host.environment import machine
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.host.processes import GPUS
+from flopwatch.sweep.progress import Heartbeat, when_there_is_space
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.builtin import enable_checkpointing
 from flopwatch.sweep.trainers.privacy import declared_spent

@@ -1,0 +1,127 @@
+"""Decides when a trial is over and what its result is, and ends supervisors that are alive but make no progress.
+
+A supervisor is the process that runs one trial and writes the trial's result. After the engine has reported the end of
+a supervisor, its result may still be invisible, because a network file system may show the files of another host up to
+a minute late. Therefore a trial counts as lost only after that time, and only if the supervisor's lease is free.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flopwatch.files import read_object, tail
+from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial_files import GUARD, STARTED, log_file
+from flopwatch.sweep.attempts import kill_strays, listed_attempts
+from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
+from flopwatch.sweep.folder import Trial, attempt_of, own_result
+from flopwatch.sweep.host.processes import kill_marked
+from flopwatch.sweep.lease import trial_lease, visible_seconds
+from flopwatch.sweep.supervisor.build_result import with_finished_steps
+from flopwatch.sweep.supervisor.supervise import allowed_silence
+
+TRANSIENT = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE),  # something is full
+    *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO),  # a network file system
+)
+"""Errors that may disappear without a change to the sweep."""
+_LATEST_UNIX_TIME = 1e11  # more than 3,000 years from now: a later time means that the file is damaged
+
+
+class Endings:
+    """Keeps ended trials until their results are visible in the sweep's folder, or certain to be missing."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended: dict[str, Ended] = {}
+        self._deadlines: dict[str, float] = {}
+        self._killed: dict[str, str] = {}
+
+    def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
+        """Kill supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
+
+        Normally the guard on the supervisor's host (`guard.py`) kills such a supervisor earlier. This is needed if the
+        guard is gone or the host does not respond. A user's own engine need not have the method `end`.
+        """
+        found = {}
+        for name, trial in running.items() if hasattr(engine, "end") else ():
+            holder = trial_lease(trial.folder).holder()
+            silent, facts = holder.silent_seconds, holder.facts
+            is_silent = silent > allowed_silence(trial.spec.limits) + visible_seconds()
+            if is_silent and facts and not holder.is_withdrawn and name not in self._killed:
+                process = f"pid {facts.get('pid')} on {facts.get('host')}"
+                found[name] = f"the trial's supervisor ({process}) wrote no heartbeat for {silent:.0f} s and was killed"
+        self._killed |= found
+        if found:
+            engine.end(list(found))
+
+    def certain(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
+        """Keep the trials that the engine has just reported as ended. Return all kept trials whose outcome is certain.
+
+        If `is_patient` is False, because the sweep is being cancelled, return all kept trials.
+        """
+        for end in ended:
+            if end.name in running:
+                self._ended.setdefault(end.name, end)
+        certain = [name for name in self._ended if not is_patient or self.is_over(running[name])]
+        return [self._with_reason(self._ended.pop(name), running[name]) for name in certain]
+
+    def _with_reason(self, ended: Ended, trial: Trial) -> Ended:
+        """Add the reason if the guard, which wrote it to a file, or this process killed a supervisor that hung."""
+        reason, note = self._killed.pop(ended.name, None), read_object(trial.folder / GUARD)
+        if note.get("attempt") == attempt_of(trial.sweep, trial.name):
+            reason = note.get("reason")
+        return replace(ended, evidence={"stuck": reason, **ended.evidence}) if reason else ended
+
+    def is_over(self, trial: Trial) -> bool:
+        """Whether the trial's result is visible, or it is certain that no supervisor runs the trial or will run it."""
+        deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
+        if own_result(trial.sweep, trial.name) is None:
+            lease = trial_lease(trial.folder)
+            holder = lease.holder()
+            if holder.may_be_alive:
+                return False
+            may_come = not (holder.is_here or holder.is_withdrawn)  # from another host, whose files become visible late
+            try:
+                if may_come and not holder.facts:
+                    # Now no supervisor can start the trial, unless one on another host has done so already.
+                    may_come = not lease.withdraw()
+            except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
+                if error.errno not in TRANSIENT:
+                    raise
+                return False
+            if may_come and self._clock() <= deadline:
+                return False
+        del self._deadlines[trial.name]
+        return True
+
+
+def result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
+    """Return the supervisor's result, corrected by what the engine knows, such as that Slurm preempted the job."""
+    result = own_result(trial.sweep, trial.name) or _result_without_supervisor(trial, ended.evidence)
+    if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
+        evidence = {**result.evidence, **ended.evidence}
+        result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
+    result = with_finished_steps(result, trial.folder)
+    return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
+
+
+def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
+    """Kill remaining processes of a trial whose supervisor wrote no result, and make a result from the evidence."""
+    kill_strays(trial.folder)
+    kill_marked(trial.folder.resolve())
+    outcome, reason = ending_from_evidence(evidence)
+    began = read_object(trial.folder / STARTED).get("unix_time")
+    return TrialResult(
+        trial.name,
+        trial.key,
+        trial.spec,
+        outcome,
+        reason,
+        dict(evidence),
+        unix_time=began if isinstance(began, int | float) and 0 < began < _LATEST_UNIX_TIME else None,
+        log_tail=tail(log_file(trial.sweep, trial.name)),
+        earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
+    )
