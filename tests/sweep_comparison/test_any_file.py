@@ -7,10 +7,11 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.small_forms import to_json
+from flopwatch.cli.trials.tracking import trial_run
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.compared import sweeps_compared
 from flopwatch.report.comparison import compare_sweeps
-from flopwatch.report.table import make_table, table_csv, table_parquet, trial_runs
+from flopwatch.report.table import make_table, table_csv, table_parquet
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 VALUES = (
@@ -65,7 +66,7 @@ def test_nothing_in_a_results_file_ends_in_a_traceback(tmp_path, seed):
         table_csv(table).encode("utf-8")
         table_parquet(table)
         assert len(table.to_pandas()) == len(capture.results)
-        json.dumps([run.config for run in trial_runs(capture)], allow_nan=False)
+        json.dumps([trial_run(result, "s", None).config for result in capture.results.values()], allow_nan=False)
     for found in (compare_sweeps(a, b), compare_sweeps(b, a), compare_sweeps(b, b)):
         json.loads(to_json(found))
         to_markdown(sweeps_compared(found)).encode("utf-8")
