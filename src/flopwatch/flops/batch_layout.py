@@ -110,8 +110,7 @@ def _pieces(value: Any, structure: Any) -> list[tuple[Any, Any, Any]]:
     if kind == "list":
         return [(index, *each) for index, each in enumerate(zip(value, structure[1], strict=True))]
     if kind == "parts":
-        held = value if isinstance(value, dict) else None
-        return [(name, getattr(value, name) if held is None else held[name], inner) for name, inner in structure[2]]
+        return [(name, vars(value)[name], inner) for name, inner in structure[2]]
     return []
 
 
@@ -304,7 +303,12 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
         return batch
     factors = {slot.path: slot.factor for slot in layout.slots if slot.variable == SAMPLES}
     lists = {slot.path for slot in layout.slots if slot.dim is None and slot.path in factors}
-    row = _one_of_lists(batch, lists, index)
+    row = batch
+    if lists and isinstance(batch, Mapping):
+        row = {name: [item[index]] if name in lists else item for name, item in batch.items()}
+    elif lists:
+        items = [[item[index]] if str(position) in lists else item for position, item in enumerate(batch)]
+        row = tuple(items) if isinstance(batch, tuple) else items
 
     def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
         if path not in factors or path in lists:
@@ -317,15 +321,6 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
             own = _images_of_row(batch[pixels], batch[grid], layout.sizes[SAMPLES], index)
             taken = {**taken, pixels: own[0], grid: own[1]}
     return taken
-
-
-def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
-    if not lists:
-        return batch
-    if isinstance(batch, Mapping):
-        return {name: [item[index]] if name in lists else item for name, item in batch.items()}
-    items = [[item[index]] if str(position) in lists else item for position, item in enumerate(batch)]
-    return tuple(items) if isinstance(batch, tuple) else items
 
 
 def _images_of_row(

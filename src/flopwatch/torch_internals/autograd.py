@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import methodcaller
 from types import CodeType, FrameType
@@ -39,13 +40,13 @@ def engine_code() -> CodeType | None:
         codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
         found.extend(code for code in codes if code.co_filename == torch.autograd.graph.__file__)
 
-    def run() -> bool:
+    def run() -> None:
         product = torch.ones(1, requires_grad=True) * 2
         product.register_hook(look)
         torch.autograd.backward(product, torch.ones(1))  # not `Tensor.backward`, which trainings replace
-        return True
 
-    apart(run)
+    with suppress(Exception):
+        apart(run)
     return found[0] if found else None
 
 

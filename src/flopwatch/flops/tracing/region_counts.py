@@ -103,33 +103,17 @@ def _sums(parts: Iterable[Mapping[Any, Any]], nothing: Any) -> dict[Any, Any]:
 def count_region(
     region: Region, sizes: tuple[int, ...], *, has_grad: bool, attention: AttentionConvention
 ) -> RegionCount:
-    """FLOPs of one call with these sizes; each graph is counted once for each sizes."""
+    """FLOPs of one call with these sizes; each graph is counted once for each sizes.
+
+    It is counted in a thread of its own: a graph that fails half-way leaves autocast or grad mode as it has set them.
+    """
     key = sizes, has_grad, attention
     if key not in region.counts:
         if len(region.counts) >= _MOST_SIZES:
             region.counts.clear()
-        region.counts[key] = _counted_apart(region, sizes, has_grad, attention)
+        region.counts[key] = apart(lambda: _counted(region, sizes, has_grad, attention))
     found: RegionCount = region.counts[key]
     return found
-
-
-def _counted_apart(
-    region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention
-) -> RegionCount:
-    """Count in a thread of its own: a graph that fails half-way leaves autocast or grad mode as it has set them."""
-    found: list[RegionCount | Exception] = []
-
-    def count() -> bool:
-        try:
-            found.append(_counted(region, sizes, has_grad, attention))
-        except Exception as error:
-            found.append(error)
-        return True
-
-    apart(count)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
 
 
 def _counted(region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention) -> RegionCount:
