@@ -179,7 +179,9 @@ def read_shape(batch: Any) -> BatchShape:
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     samples = len(first) if is_list and tensors_of(first) else None
     if not tensors:
-        tensors = tensors_of(batch) or {str(at): each for at, each in enumerate(tensors_of(batch, in_objects=True).values())}
+        tensors = tensors_of(batch) or {
+            str(at): each for at, each in enumerate(tensors_of(batch, in_objects=True).values())
+        }
     if not tensors:
         raise InputError(
             f"the batch holds no tensor (got {_content(batch)}); pass what the model is called with: a tensor, a tuple "

@@ -95,9 +95,29 @@ class Outside:
             self._bind(namespace, name)
 
     def cached(self, function: Any) -> Any:
-        """A function with `functools.lru_cache` and an empty cache, as the live one would keep results of the run."""
+        """Return a stand-in for a function with `functools.lru_cache`, whose results are copied like everything else.
+
+        What the run adds to the cache is removed after it. One entry cannot be removed alone, so all are, which only
+        costs the time to compute them again.
+        """
+        made: dict[int, Any] = {}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = function.cache_info().misses
+            result = function(*args, **kwargs)
+            if function.cache_info().misses != before:
+                made[id(result)] = result
+            return result if id(result) in made else self._value(result)
+
+        def clear() -> None:
+            if made:
+                function.cache_clear()
+
         self.add(function.__wrapped__)
-        return functools.lru_cache(maxsize=None)(function.__wrapped__)
+        self._undo.append(clear)
+        twin: Any = functools.update_wrapper(call, function)
+        twin.cache_info, twin.cache_clear = function.cache_info, function.cache_clear
+        return twin
 
     def follow(self) -> None:
         while self._waiting:

@@ -14,7 +14,8 @@ from torch import fx, nn
 from flopwatch.flops.formulas.registry import OpFlops, find_formula
 from flopwatch.flops.tracing.counter import Phase, Tally
 from flopwatch.flops.tracing.custom_functions import Values, storage_of, written
-from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
+from flopwatch.flops.tracing.live import SeenRegion
+from flopwatch.flops.tracing.live_mode import PassingMode, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast
 from flopwatch.flops.tracing.regions import InputSpec, Region, number, spec_of
 from flopwatch.flops.tracing.scaling import Axes, Product, Scale
@@ -164,7 +165,7 @@ class _OnFakes(fx.Interpreter):
             return value
         made: torch.Tensor = _made(spec_of(value), {})
         if isinstance(value, nn.Parameter):
-            self._mode.weights.put(storage_of(made), True)
+            self._mode.scales.weights.put(storage_of(made), True)
         return made
 
 
@@ -199,13 +200,12 @@ class _GraphMode(PassingMode):
 
     def __init__(self, attention: AttentionConvention, weights: Iterable[torch.Tensor]) -> None:
         super().__init__(attention, weights)
-        self._compiles = False
         self.writes_weights, self.knows_executed = False, True
         self._values = Values()
 
     @property
     def needed(self) -> int:
-        return sum(self.by_scale.values())
+        return sum(self.scales.flops.values())
 
     def add(self, name: str, flops: OpFlops) -> None:
         """Add the FLOPs of an op, but not of what checkpointing runs again, which the compiler decides."""
@@ -224,7 +224,7 @@ class _GraphMode(PassingMode):
             return out
         if func.namespace == "prim":  # these ops only query a tensor
             return func(*args, **kwargs)
-        if any(self.weights.get(storage_of(each)) for each in written(func, args, kwargs)):
+        if any(self.scales.weights.get(storage_of(each)) for each in written(func, args, kwargs)):
             self.writes_weights = True
         out = super().__torch_dispatch__(func, types, args, kwargs)
         # A compiler computes equal products of equal values only once, so that what is executed is then not known.
@@ -233,6 +233,6 @@ class _GraphMode(PassingMode):
         return out
 
     def taken(self) -> tuple[StepCount, dict[Scale | Product, int]]:
-        count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.by_scale
-        self.tally, self.by_scale = Tally(), {}
+        count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.scales.flops
+        self.tally, self.scales.flops = Tally(), {}
         return count, scales
