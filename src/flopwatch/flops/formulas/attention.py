@@ -108,20 +108,15 @@ class AttentionCall:
     def is_fused(self) -> bool:
         # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
         with modes_off():
-            choice = FUSED_SDP_CHOICE(
-                _stand_in(self.query),
-                _stand_in(self.key),
-                _stand_in(self.value),
-                None if self.attn_mask is None else _stand_in(self.attn_mask),
-                self.dropout_p,
-                self.is_causal,
-                enable_gqa=self.enable_gqa,
-            )
+            tensors = map(_stand_in, (self.query, self.key, self.value, self.attn_mask))
+            choice = FUSED_SDP_CHOICE(*tensors, self.dropout_p, self.is_causal, enable_gqa=self.enable_gqa)
         return bool(choice != int(SDPBackend.MATH.value))
 
 
-def _stand_in(tensor: Any) -> torch.Tensor:
+def _stand_in(tensor: Any) -> torch.Tensor | None:
     """Return a real tensor of the same shape. All its rows share the memory of one row."""
+    if tensor is None:
+        return None
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
@@ -144,8 +139,12 @@ def _sizes_under(
     if attention == "full":
         return full
     if mask is not None:
-        pairs = _unmasked_pairs(mask, full.pairs)
-        return replace(full, note=MASK_NOT_READABLE) if pairs is None else replace(full, pairs=pairs)
+        if isinstance(mask, FakeTensor) or mask.device.type == "meta":
+            return replace(full, note=MASK_NOT_READABLE)
+        # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        # A mask with fewer heads or samples than the scores is broadcast to all of them.
+        return replace(full, pairs=int(torch.count_nonzero(allowed)) * (full.pairs // allowed.numel()))
     if not is_causal:
         return full
     batch, heads, queries, _ = query.shape
@@ -206,15 +205,6 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
     return [operand.shape[1]] * operand.shape[0]
 
 
-def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
-    if isinstance(mask, FakeTensor) or mask.device.type == "meta":
-        return None
-    # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    # A mask with fewer heads or samples than the scores is broadcast to all of them.
-    return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
-
-
 SCORES_MAY_MASK = "the score_mod of flex_attention may mask pairs too, but only the block mask is considered"
 
 # The largest part of a mask that is evaluated at once. Its booleans take 16 MiB.
@@ -244,16 +234,12 @@ def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int,
     pairs = 0
     for first in range(0, queries, rows_at_once):
         rows = min(rows_at_once, queries - first)
-        mask_of_rows = partial(_mask_from_row, mask_mod, first)
+        mask_of_rows = lambda b, h, q, k, first=first: mask_mod(b, h, q + first, k)  # noqa: E731
         mask = create_mask(mask_of_rows, batch, heads, rows, keys, device="cpu")
         if isinstance(mask, FakeTensor):
             return None
         pairs += int(mask.sum())
     return pairs
-
-
-def _mask_from_row(mask_mod: Any, first: int, sample: Any, head: Any, query: Any, key: Any) -> Any:
-    return mask_mod(sample, head, query + first, key)
 
 
 Add = Callable[[str, OpFlops], None]

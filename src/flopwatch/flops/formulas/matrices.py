@@ -1,6 +1,5 @@
 """Formulas for products of matrices (dense, grouped, trilinear, quantised, sparse) and for factorisations."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -80,20 +79,17 @@ def _grouped_mm(call: OpCall) -> int:
 def _trilinear(call: OpCall) -> int:
     """`nn.Bilinear` multiplies the first two operands, and then the result with the third (ATen's order)."""
     arguments = call.arguments
-    first, second, third = (_expanded(arguments[f"i{index}"].shape, arguments[f"expand{index}"]) for index in (1, 2, 3))
+    operands = [list(arguments[f"i{index}"].shape) for index in (1, 2, 3)]
+    for index, sizes in enumerate(operands, 1):
+        for axis in sorted(arguments[f"expand{index}"]):
+            sizes.insert(axis, 1)
+    first, second, third = operands
     summed = set(arguments["sumdim"])
     whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
     pair = [max(a, b) for a, b in zip(first, second, strict=True)]
     # Dimensions that the third operand lacks are summed before the multiplication with the third operand.
     left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
-    return 2 * prod(pair) + 2 * prod(left)
-
-
-def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
-    sizes = list(shape)
-    for axis in sorted(expand):
-        sizes.insert(axis, 1)
-    return sizes
+    return int(2 * prod(pair) + 2 * prod(left))
 
 
 # Quantised products (torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes) are linear layers: every element

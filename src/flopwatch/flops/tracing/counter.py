@@ -390,7 +390,7 @@ class CountingMode(TorchDispatchMode):
         if task == -1:
             return "forward"
         if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.is_inside or is_checkpoint_recomputing()
+            runs_again = torch.is_grad_enabled() or self._stack.entered_in is not None or is_checkpoint_recomputing()
         else:
             runs_again = self._stack.entered_in == task or is_checkpoint_recomputing()
         return "recompute" if runs_again else "backward"

@@ -36,7 +36,7 @@ class _Now(threading.local):
     """Path of each module that runs in this thread, and the id of the backward pass that called it."""
 
     def __init__(self) -> None:
-        self.calls = [("", -1)]
+        self.calls: list[tuple[str, int | None]] = [("", None)]
 
 
 class ModuleStack:
@@ -59,24 +59,21 @@ class ModuleStack:
         return self._now.calls[-1][0]
 
     @property
-    def is_inside(self) -> bool:
-        return len(self._now.calls) > 1
-
-    @property
-    def entered_in(self) -> int:
-        """The id of the backward pass in which the running module was called; -1 if it was called outside of one."""
+    def entered_in(self) -> int | None:
+        """The id of the backward pass in which the running module was called, -1 outside of one; None without any."""
         return self._now.calls[-1][1]
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
         self._now.calls.append((path, current_graph_task_id()))
+        has_returned = False
         try:
             yield
-        except Exception:
-            self.failed_in = self.failed_in or path  # the innermost module raises first
-            raise
+            has_returned = True
         finally:
             self._now.calls.pop()
+            if not has_returned:
+                self.failed_in = self.failed_in or path  # the innermost module raises first
 
 
 @contextmanager
@@ -134,12 +131,13 @@ def copy_hooks(module: nn.Module, twin: nn.Module, value: Callable[[Any], Any], 
     for table in hook_tables():
         kept = vars(twin)[table]
         for key, hook in vars(module)[table].items():
-            home = _home(hook)
+            home, code = _home(hook), getattr(_function(hook), "__code__", None)
+            used = frozenset() if code is None else names_in(code)[0]
             if isinstance(hook, bool) or (home.startswith(_COMPUTE) and "backward" not in table):
                 kept[key] = hook
             elif home.startswith(WATCH_OR_MOVE):
                 continue
-            elif "backward" in table or home.startswith(_PER_SAMPLE_GRADIENTS) or _leaves_traces(hook):
+            elif "backward" in table or home.startswith(_PER_SAMPLE_GRADIENTS) or not _LEAVE_TRACES.isdisjoint(used):
                 left_behind.append(_name(hook))
             else:
                 kept[key] = functools.partial(_run_or_leave_out, value(hook), _name(hook), left_behind)
@@ -177,8 +175,3 @@ def _function(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook
-
-
-def _leaves_traces(hook: Any) -> bool:
-    code = getattr(_function(hook), "__code__", None)
-    return code is not None and not _LEAVE_TRACES.isdisjoint(names_in(code)[0])
