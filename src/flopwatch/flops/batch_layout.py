@@ -33,7 +33,7 @@ LENGTHS = ("s", "t", "u")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LayoutSlot:
     """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None.
 
     The size is fixed if it has no `variable`; otherwise it is the variable's value times `factor`, such as 3 for three
@@ -63,7 +63,7 @@ class Layout:
     """
 
     structure: Any
-    slots: tuple[Slot, ...]
+    slots: tuple[LayoutSlot, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -114,12 +114,12 @@ def _pieces(value: Any, structure: Any) -> list[tuple[Any, Any, Any]]:
     return []
 
 
-def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None:
+def _add_slots(value: Any, path: str, found: list[LayoutSlot], structure: Any) -> None:
     if structure[0] == "tensor":
         is_integer = not (value.is_floating_point() or value.is_complex())
-        found += [Slot(path or "0", dim, size, is_integer, value.dim()) for dim, size in enumerate(value.shape)]
+        found += [LayoutSlot(path or "0", dim, size, is_integer, value.dim()) for dim, size in enumerate(value.shape)]
     elif structure[0] == "items":
-        found.append(Slot(path, None, len(value)))
+        found.append(LayoutSlot(path, None, len(value)))
     for name, item, inner in _pieces(value, structure):
         _add_slots(item, inside(path, name), found, inner)
 
@@ -127,7 +127,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 def suggest_layouts(batch: Any) -> list[Layout]:
     """Return guesses at which sizes of a batch vary, from the guess with the most variables to that with the fewest."""
     structure, shape = describe(batch).structure, read_shape(batch)
-    slots: list[Slot] = []
+    slots: list[LayoutSlot] = []
     _add_slots(batch, "", slots, structure)
     for index, slot in enumerate(slots):
         factor = _rows_per_sample(slot, shape.batch_size)
@@ -142,7 +142,7 @@ def suggest_layouts(batch: Any) -> list[Layout]:
     return [layout for index, layout in enumerate(tried) if layout not in tried[:index]]
 
 
-def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
+def _rows_per_sample(slot: LayoutSlot, batch_size: int) -> int | None:
     if slot.name in FLAT_IMAGES or slot.name in FLAT_IMAGES.values():
         return slot.size // batch_size if slot.dim == 0 and slot.size % batch_size == 0 else None
     if slot.dim not in (0, None) or (slot.dim is None and "." in slot.path):

@@ -1,7 +1,7 @@
 """Measures the achievable peak of a device: the rate of the fastest matmul in a search over shapes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +76,8 @@ def search_best_matmul(
     found: dict[Shape, tuple[float, int]] = {}  # the FLOP/s of each shape, and its matmuls per sample
     for shape in sorted(shapes, key=matmul_flops):
         time_left = start + _SHARE_FOR_SEARCH * seconds - clock()
-        if not found or _expected_seconds(shape, found.values()) <= time_left:
+        one_call = matmul_flops(shape) / max((rate for rate, _ in found.values()), default=math.inf)
+        if not found or 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS) <= time_left:
             found[shape] = _try(time_matmul, shape)
     best = max(found, key=lambda shape: found[shape][0])
     samples: list[float] = []
@@ -106,11 +107,6 @@ def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> floa
             "measure again, or set FLOPWATCH_PEAK_TFLOPS to the figure of the datasheet"
         )
     return seconds / calls
-
-
-def _expected_seconds(shape: Shape, found: Iterable[tuple[float, int]]) -> float:
-    one_call = matmul_flops(shape) / max(flops_per_s for flops_per_s, _ in found)
-    return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
 
 
 _TORCH_DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -71,7 +71,7 @@ class _Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Surroundings:
     """Where an event ran; `is_settled` says that it is inside an op or function, whose phase is that of its parts."""
 
     phase: Phase = "forward"
@@ -148,9 +148,9 @@ class RecordedOps:
         roots = sorted(results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         if not any(event.name == BEGIN for event in roots):
             raise MeasurementError(TAKEN)
-        self._walk(roots, _Place())
+        self._walk(roots, _Surroundings())
 
-    def _walk(self, siblings: list[Any], place: _Place) -> int:
+    def _walk(self, siblings: list[Any], place: _Surroundings) -> int:
         has_graph, products = None, 0
         for index, event in enumerate(siblings):
             if not event.name.startswith(_ENGINE):
@@ -159,10 +159,10 @@ class RecordedOps:
                 continue
             if has_graph is None:  # a backward pass begins: its nodes follow each other without other ops
                 has_graph = _has_graph(siblings[index:])
-            products += self._walk(event.children, _Place("backward", has_graph=has_graph))
+            products += self._walk(event.children, _Surroundings("backward", has_graph=has_graph))
         return products
 
-    def _meet(self, event: Any, place: _Place) -> int:
+    def _meet(self, event: Any, place: _Surroundings) -> int:
         fields = event.extra_fields
         scope = getattr(getattr(fields, "scope", None), "name", "")
         if scope == "BACKWARD_FUNCTION":
@@ -181,7 +181,7 @@ class RecordedOps:
             return self._walk(event.children, replace(place, function=place.function or event.name))
         return self._meet_op(event, kind, place)
 
-    def _meet_node(self, event: Any, place: _Place) -> int:
+    def _meet_node(self, event: Any, place: _Surroundings) -> int:
         if not event.name[-1].isdigit():  # a node that is written in Python
             return self._walk(event.children, replace(place, function=event.name.removesuffix("Backward")))
         if not place.has_graph:
@@ -197,7 +197,7 @@ class RecordedOps:
             events = events[-1].children
         self._last_again.update(each.correlation_id for each in events[-1:])
 
-    def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
+    def _meet_op(self, event: Any, kind: _Kind, place: _Surroundings) -> int:
         inside = next((each for each in event.children if each.name == _SUBCLASS), None)
         if inside is not None:  # a DTensor: the ops on this rank's part are counted
             # It also runs an op on fake tensors, to know the shape of its result.
@@ -213,7 +213,7 @@ class RecordedOps:
             self.tally.add_uncounted(event.name.removeprefix("aten::"), "")
         return products
 
-    def _was_stopped(self, event: Any, place: _Place) -> bool:
+    def _was_stopped(self, event: Any, place: _Surroundings) -> bool:
         """Whether checkpointing stopped this op before it ran, because it had all tensors that it needs again.
 
         The op is recorded, but without the ops that it calls when it runs.
@@ -231,7 +231,7 @@ class RecordedOps:
             return True
         return False
 
-    def _count(self, event: Any, kind: _Kind, place: _Place) -> bool:
+    def _count(self, event: Any, kind: _Kind, place: _Surroundings) -> bool:
         """Count an op as a whole; return False if its formula cannot tell the FLOPs from what is recorded."""
         lists = self._lists.get(event.correlation_id) or []
         inputs = event.extra_fields.inputs
@@ -256,7 +256,7 @@ class RecordedOps:
         self.tally.add(event.name.removeprefix("aten::"), "", place.phase, flops)
         return True
 
-    def _runs_again(self, event: Any, place: _Place) -> bool:
+    def _runs_again(self, event: Any, place: _Surroundings) -> bool:
         """Whether a product in a custom function's backward pass is one of a forward pass, as far as addresses tell.
 
         If only one factor is the same tensor, the other one may have been computed again.
@@ -290,7 +290,7 @@ def _inside(events: Iterable[Any]) -> Iterator[Any]:
         waiting += event.children
 
 
-def _settled(place: _Place, is_grad_on: bool) -> _Place:
+def _settled(place: _Surroundings, is_grad_on: bool) -> _Surroundings:
     """Return the place of what is inside an outermost op. An op has a sequence number only if grad mode is on.
 
     Grad mode is off in a backward pass without create_graph=True, so where it is on, a forward pass runs again.

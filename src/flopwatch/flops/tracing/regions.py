@@ -134,7 +134,7 @@ def _sources(inputs: Sequence[InputSpec | None]) -> tuple[_Source, ...]:
 
 
 @dataclass
-class State:
+class Listening:
     """Which listener there is, and why some compiled code is not listened to.
 
     Attributes:
@@ -150,7 +150,7 @@ class State:
     missed: str | None = None
 
 
-state = State()
+state = Listening()
 MISSED = "code was compiled before the monitor existed, and is not seen; make the monitor before the first step"
 UNSEEN = "with this release of torch, compiled code is not counted as it runs"
 
