@@ -103,16 +103,6 @@ def saves_through_hooks() -> bool:
         return True
 
 
-def is_checkpoint_recomputing() -> bool:
-    """Whether `torch.utils.checkpoint` is recomputing a part of the forward pass.
-
-    The function `unpack_hook` of checkpointing is then on the stack. In torch releases without it, recomputation is
-    recognised by grad mode and module calls, which fails if the forward pass computes gradients.
-    """
-    codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
-    return any(code.co_filename == _CHECKPOINT_FILE and code.co_name.startswith("unpack_hook") for code in codes)
-
-
 _AOT = declare("torch._functorch._aot_autograd")
 
 

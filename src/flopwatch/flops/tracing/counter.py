@@ -35,8 +35,8 @@ from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
     graph_kernel,
-    is_checkpoint_recomputing,
     recorded_operations,
+    runs_forward_again,
     sequence_nr,
 )
 from flopwatch.torch_internals.ops import (
@@ -249,14 +249,13 @@ class CountingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
         self.tally = Tally()
-        self.in_backward = False
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
         check_countable()
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
-        self._functions = CustomFunctions(lambda: self.phase() == "recompute")
+        self._functions = CustomFunctions()
         self._runs_again = False
 
     def __torch_dispatch__(
@@ -380,20 +379,12 @@ class CountingMode(TorchDispatchMode):
     def phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
-        checkpointing causes either. Testing grad mode alone is not enough, because a custom autograd function or a
-        nested checkpoint switches it off. A model may also take a gradient inside its forward pass (a gradient penalty,
-        forces). Then modules run with grad mode on anyway, so an op is recomputation only if autograd's engine has
-        called the running module, or if checkpointing's saved-tensor hook is running.
+        Only recomputation calls modules or checkpointing inside of the engine. Grad mode does not tell: a custom
+        autograd function or a nested checkpoint switches it off, and a model may take a gradient in its forward pass.
         """
-        task = current_graph_task_id()
-        if task == -1:
+        if current_graph_task_id() == -1:
             return "forward"
-        if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.entered_in is not None or is_checkpoint_recomputing()
-        else:
-            runs_again = self._stack.entered_in == task or is_checkpoint_recomputing()
-        return "recompute" if runs_again else "backward"
+        return "recompute" if runs_forward_again() else "backward"
 
     def _module(self, phase: Phase) -> str:
         """Return the module path of an op; in a backward pass, of the module that made the running autograd node."""

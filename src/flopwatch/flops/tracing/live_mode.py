@@ -38,7 +38,6 @@ from flopwatch.torch_internals.autograd import (
     frames_from,
     recorded_operations,
     runs_compiled_backward,
-    runs_forward_again,
     sequence_nr,
 )
 from flopwatch.torch_internals.ops import (
@@ -358,11 +357,6 @@ class PassingMode(CountingMode):
         if self.phase() != "recompute" and not self._runs_again:
             self.scales.add(flops.needed)
         super().add(name, flops)
-
-    def phase(self) -> Phase:
-        if current_graph_task_id() == -1:
-            return "forward"
-        return "recompute" if runs_forward_again() else "backward"
 
     def _module(self, phase: Phase) -> str:
         return ""

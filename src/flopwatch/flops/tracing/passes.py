@@ -259,8 +259,6 @@ def run_step(
                     "the loss does not depend on any parameter that requires a gradient; "
                     "unfreeze a parameter, or pass training=False to count the forward pass"
                 )
-            # From here on, ops inside autograd belong to the backward pass of the step.
-            mode.in_backward = True
             # Torch would leave the function modes if it were given a tensor, but recomputation must run under them. It
             # stays in them for the edge of the graph that the tensor stands for.
             with _generators_closed():

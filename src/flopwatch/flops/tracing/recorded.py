@@ -7,7 +7,8 @@ whose shapes the profiler does not record, is counted by its parts as well.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -90,20 +91,14 @@ def _find_kind(name: str) -> _Kind | None:
     packet = getattr(getattr(torch.ops, namespace), short, None) if short.isidentifier() else None
     if not isinstance(packet, OpOverloadPacket):
         return None
-    overloads = tuple(filter(_is_dispatched, (getattr(packet, overload) for overload in packet.overloads())))
+    overloads, is_composite = [], False
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        with suppress(RuntimeError):  # some exist only in TorchScript, and asking about them fails
+            is_composite = can_decompose(overload) or python_body(overload) is not None or is_composite
+            overloads.append(overload)
     if not overloads:
         return None
-    is_composite = any(map(can_decompose, overloads)) or any(python_body(op) is not None for op in overloads)
-    return _Kind(overloads, find_formula(overloads[0]), any(map(costs_nothing, overloads)), is_composite)
-
-
-def _is_dispatched(op: OpOverload) -> bool:
-    """Whether torch's dispatcher has this overload. Some exist only in TorchScript, and asking about them fails."""
-    try:
-        can_decompose(op)
-    except RuntimeError:
-        return False
-    return True
+    return _Kind(tuple(overloads), find_formula(overloads[0]), any(map(costs_nothing, overloads)), is_composite)
 
 
 class RecordedOps:
@@ -186,8 +181,8 @@ class RecordedOps:
             return self._walk(event.children, replace(place, function=event.name.removesuffix("Backward")))
         if not place.has_graph:
             self._note_last_product(event.children)
-        elif any(each.name == "aten::detach" for each in _inside(event.children)):
-            self.doubt = PASS_WITH_GRAPH  # only checkpointing detaches tensors inside torch's own nodes
+        elif _detaches(event.children):  # inside torch's own nodes, only checkpointing does that
+            self.doubt = PASS_WITH_GRAPH
         return self._walk(event.children, place)
 
     def _note_last_product(self, events: list[Any]) -> None:
@@ -282,12 +277,8 @@ def _frozen(value: Any, instead: Any) -> Any:
     return value if value is not None else tuple(instead) if isinstance(instead, list) else instead
 
 
-def _inside(events: Iterable[Any]) -> Iterator[Any]:
-    waiting = list(events)
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting += event.children
+def _detaches(events: Iterable[Any]) -> bool:
+    return any(each.name == "aten::detach" or _detaches(each.children) for each in events)
 
 
 def _settled(place: _Surroundings, is_grad_on: bool) -> _Surroundings:
@@ -329,11 +320,15 @@ def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConventi
     if func is None or formula is None:
         return None
     named = dict(zip((each.name for each in op_schema(func).arguments), values, strict=True))
-    call = OpCall(func, named, _result(func, named), attention)
-    try:
-        return flops_of_call(call, formula)
-    except Exception:  # the formula needs values, or an argument that is not recorded
-        return None
+    call, out = OpCall(func, named, None), named.get("out")  # a result that is written into an argument is that one
+    with suppress(Exception):  # no kernel for tensors without memory, or an argument is not recorded
+        if "out" not in named:
+            args, kwargs = unbind(call)
+            with torch.no_grad():
+                out = func(*args, **kwargs)
+    with suppress(Exception):  # the formula needs values, or an argument that is not recorded
+        return flops_of_call(replace(call, out=out, attention=attention), formula)
+    return None
 
 
 def _stand_in(value: Any) -> Any:
@@ -349,15 +344,3 @@ def _fits(func: OpOverload, values: list[Any]) -> bool:
         value is None or isinstance(value, list) or isinstance(value, torch.Tensor) == ("Tensor" in str(argument.type))
         for argument, value in zip(schema, values, strict=True)
     )
-
-
-def _result(func: OpOverload, named: dict[str, Any]) -> Any:
-    """Return the result of a call, without values. A result that is written into an argument is that argument."""
-    if "out" in named:
-        return named["out"]
-    try:
-        args, kwargs = unbind(OpCall(func, named, None))
-        with torch.no_grad():
-            return func(*args, **kwargs)
-    except Exception:  # no kernel for tensors without memory, or an argument is not recorded
-        return None

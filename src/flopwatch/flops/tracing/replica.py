@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.outside import names_in
 from flopwatch.random_state import same_random_states
-from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
+from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import hook_tables
 from flopwatch.torch_internals.ops import modes_off
 
@@ -33,10 +33,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class _Now(threading.local):
-    """Path of each module that runs in this thread, and the id of the backward pass that called it."""
+    """The paths of the modules that run in this thread."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, int | None]] = [("", None)]
+        self.paths = [""]
 
 
 class ModuleStack:
@@ -56,22 +56,17 @@ class ModuleStack:
 
     @property
     def current(self) -> str:
-        return self._now.calls[-1][0]
-
-    @property
-    def entered_in(self) -> int | None:
-        """The id of the backward pass in which the running module was called, -1 outside of one; None without any."""
-        return self._now.calls[-1][1]
+        return self._now.paths[-1]
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        self._now.calls.append((path, current_graph_task_id()))
+        self._now.paths.append(path)
         has_returned = False
         try:
             yield
             has_returned = True
         finally:
-            self._now.calls.pop()
+            self._now.paths.pop()
             if not has_returned:
                 self.failed_in = self.failed_in or path  # the innermost module raises first
 
