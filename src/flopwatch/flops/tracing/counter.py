@@ -103,18 +103,17 @@ Phase = Literal["forward", "backward", "recompute"]
 
 class Tally:
     def __init__(self) -> None:
-        # The outer keys are (op, module, compute type), the inner keys are phases.
-        self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        # The keys are op, module, compute type and phase.
+        self._flops: Counter[tuple[str, str, str, str]] = Counter()
         self._counted_calls = 0
         self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
         self._notes: dict[str, None] = {}
 
     def add(self, op: str, module: str, phase: Phase, flops: OpFlops) -> None:
         self._counted_calls += 1
-        cell = self._flops[op, module, flops.dtype or UNKNOWN_TYPE]
-        cell[phase] += flops.needed
+        self._flops[op, module, flops.dtype or UNKNOWN_TYPE, phase] += flops.needed
         # Extra FLOPs count like recomputation: the hardware executes them, but the model does not need them.
-        cell["recompute"] += flops.extra
+        self._flops[op, module, flops.dtype or UNKNOWN_TYPE, "recompute"] += flops.extra
         self.note(flops.note)
 
     def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -126,9 +125,7 @@ class Tally:
             self._notes[text] = None
 
     def add_to(self, other: "Tally") -> None:
-        for key, cell in self._flops.items():
-            for phase, flops in cell.items():
-                other._flops[key][phase] += flops
+        other._flops.update(self._flops)
         other._counted_calls += self._counted_calls
         other._uncounted += self._uncounted
         other._notes |= self._notes
@@ -158,8 +155,8 @@ class Tally:
 
     def _grouped(self, part: int) -> dict[str, PhaseFlops]:
         groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
-        for key, cell in self._flops.items():
-            groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
+        for key, flops in self._flops.items():
+            groups[key[part]] += PhaseFlops(**{key[-1]: flops})
         return dict(groups)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from flopwatch.flops.formulas.registry import OpFlops, find_formula
-from flopwatch.flops.tracing.counter import Phase, Tally
+from flopwatch.flops.tracing.counter import Tally
 from flopwatch.flops.tracing.custom_functions import Values, storage_of, written
 from flopwatch.flops.tracing.live import SeenRegion
 from flopwatch.flops.tracing.live_mode import PassingMode, StepCount, by_scale
@@ -56,15 +56,19 @@ def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes |
     if seen.is_in_optimizer or region.writes_weights:
         return replace(count, optimizer=count.optimizer + region.forward.phases.total)
     forward = region.forward
-    scales: list[Mapping[Scale, int]] = []
-    if seen.phase != "forward":
-        forward = _moved(forward, seen.phase)
-    if seen.phase != "recompute":
-        scales.append(by_scale(region.forward_scales, axes))
+    if seen.phase != "forward":  # it was called in a backward pass
+        forward = replace(
+            forward,
+            phases=PhaseFlops(**{seen.phase: forward.phases.total}),
+            by_dtype={name: PhaseFlops(**{seen.phase: flops.total}) for name, flops in forward.by_dtype.items()},
+            by_op={name: PhaseFlops(**{seen.phase: flops.total}) for name, flops in forward.by_op.items()},
+        )
     if seen.may_skip:
         forward = replace(forward, knows_executed=False)
     parts = [count, forward, *[region.backward] * seen.backwards]
-    scales += [by_scale(region.backward_scales, axes)] * seen.backwards
+    scales = [by_scale(region.backward_scales, axes)] * seen.backwards
+    if seen.phase != "recompute":
+        scales.append(by_scale(region.forward_scales, axes))
     return replace(
         count,
         phases=sum((part.phases for part in parts), PhaseFlops()),
@@ -76,20 +80,6 @@ def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes |
         failure=next((part.failure for part in parts if part.failure), None),
         doubt=next((part.doubt for part in parts if part.doubt), None),
         knows_executed=all(part.knows_executed for part in parts),
-    )
-
-
-def _moved(count: StepCount, phase: Phase) -> StepCount:
-    """The forward pass of compiled code that is called in a backward pass."""
-
-    def moved(flops: PhaseFlops) -> PhaseFlops:
-        return PhaseFlops(**{phase: flops.total})
-
-    return replace(
-        count,
-        phases=moved(count.phases),
-        by_dtype={name: moved(flops) for name, flops in count.by_dtype.items()},
-        by_op={name: moved(flops) for name, flops in count.by_op.items()},
     )
 
 

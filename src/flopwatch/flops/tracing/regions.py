@@ -63,7 +63,12 @@ class Region:
         ]
         self.autocast: AutocastState = current_autocast()
         self.counts: dict[Any, Any] = {}
-        self.sources = _sources(self.inputs)
+        sources: dict[Any, _Source] = {}
+        for argument, spec in enumerate(self.inputs):
+            for dim, size in enumerate(() if spec is None else spec.sizes):
+                if not isinstance(size, int) and size.is_symbol:
+                    sources.setdefault(size, _Source(size, argument, None if spec and spec.dtype is None else dim))
+        self.sources = tuple(sources.values())
         self._weight = next((place for place, spec in enumerate(self.inputs) if spec and spec.is_weight), None)
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -122,15 +127,6 @@ def _expression(size: Any) -> Any:
 
 def number(size: Any, values: Mapping[Any, int]) -> int:
     return size if isinstance(size, int) else int(size.subs(values))
-
-
-def _sources(inputs: Sequence[InputSpec | None]) -> tuple[_Source, ...]:
-    found: dict[Any, _Source] = {}
-    for argument, spec in enumerate(inputs):
-        for dim, size in enumerate(() if spec is None else spec.sizes):
-            if not isinstance(size, int) and size.is_symbol:
-                found.setdefault(size, _Source(size, argument, None if spec and spec.dtype is None else dim))
-    return tuple(found.values())
 
 
 @dataclass
