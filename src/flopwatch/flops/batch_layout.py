@@ -75,7 +75,6 @@ class Layout:
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """Return the value of each variable (`n`, `s`, ...) in `batch`; None if the batch does not fit this layout."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -238,7 +237,6 @@ class Sample:
 
     @property
     def shortest(self) -> int:
-        """The shortest sequence length that keeps all image placeholders."""
         ids = tensors_of(self.one).get("input_ids")
         if ids is None or not self.image_tokens or ids.dim() != 2:
             return 1

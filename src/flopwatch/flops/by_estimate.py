@@ -39,7 +39,6 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """Positions of one sample that attend to each other, reduced by the convolutions so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:
@@ -297,7 +296,6 @@ def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product
 
 
 def _layer(path: str) -> str:
-    """Return the path up to the layer's number: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])

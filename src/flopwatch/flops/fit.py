@@ -98,7 +98,6 @@ class ShapeCounts:
     def law(
         self, coefficients: dict[str, dict[str, Any]], domain: dict[str, tuple[int, int]], note: str = ""
     ) -> FlopLaw:
-        """Return a FLOP law with these coefficients; without coefficients, it counts each shape when needed."""
         layout = self.sample.layout
         self.example_shape(layout)
         lengths = domain.get("s")

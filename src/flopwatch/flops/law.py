@@ -32,7 +32,6 @@ class StepShape:
 
     @classmethod
     def of(cls, values: Mapping[str, int], grids: tuple[Grid, ...] = ()) -> "StepShape":
-        """The shape with these values of a layout's variables; without samples, the batch is one."""
         others = tuple((name, values[name]) for name in LENGTHS[1:] if name in values)
         return cls(values.get(SAMPLES, 1), values.get("s"), grids, others)
 

@@ -138,7 +138,6 @@ def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
 
 
 def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
-    """The shapes whose three matrices fit into half of the free memory on CUDA, or into 1 GiB on other devices."""
     most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _MOST_BYTES_OFF_CUDA
     sizes = {(m, k, n): dtype.itemsize * (m * k + k * n + m * n) for m, k, n in SHAPES}
     return [shape for shape, size in sizes.items() if size <= most] or [SHAPES[0]]

@@ -319,7 +319,6 @@ def cache_key(device: str, unit_count: int | None, dtype: str) -> str:
 
 
 def read_cached_peak(key: str) -> Peak | None:
-    """The peak that is cached under `key`; None if there is none, or if the file cannot be read."""
     try:
         peak = Peak(**read_object(cache_path())[key])
         is_usable = peak.flops_per_s > 0 and peak.kind == "measured"
@@ -329,7 +328,6 @@ def read_cached_peak(key: str) -> Peak | None:
 
 
 def write_cached_peak(key: str, peak: Peak) -> None:
-    """Cache a peak; does nothing if the folder cannot be written."""
     path = cache_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

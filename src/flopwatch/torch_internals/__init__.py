@@ -82,7 +82,6 @@ def check_countable() -> None:
 
 
 def untested_release() -> str | None:
-    """Return a sentence if flopwatch was not tested with this release of torch, otherwise None."""
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if TESTED_WITH[0] <= release <= TESTED_WITH[1]:
         return None

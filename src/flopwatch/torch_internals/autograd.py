@@ -95,7 +95,6 @@ def at_end_of_backward(callback: Callable[[], object]) -> bool:
 
 
 def saves_through_hooks() -> bool:
-    """Whether hooks for saved tensors are active. `disable_saved_tensors_hooks` raises an error while they are."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(""):
             return False
@@ -180,13 +179,11 @@ def compiled_original(value: Any) -> nn.Module | None:
 
 
 def is_compiled_function(value: Any) -> bool:
-    """Whether `torch.compile` has made this function: its code is in the compiler's file."""
     code = getattr(value, "__code__", None)
     return code is not None and code.co_filename == getattr(sys.modules.get(_COMPILER), "__file__", None)
 
 
 def requested_compilations() -> Mapping[Any, Any] | None:
-    """Torch's table of requested compilations; None if the compiler is not loaded."""
     compiler = sys.modules.get(_COMPILER)
     if compiler is None:
         return None

@@ -69,7 +69,6 @@ transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level",
 
 
 def is_in_transform() -> bool:
-    """Whether the code runs inside of a transformation of `torch.func`, such as `vmap`."""
     return transform_level() is not None
 
 

@@ -61,26 +61,18 @@ class AttentionSizes:
     note: str | None = None
 
 
-@formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")
-def _heads_first_forward(call: OpCall) -> OpFlops | None:
-    return None if _has_paged_keys(call) else forward_flops(_heads_first_sizes(call))
-
-
-@formula(*(name + "_backward" for name in _HEADS_FIRST))
-def _heads_first_backward(call: OpCall) -> OpFlops:
-    return backward_flops(_heads_first_sizes(call), call.needs_grad)
-
-
-@formula(
-    *_POSITIONS_FIRST, *(name + "_forward" for name in _POSITIONS_FIRST), *(name + "_fwd" for name in _POSITIONS_FIRST)
+formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")(
+    lambda call: None if _has_paged_keys(call) else forward_flops(_heads_first_sizes(call))
 )
-def _positions_first_forward(call: OpCall) -> OpFlops | None:
-    return None if _has_paged_keys(call) else forward_flops(_positions_first_sizes(call))
-
-
-@formula(*(name + "_backward" for name in _POSITIONS_FIRST), *(name + "_bwd" for name in _POSITIONS_FIRST))
-def _positions_first_backward(call: OpCall) -> OpFlops:
-    return backward_flops(_positions_first_sizes(call), call.needs_grad)
+formula(*(name + "_backward" for name in _HEADS_FIRST))(
+    lambda call: backward_flops(_heads_first_sizes(call), call.needs_grad)
+)
+formula(*(name + kind for name in _POSITIONS_FIRST for kind in ("", "_forward", "_fwd")))(
+    lambda call: None if _has_paged_keys(call) else forward_flops(_positions_first_sizes(call))
+)
+formula(*(name + kind for name in _POSITIONS_FIRST for kind in ("_backward", "_bwd")))(
+    lambda call: backward_flops(_positions_first_sizes(call), call.needs_grad)
+)
 
 
 def forward_flops(sizes: AttentionSizes) -> OpFlops:

@@ -428,7 +428,6 @@ def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) 
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """If there are two factors, return for each its `role` and `value`, and the `role` and `size` of the other."""
     if len(factors) != 2:
         return []
     return [(one.role, one.value, other.role, other.size) for one, other in permutations(factors)]

@@ -58,7 +58,6 @@ def obstacle() -> str | None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured now, of which a count must not be a part."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

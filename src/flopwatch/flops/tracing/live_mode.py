@@ -346,7 +346,6 @@ class PassingMode(CountingMode):
         sys.setprofile(leave)
 
     def add(self, name: str, flops: OpFlops) -> None:
-        """Add the FLOPs of an op; those of the optimizer itself are kept apart."""
         if self.optimizer.is_running:
             self.optimizer.flops += flops.needed + flops.extra
             return
@@ -368,7 +367,6 @@ def _holds(kind: type, types: tuple[type, ...]) -> bool:
 
 
 def _codes_of(closure: Any) -> tuple[CodeType, ...]:
-    """The code of a function, of a method, of what `functools.partial` wraps, or of an object's `__call__`."""
     function = inspect.unwrap(getattr(closure, "func", closure))
     called: tuple[Any, ...] = getattr(function, "__func__", function), vars(type(function)).get("__call__")
     return tuple(each.__code__ for each in called if hasattr(each, "__code__"))

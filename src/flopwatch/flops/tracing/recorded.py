@@ -269,7 +269,6 @@ class RecordedOps:
 
 
 def _frozen(value: Any, instead: Any) -> Any:
-    """Return an argument in a form that can be a key; a list of numbers is in `instead`."""
     if hasattr(value, "sizes"):
         return _Tensor(tuple(value.sizes), value.dtype) if value.layout is torch.strided else UNKNOWN
     if isinstance(value, list):
