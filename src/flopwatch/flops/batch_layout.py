@@ -8,6 +8,7 @@ so `fit.py` verifies them by counting the FLOPs of batches with other values of 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -316,23 +317,16 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
     taken = map_tensors(row, cut)
     for pixels, grid in FLAT_IMAGES.items():
         if isinstance(batch, Mapping) and pixels in batch and grid in batch:
-            own = _images_of_row(batch[pixels], batch[grid], layout.sizes[SAMPLES], index)
-            taken = {**taken, pixels: own[0], grid: own[1]}
+            images, samples = len(batch[grid]), layout.sizes[SAMPLES]
+            if images % samples:
+                raise InputError(
+                    f"the batch has {images} images for {samples} samples, so flopwatch cannot tell which image "
+                    "belongs to which sample; pass a batch in which every sample has the same number of images"
+                )
+            first, last = index * images // samples, (index + 1) * images // samples
+            ends = [0, *accumulate(prod(each) for each in batch[grid].tolist())]
+            taken = {**taken, pixels: batch[pixels][ends[first] : ends[last]], grid: batch[grid][first:last]}
     return taken
-
-
-def _images_of_row(
-    pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if grids.shape[0] % batch_size:
-        raise InputError(
-            f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
-            "belongs to which sample; pass a batch in which every sample has the same number of images"
-        )
-    per_row = grids.shape[0] // batch_size
-    patches = [prod(grid) for grid in grids.tolist()]
-    first, last = index * per_row, (index + 1) * per_row
-    return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:

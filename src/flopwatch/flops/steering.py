@@ -18,9 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.flops.batch_contents import tensors_of
-from flopwatch.flops.formulas.registry import find_formula
+from flopwatch.flops.formulas.registry import find_formula, tensors_in
 from flopwatch.flops.tracing.counter import Execute
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import FlopCount
 from flopwatch.torch_internals.autograd import frames_from
 from flopwatch.torch_internals.ops import FakeTensor, OpOverload, op_name

@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention, noop_mask
 from torch.overrides import TorchFunctionMode
 
-from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula
-from flopwatch.flops.tree import leaves_of
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula, leaves_of
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals.ops import (
     FUSED_SDP_CHOICE,

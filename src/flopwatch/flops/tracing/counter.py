@@ -23,12 +23,12 @@ from flopwatch.flops.formulas.registry import (
     bind,
     compute_type,
     find_formula,
+    tensors_in,
     type_of_product,
 )
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 from flopwatch.torch_internals import check_countable
 from flopwatch.torch_internals.autograd import (

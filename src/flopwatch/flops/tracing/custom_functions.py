@@ -23,8 +23,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from flopwatch.flops.formulas.matrices import FACTORS
-from flopwatch.flops.formulas.registry import bind
-from flopwatch.flops.tree import leaves_of, tensors_in
+from flopwatch.flops.formulas.registry import bind, leaves_of, tensors_in
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 
 from flopwatch.errors import UntraceableError
-from flopwatch.flops.formulas.registry import bind
-from flopwatch.flops.tree import leaves_of, map_tensors_in
+from flopwatch.flops.formulas.registry import bind, leaves_of, map_tensors_in
 from flopwatch.torch_internals.ops import (
     CTC_LOSS,
     CTC_LOSS_BACKWARD,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flopwatch.flops.formulas.registry import tensors_in
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.counter import Phase
 from flopwatch.flops.tracing.kernels import watch_launches
@@ -22,7 +23,6 @@ from flopwatch.flops.tracing.live_mode import RISKY as RISKY
 from flopwatch.flops.tracing.live_mode import StepCount as StepCount
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.scaling import Axes
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.torch_internals import why_not_countable
 from flopwatch.torch_internals.autograd import recorded_operations, requested_compilations, sequence_nr

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from flopwatch.flops.formulas.free_ops import RISKY as RISKY_OPS
 from flopwatch.flops.formulas.free_ops import costs_nothing, may_differ_under_a_mode
-from flopwatch.flops.formulas.registry import OpCall, OpFlops, bind, find_formula
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, bind, find_formula, tensors_in
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.counter import (
     METADATA_OPS,
@@ -29,7 +29,6 @@ from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
 from flopwatch.flops.tracing.passes import is_inside_mode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
 from flopwatch.torch_internals.autograd import (

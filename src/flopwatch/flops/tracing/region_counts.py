@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from flopwatch.flops.formulas.registry import OpFlops, find_formula
+from flopwatch.flops.formulas.registry import OpFlops, find_formula, tensors_in
 from flopwatch.flops.tracing.counter import Tally
 from flopwatch.flops.tracing.custom_functions import Values, storage_of, written
 from flopwatch.flops.tracing.live import SeenRegion
@@ -19,7 +19,6 @@ from flopwatch.flops.tracing.live_mode import PassingMode, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast
 from flopwatch.flops.tracing.regions import InputSpec, Region, number, spec_of
 from flopwatch.flops.tracing.scaling import Axes, Product, Scale
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
 from flopwatch.torch_internals import apart
