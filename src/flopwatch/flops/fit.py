@@ -251,19 +251,17 @@ def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law
     A value that the model's code reads need not change the FLOPs, so batches with other values are counted to find out.
     """
     steered = {*own.steered_by, *own.values_read}
-    reason = None
     if CHANCE in steered:
         reason = "a random draw changes the FLOPs, so a count is right for one draw only"
     elif WEIGHTS in steered:
         reason = "the values of activations change the FLOPs, so a count is right for one batch only"
     else:
         harmless = {"image_grid_thw"} if law.sample_grids and law.coefficients else set()
-        for name in sorted(steered - harmless):
-            if name in own.steered_by or _depends_on_values(name, batch, counts, own):
-                reason = f"the values of {name!r} change the FLOPs, so a count is right for one batch only"
-                break
-    if reason is None:
-        return law
+        names = sorted(steered - harmless)
+        found = (name for name in names if name in own.steered_by or _depends_on_values(name, batch, counts, own))
+        if (name := next(found, None)) is None:
+            return law
+        reason = f"the values of {name!r} change the FLOPs, so a count is right for one batch only"
     counts.doubts[reason] = None
     return replace(
         counts.law({}, {}), doubts=tuple(counts.doubts), notes=(reason, *law.notes), per_batch=True, exact=False

@@ -85,25 +85,6 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
     return OpFlops(2 * sizes.pairs * widths, 2 * sizes.pairs * (executed - widths), sizes.note)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    query: Any
-    key: Any
-    value: Any
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def is_fused(self) -> bool:
-        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
-        with modes_off():
-            tensors = map(_stand_in, (self.query, self.key, self.value, self.attn_mask))
-            choice = FUSED_SDP_CHOICE(*tensors, self.dropout_p, self.is_causal, enable_gqa=self.enable_gqa)
-        return bool(choice != int(SDPBackend.MATH.value))
-
-
 def _stand_in(tensor: Any) -> torch.Tensor | None:
     """Return a real tensor of the same shape. All its rows share the memory of one row."""
     if tensor is None:
@@ -257,19 +238,37 @@ class WholeAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            call = AttentionCall(*args, **kwargs)
-            if not call.is_fused():
-                operands = map(_under_autocast, (call.query, call.key, call.value))
-                sizes = partial(
-                    _sizes_under, self._attention, call.query, call.key, call.value, call.attn_mask, call.is_causal
-                )
-                counted = _Counted((_WHOLE_ATTENTION, _WHOLE_ATTENTION), sizes, self._add)
-                return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
+            out = self._products(*args, **kwargs)
+            if out is not None:
+                return out
         if is_flex_attention(func):
             return self._flex(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad and is_flex_device_check(sys._getframe(1)):
             return False
         return func(*args, **kwargs)
+
+    def _products(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """Attention that torch would run as plain products; None if it has a fused kernel for it."""
+        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
+        with modes_off():
+            tensors = map(_stand_in, (query, key, value, attn_mask))
+            choice = FUSED_SDP_CHOICE(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa)
+        if choice != int(SDPBackend.MATH.value):
+            return None
+        sizes = partial(_sizes_under, self._attention, query, key, value, attn_mask, is_causal)
+        counted = _Counted((_WHOLE_ATTENTION, _WHOLE_ATTENTION), sizes, self._add)
+        operands = map(_under_autocast, (query, key, value))
+        return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
 
     def _flex(self, query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any) -> Any:
         buffers = leaves_of((rest, named))

@@ -94,8 +94,6 @@ def _is_trainable(value: Any) -> bool:
 
 def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out losses that another loss depends on, because the backward pass of the other one includes them."""
-    if len(losses) == 1:
-        return losses
     seen: set[Any] = {None}  # None is the `grad_fn` of an output that is a parameter, not a loss
     waiting: list[Any] = [loss.grad_fn for loss in losses.values()]
     while waiting:
