@@ -88,14 +88,6 @@ class Layout:
                 return None
         return found
 
-    def with_own_length(self, path: str) -> "Layout | None":
-        free = next((name for name in LENGTHS if name not in self.sizes), None)
-        moved = [slot for slot in self.slots if slot.path == path and slot.variable in self.lengths]
-        if free is None or not moved:
-            return None
-        slots = tuple(replace(slot, variable=free) if slot in moved else slot for slot in self.slots)
-        return replace(self, slots=slots, sizes={**self.sizes, free: moved[0].size})
-
     def paths_along(self, variable: str) -> list[str]:
         return list(dict.fromkeys(slot.path for slot in self.slots if slot.variable == variable))
 

@@ -18,6 +18,7 @@ from torch import nn
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError
 from flopwatch.flops.batch_contents import altered_batches, read_shape
 from flopwatch.flops.batch_layout import (
+    LENGTHS,
     SAMPLES,
     Grid,
     Layout,
@@ -290,14 +291,17 @@ def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCo
     """
     if "s" not in layout.sizes or layout.sizes["s"] < 3:
         return layout
-    _, *others = layout.paths_along("s")
-    for path in others:
-        apart = layout.with_own_length(path) if path != "attention_mask" else None
-        if apart is None:
+    length = layout.sizes["s"]
+    for path in layout.paths_along("s")[1:]:
+        added = next((name for name in LENGTHS if name not in layout.sizes), None)
+        if path == "attention_mask" or added is None:
             continue
-        added = next(name for name in apart.lengths if name not in layout.sizes)
+        slots = tuple(
+            replace(slot, variable=added) if slot.path == path and slot.variable in layout.lengths else slot
+            for slot in layout.slots
+        )
+        apart = replace(layout, slots=slots, sizes={**layout.sizes, added: length})
         sample = replace(take_sample(model, batch, layout), layout=apart)
-        length = layout.sizes["s"]
         try:
             count(sample.batch({SAMPLES: 2, "s": length - 1, added: length}))
         except MeasurementError:

@@ -215,7 +215,11 @@ def measure_peak(
     if not seconds > 0:
         raise InputError(f"seconds={seconds!r} must be a positive number, such as 3")
     facts = read_device(device)
-    compute_dtype = _measurable_dtype(facts, dtype)
+    asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
+    can = [each for each in MEASURABLE if each != "tf32" or facts.kind == "cuda"]
+    if asked not in can:
+        raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
+    compute_dtype: str = asked
     key = _cache_key(facts, compute_dtype)
     known = None if refresh else read_cached_peak(key)
     if known is not None:
@@ -244,14 +248,6 @@ def measure_peak(
 def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
     """The peak that `measure_peak` has measured on this device before; None without one. Measures nothing."""
     return read_cached_peak(_cache_key(read_device(device), dtype))
-
-
-def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> str:
-    asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
-    can = [key for key in MEASURABLE if key != "tf32" or facts.kind == "cuda"]
-    if asked not in can:
-        raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
-    return asked
 
 
 def _cache_key(facts: DeviceFacts, dtype: str) -> str:

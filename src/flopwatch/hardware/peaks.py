@@ -346,7 +346,5 @@ def fastest_measured(device: str, unit_count: int | None, dtype: str) -> Peak | 
 
 def advice_to_measure(dtypes: tuple[str, ...] | list[str]) -> str | None:
     """The command that measures these types; None if none of them can be measured."""
-    known = [dtype for dtype in dtypes if dtype in MEASURABLE]
-    return (
-        None if dtypes and not known else " ".join(["flopwatch peak --measure", *(f"--dtype {d}" for d in known[:1])])
-    )
+    known = [f" --dtype {dtype}" for dtype in dtypes if dtype in MEASURABLE]
+    return None if dtypes and not known else "flopwatch peak --measure" + "".join(known[:1])
