@@ -167,9 +167,12 @@ class Copies:
             return self._remember(value, value.clone_state())
         if isinstance(value, threading.local) or (hasattr(kind, "__del__") and not _is_read_on(value)):
             return self._share(value)
-        is_data = isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader | torch.optim.Optimizer)
-        is_shared = is_data or f"{kind.__module__}.".startswith(_SHARED)
-        if value in (sys.stdout, sys.stderr) if isinstance(value, io.IOBase | RemovableHandle) else is_shared:
+        if isinstance(value, io.IOBase | RemovableHandle):
+            is_shared = value in (sys.stdout, sys.stderr)
+        else:
+            is_data = isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader | torch.optim.Optimizer)
+            is_shared = is_data or f"{kind.__module__}.".startswith(_SHARED)
+        if is_shared:
             return self._remember(value, value)
         if hasattr(kind, "cache_clear"):  # a function with functools.lru_cache
             return self._remember(value, self._outside.cached(value))
