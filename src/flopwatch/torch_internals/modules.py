@@ -31,8 +31,8 @@ class LocalBatchNorm(nn.SyncBatchNorm):
 @functools.cache
 def hook_tables() -> tuple[str, ...]:
     """Attributes in which a module keeps its forward and backward hooks, and their options."""
-    ways = ("_forward", "_backward")
-    return tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and name.startswith(ways))
+    tables = (name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
+    return tuple(name for name in tables if name.lstrip("_").startswith(("forward", "backward")))
 
 
 COMPILED_CALL = declare("torch.nn.Module._compiled_call_impl")
