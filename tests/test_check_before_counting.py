@@ -6,14 +6,14 @@ from torch.nn.modules import module as torch_module
 
 from flopwatch.torch_internals import why_not_countable
 from flopwatch.torch_internals.autograd import engine_code
-from flopwatch.torch_internals.modules import module_tables
+from flopwatch.torch_internals.modules import hook_tables
 
 KINDS = ("parameter", "buffer", "module")
 
 
 def looked_anew():
     """All that is looked for once per process, without what was found before."""
-    return why_not_countable.__wrapped__(), module_tables.__wrapped__(), engine_code.__wrapped__()
+    return why_not_countable.__wrapped__(), hook_tables.__wrapped__(), engine_code.__wrapped__()
 
 
 def test_a_backward_that_the_training_has_replaced_is_not_called(monkeypatch):

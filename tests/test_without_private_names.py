@@ -253,7 +253,7 @@ def call_user_compiler(monkeypatch):
     from torch._dynamo.output_graph import OutputGraph
 
     monkeypatch.delattr(OutputGraph, "call_user_compiler")
-    monkeypatch.setattr(regions, "state", regions.State())
+    monkeypatch.setattr(regions, "state", regions.Listening())
     regions.install()
     assert regions.state.missed == regions.UNSEEN
 
@@ -272,7 +272,7 @@ def aot_autograd(monkeypatch):
 
     monkeypatch.setattr(OutputGraph, "call_user_compiler", OutputGraph.call_user_compiler)
     monkeypatch.setattr(autograd, "_AOT", "_absent")
-    monkeypatch.setattr(regions, "state", regions.State())
+    monkeypatch.setattr(regions, "state", regions.Listening())
     regions.install()
     assert regions.state.missed == regions.UNSEEN
 

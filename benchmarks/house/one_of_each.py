@@ -53,7 +53,9 @@ def _parses_stat(module: Module) -> Iterator[str]:
 
 def _validates_json(module: Module) -> Iterator[str]:
     checks = re.findall(r"def _(?:is|are)_\w+\(value: Any\) -> bool", module.text)
-    if {"get_type_hints(", "get_origin("} <= set(re.findall(r"\bget_\w+\(", module.text)) or len(checks) >= _LEAST_CHECKS:
+    if {"get_type_hints(", "get_origin("} <= set(re.findall(r"\bget_\w+\(", module.text)) or len(
+        checks
+    ) >= _LEAST_CHECKS:
         yield module.name
 
 

@@ -7,12 +7,15 @@ and switches the sink off, and the training and the other sinks continue.
 Checked with transformers 5.22.2, Opacus 1.6.0, lightning 2.6, tensorboard 2.21, wandb 0.31 and mlflow 3.17.
 """
 
+import contextlib
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.optional import require
@@ -25,9 +28,8 @@ SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.di
 def find_trainer(callback: Any) -> Any:
     """The Hugging Face `Trainer` that is calling this callback, or None if it is not found.
 
-    A `Trainer` does not pass itself to its callbacks. So this searches the call stack for a `self` whose
-    `callback_handler` holds the callback. If no `Trainer` is found, the callback logs step times and losses, but no
-    tokens and no FLOPs, and warns about that.
+    A `Trainer` does not pass itself to its callbacks, so the call stack is searched for a `self` whose
+    `callback_handler` holds the callback. Without it, the callback logs no tokens and no FLOPs, and warns about that.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -42,9 +44,8 @@ def find_trainer(callback: Any) -> Any:
 def guarded_part(trainer: Any) -> str:
     """The name of the `Trainer` method to wrap, so that an exception in it closes the monitor.
 
-    Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. In releases without it, only
-    exceptions in the public `training_step` close the monitor immediately; after other exceptions, the monitor is
-    closed when the next training begins.
+    Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. In releases without it, these
+    close the monitor when the next training begins.
     """
     return "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
 
@@ -52,15 +53,12 @@ def guarded_part(trainer: Any) -> str:
 def lightning_logs_this_step(trainer: Any) -> bool:
     """Whether Lightning is about to write a row to its loggers.
 
-    Lightning's own callbacks read `trainer._logger_connector.should_update_logs` too. In releases without it, the
-    documented rule `global_step % log_every_n_steps == 0` is used. With several optimizers that rule selects other
-    steps, because `global_step` counts the steps of all optimizers.
+    In releases without `trainer._logger_connector.should_update_logs`, the documented rule is used. It selects other
+    steps with several optimizers, because `global_step` counts the steps of all.
     """
     due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
-    if due is None:
-        every = trainer.log_every_n_steps
-        return bool(every and trainer.global_step % every == 0)
-    return bool(due)
+    every = trainer.log_every_n_steps
+    return bool(every and trainer.global_step % every == 0 if due is None else due)
 
 
 def lightning_row_writer(trainer: Any) -> Any:
@@ -76,8 +74,7 @@ def lightning_row_writer(trainer: Any) -> Any:
 def without_fabric_wrapper(model: Any) -> Any:
     """The model that `fabric.setup` has wrapped, or `model` itself if it is not wrapped.
 
-    The signature of the model's `forward` tells which parts of a batch the model takes; Fabric's wrapper accepts any
-    arguments. Fabric's public `is_wrapped` is asked first, because a user's model may have an attribute `module` too.
+    Fabric's public `is_wrapped` is asked first, because a user's model may have an attribute `module` too.
     """
     for name in ("lightning.fabric", "lightning_fabric"):
         is_wrapped = getattr(sys.modules.get(name), "is_wrapped", None)
@@ -103,8 +100,7 @@ class EventFormat:
 def wandb_run_hider(wandb: Any) -> Callable[[Any], None]:
     """A function that removes a run from W&B's list of active runs.
 
-    If the training calls `wandb.init` later, W&B returns a run from that list, even for another project. So without
-    `remove_active_run` the sink must not start a run.
+    If the training calls `wandb.init` later, W&B returns a run from that list, even for another project.
 
     Raises:
         FlopwatchError: This release of wandb has no `remove_active_run`.
@@ -121,9 +117,8 @@ def wandb_run_hider(wandb: Any) -> Callable[[Any], None]:
 def is_lost_wandb_service(error: Exception) -> bool:
     """Whether the error means that W&B's background process has exited.
 
-    A request that was waiting for an answer then raises an error of `wandb.sdk.mailbox`, which W&B does not export;
-    every later request raises ConnectionError. If a release renames that module, the sink reports W&B's own error, and
-    `finish` may print a traceback at the end.
+    A request that was waiting for an answer then raises an error of `wandb.sdk.mailbox`, every later one
+    ConnectionError. If a release renames that module, the sink reports W&B's own error.
     """
     return isinstance(error, ConnectionError) or "wandb.sdk.mailbox" in type(error).__module__
 
@@ -168,3 +163,25 @@ def mlflow_client(uri: str, timeout_seconds: float) -> Any:
             return answer
 
     return OneTry(partial(require("mlflow.utils.credentials", "mlflow").get_default_host_creds, uri))
+
+
+class RayRecords(NamedTuple):
+    """Calls of Ray's key-value store."""
+
+    put: Callable[..., Any]
+    get: Callable[[bytes], bytes | None]
+    delete: Callable[[bytes], Any]
+
+
+@functools.cache
+def ray_records() -> RayRecords | None:
+    """Ray's key-value store, in which each task of a sweep records its node; None in a release without it.
+
+    The runner needs the nodes, because Ray does not end a task whose node has lost its connection. Without them, it
+    notices this as late as Ray does, and does not withdraw queued tasks.
+    """
+    names = ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del")
+    with contextlib.suppress(ImportError):
+        store = import_module("ray.experimental.internal_kv")
+        return RayRecords(*(getattr(store, name) for name in names)) if all(hasattr(store, n) for n in names) else None
+    return None

@@ -122,20 +122,14 @@ def _flops(model: nn.Module, batch_size: int, seq_length: int, mode: str) -> int
     if mode == "estimate":
         return count_flops(model, batch, method="estimate").model_flops
     if mode == "smart":
-        law = _law(model, batch)
+        known, now = _laws.get(model), _fingerprint(model)
+        if known is None or known[0] != now:
+            known = _laws[model] = (now, fit_flops_law(model, batch))
+        law = known[1]
         has_length = law.seq_lens is not None
         if law.coefficients and (not has_length or law.covers(seq_length)):
             return law.model_flops(batch_size, seq_length if has_length else None)
     return count_flops(model, batch).model_flops
-
-
-def _law(model: nn.Module, batch: object) -> FlopLaw:
-    """The polynomial that gives the model's FLOPs from the batch shape; fitted again if the model has changed."""
-    known = _laws.get(model)
-    now = _fingerprint(model)
-    if known is None or known[0] != now:
-        known = _laws[model] = (now, fit_flops_law(model, batch))
-    return known[1]
 
 
 def _fingerprint(model: nn.Module) -> int:

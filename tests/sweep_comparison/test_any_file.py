@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from flopwatch.cli.trials.tracking import trial_run
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.small_forms import to_json
-from flopwatch.cli.trials.tracking import trial_run
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.compared import sweeps_compared
 from flopwatch.report.comparison import compare_sweeps

@@ -5,15 +5,12 @@ dimensions of all tensors, in order). One formula for the FLOPs of a step serves
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from flopwatch.errors import InputError
@@ -90,36 +87,22 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
         flat = value.reshape(-1)
         some = flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), hash(some.tobytes())
-    if callable(value) or isinstance(value, type):
-        # Two functions with the same code can differ in their closure values, so these values are described too.
-        own_values = _described([*_closed_over(value)], sizes, depth + 1)
-        return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict):
-        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
-        names = [slot for own in slots for slot in ((own,) if isinstance(own, str) else own)]
-        held = {slot: getattr(value, slot) for slot in names if hasattr(value, slot)}
-    if not held:
-        return "object", name
+    if callable(value) or not isinstance(held, dict):
+        return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None))
     return "parts", name, tuple((key, _described(item, sizes, depth + 1)) for key, item in held.items())
 
 
-def _closed_over(function: Any) -> Iterator[Any]:
-    if isinstance(function, partial):
-        yield from (function.func, list(function.args), function.keywords)
-    yield from getattr(function, "__defaults__", None) or ()
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # the closure cell is empty
-            yield cell.cell_contents
+def tensors_of(batch: Any, path: str = "", depth: int = 0, *, in_objects: bool = False) -> dict[str, torch.Tensor]:
+    """Return all tensors by their path, such as `targets.0.boxes`; a batch that is one tensor has the path `0`.
 
-
-def tensors_of(batch: Any, path: str = "", depth: int = 0) -> dict[str, torch.Tensor]:
-    """Return all tensors by their path, such as `targets.0.boxes`; a batch that is one tensor has the path `0`."""
+    Objects of other classes than lists, dicts and dataclasses are searched if `in_objects` is True.
+    """
     if isinstance(batch, torch.Tensor):
         return {path or "0": batch}
     found: dict[str, torch.Tensor] = {}
-    for name, child in _children(batch, depth):
-        found |= tensors_of(child, inside(path, name), depth + 1)
+    for name, child in _children(batch, depth) or (_attributes(batch, depth) if in_objects else ()):
+        found |= tensors_of(child, inside(path, name), depth + 1, in_objects=in_objects)
     return found
 
 
@@ -139,6 +122,12 @@ def _children(value: Any, depth: int) -> list[tuple[Any, Any]]:
     return []
 
 
+def _attributes(value: Any, depth: int) -> list[tuple[str, Any]]:
+    # Loaders and data sets yield batches, but are not batches.
+    is_other = callable(value) or isinstance(value, ModuleType | DataLoader | Dataset | Iterator)
+    return [] if depth > _DEEPEST or is_other else list(getattr(value, "__dict__", {}).items())
+
+
 def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: str = "", depth: int = 0) -> Any:
     """Return a copy of the batch in which `change(path, tensor)` replaces each tensor.
 
@@ -146,21 +135,16 @@ def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], path: st
     """
     if isinstance(batch, torch.Tensor):
         return change(path or "0", batch)
-    changed = {
-        name: map_tensors(child, change, inside(path, name), depth + 1) for name, child in _children(batch, depth)
-    }
-    return _rebuilt(batch, changed) if changed else batch
-
-
-def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
-    if isinstance(original, Mapping):
+    items = {name: map_tensors(child, change, inside(path, name), depth + 1) for name, child in _children(batch, depth)}
+    if not items:
+        return batch
+    if isinstance(batch, Mapping):
         return items
-    if isinstance(original, list):
+    if isinstance(batch, list):
         return list(items.values())
-    if isinstance(original, tuple):
-        values = items.values()
-        return type(original)(*values) if hasattr(original, "_fields") else tuple(values)
-    twin = copy.copy(original)
+    if isinstance(batch, tuple):
+        return type(batch)(*items.values()) if hasattr(batch, "_fields") else tuple(items.values())
+    twin = copy.copy(batch)
     for name, item in items.items():
         object.__setattr__(twin, name, item)
     return twin
@@ -170,7 +154,6 @@ MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_id
 """Arguments whose dimension 1 is a sequence, the most important one first. `input_values` is raw audio."""
 FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 """Maps the argument with the patches of all images to the argument with the images' sizes in patches, as in Qwen-VL."""
-_DEEPEST_SEARCHED = 8
 _MOST_KEYS = 12
 
 
@@ -196,7 +179,9 @@ def read_shape(batch: Any) -> BatchShape:
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     samples = len(first) if is_list and tensors_of(first) else None
     if not tensors:
-        tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
+        tensors = tensors_of(batch) or {
+            str(at): each for at, each in enumerate(tensors_of(batch, in_objects=True).values())
+        }
     if not tensors:
         raise InputError(
             f"the batch holds no tensor (got {_content(batch)}); pass what the model is called with: a tensor, a tuple "
@@ -217,26 +202,6 @@ def read_shape(batch: Any) -> BatchShape:
         return BatchShape(1, None)
     are_token_ids = first.dim() == 2 and not first.is_floating_point()
     return BatchShape(first.shape[0], first.shape[1] if are_token_ids else None)
-
-
-def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth > 0:
-        for part in _parts_of(value):
-            yield from tensors_inside(part, depth - 1)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, str | bytes | int | float | type | ModuleType | nn.Module) or callable(value):
-        return ()
-    if isinstance(value, DataLoader | Dataset | Iterator):  # these yield batches, but are not batches
-        return ()
-    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _content(batch: Any) -> str:

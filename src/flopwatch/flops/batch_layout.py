@@ -8,6 +8,7 @@ so `fit.py` verifies them by counting the FLOPs of batches with other values of 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -33,7 +34,7 @@ LENGTHS = ("s", "t", "u")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LayoutSlot:
     """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None.
 
     The size is fixed if it has no `variable`; otherwise it is the variable's value times `factor`, such as 3 for three
@@ -63,7 +64,7 @@ class Layout:
     """
 
     structure: Any
-    slots: tuple[Slot, ...]
+    slots: tuple[LayoutSlot, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -75,7 +76,6 @@ class Layout:
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """Return the value of each variable (`n`, `s`, ...) in `batch`; None if the batch does not fit this layout."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -87,14 +87,6 @@ class Layout:
             elif rest or found.setdefault(slot.variable, value) != value:
                 return None
         return found
-
-    def with_own_length(self, path: str) -> "Layout | None":
-        free = next((name for name in LENGTHS if name not in self.sizes), None)
-        moved = [slot for slot in self.slots if slot.path == path and slot.variable in self.lengths]
-        if free is None or not moved:
-            return None
-        slots = tuple(replace(slot, variable=free) if slot in moved else slot for slot in self.slots)
-        return replace(self, slots=slots, sizes={**self.sizes, free: moved[0].size})
 
     def paths_along(self, variable: str) -> list[str]:
         return list(dict.fromkeys(slot.path for slot in self.slots if slot.variable == variable))
@@ -110,17 +102,16 @@ def _pieces(value: Any, structure: Any) -> list[tuple[Any, Any, Any]]:
     if kind == "list":
         return [(index, *each) for index, each in enumerate(zip(value, structure[1], strict=True))]
     if kind == "parts":
-        held = value if isinstance(value, dict) else None
-        return [(name, getattr(value, name) if held is None else held[name], inner) for name, inner in structure[2]]
+        return [(name, vars(value)[name], inner) for name, inner in structure[2]]
     return []
 
 
-def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None:
+def _add_slots(value: Any, path: str, found: list[LayoutSlot], structure: Any) -> None:
     if structure[0] == "tensor":
         is_integer = not (value.is_floating_point() or value.is_complex())
-        found += [Slot(path or "0", dim, size, is_integer, value.dim()) for dim, size in enumerate(value.shape)]
+        found += [LayoutSlot(path or "0", dim, size, is_integer, value.dim()) for dim, size in enumerate(value.shape)]
     elif structure[0] == "items":
-        found.append(Slot(path, None, len(value)))
+        found.append(LayoutSlot(path, None, len(value)))
     for name, item, inner in _pieces(value, structure):
         _add_slots(item, inside(path, name), found, inner)
 
@@ -128,7 +119,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 def suggest_layouts(batch: Any) -> list[Layout]:
     """Return guesses at which sizes of a batch vary, from the guess with the most variables to that with the fewest."""
     structure, shape = describe(batch).structure, read_shape(batch)
-    slots: list[Slot] = []
+    slots: list[LayoutSlot] = []
     _add_slots(batch, "", slots, structure)
     for index, slot in enumerate(slots):
         factor = _rows_per_sample(slot, shape.batch_size)
@@ -143,7 +134,7 @@ def suggest_layouts(batch: Any) -> list[Layout]:
     return [layout for index, layout in enumerate(tried) if layout not in tried[:index]]
 
 
-def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
+def _rows_per_sample(slot: LayoutSlot, batch_size: int) -> int | None:
     if slot.name in FLAT_IMAGES or slot.name in FLAT_IMAGES.values():
         return slot.size // batch_size if slot.dim == 0 and slot.size % batch_size == 0 else None
     if slot.dim not in (0, None) or (slot.dim is None and "." in slot.path):
@@ -239,7 +230,6 @@ class Sample:
 
     @property
     def shortest(self) -> int:
-        """The shortest sequence length that keeps all image placeholders."""
         ids = tensors_of(self.one).get("input_ids")
         if ids is None or not self.image_tokens or ids.dim() != 2:
             return 1
@@ -304,7 +294,12 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
         return batch
     factors = {slot.path: slot.factor for slot in layout.slots if slot.variable == SAMPLES}
     lists = {slot.path for slot in layout.slots if slot.dim is None and slot.path in factors}
-    row = _one_of_lists(batch, lists, index)
+    row = batch
+    if lists and isinstance(batch, Mapping):
+        row = {name: [item[index]] if name in lists else item for name, item in batch.items()}
+    elif lists:
+        items = [[item[index]] if str(position) in lists else item for position, item in enumerate(batch)]
+        row = tuple(items) if isinstance(batch, tuple) else items
 
     def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
         if path not in factors or path in lists:
@@ -314,32 +309,16 @@ def one_sample(batch: Any, layout: Layout, index: int) -> Any:
     taken = map_tensors(row, cut)
     for pixels, grid in FLAT_IMAGES.items():
         if isinstance(batch, Mapping) and pixels in batch and grid in batch:
-            own = _images_of_row(batch[pixels], batch[grid], layout.sizes[SAMPLES], index)
-            taken = {**taken, pixels: own[0], grid: own[1]}
+            images, samples = len(batch[grid]), layout.sizes[SAMPLES]
+            if images % samples:
+                raise InputError(
+                    f"the batch has {images} images for {samples} samples, so flopwatch cannot tell which image "
+                    "belongs to which sample; pass a batch in which every sample has the same number of images"
+                )
+            first, last = index * images // samples, (index + 1) * images // samples
+            ends = [0, *accumulate(prod(each) for each in batch[grid].tolist())]
+            taken = {**taken, pixels: batch[pixels][ends[first] : ends[last]], grid: batch[grid][first:last]}
     return taken
-
-
-def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
-    if not lists:
-        return batch
-    if isinstance(batch, Mapping):
-        return {name: [item[index]] if name in lists else item for name, item in batch.items()}
-    items = [[item[index]] if str(position) in lists else item for position, item in enumerate(batch)]
-    return tuple(items) if isinstance(batch, tuple) else items
-
-
-def _images_of_row(
-    pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if grids.shape[0] % batch_size:
-        raise InputError(
-            f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
-            "belongs to which sample; pass a batch in which every sample has the same number of images"
-        )
-    per_row = grids.shape[0] // batch_size
-    patches = [prod(grid) for grid in grids.tolist()]
-    first, last = index * per_row, (index + 1) * per_row
-    return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:

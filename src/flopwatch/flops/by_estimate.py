@@ -8,7 +8,7 @@ left out. docs/accuracy.md has the measured errors per architecture.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -39,7 +39,6 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """The number of positions of one sample that attend to each other, reduced by the convolutions so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:
@@ -51,9 +50,14 @@ class Stream:
     def conv_positions(self, path: str, module: nn.Module) -> int:
         """Return at how many positions of one sample a convolution or pooling runs; set `size` for the next module."""
         dims = len(self.size)
-        kernel, stride, padding, dilation = (
-            _sides(module, name, dims) for name in ("kernel_size", "stride", "padding", "dilation")
-        )
+
+        def sides(name: str) -> list[int]:
+            value = getattr(module, name, 1)
+            if isinstance(value, str):  # padding="same" or "valid"
+                return [0] * dims
+            return [value] * dims if isinstance(value, int) else list(value)
+
+        kernel, stride, padding, dilation = map(sides, ("kernel_size", "stride", "padding", "dilation"))
         if not dims or len(kernel) != dims:
             return max(1, self.positions // max(1, self.batch_size))
         # A shortcut runs in parallel to the convolution that is listed before it, so both have the same input.
@@ -75,12 +79,13 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
+    config = getattr(model, "config", None)
     # The vision tower merges neighbouring patches before they enter the language model.
-    side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
+    side = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
     share = side**2 if isinstance(side, int) else 1
     merged = Stream(image.batch_size, image.positions // share, image.attended // share)
     streams = {"text": text, "image": image, "merged": merged}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         target = batch.get("decoder_input_ids", batch.get("labels"))
         streams["encoder"] = image if "input_features" in batch else text
         if isinstance(target, torch.Tensor):
@@ -90,15 +95,13 @@ def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream
 
 def stream_of(path: str, streams: Mapping[str, Stream]) -> str:
     """Return which stream (such as `text` or `image`) a module processes, judged by the module's path."""
-    parts = path.lower().split(".")
-    if any(word in part for part in parts for word in ("merger", "projector")):
+    path = path.lower()
+    if "merger" in path or "projector" in path:
         return "merged"
-    if any(
-        word in part for part in parts for word in ("vision", "visual", "image", "patch", "vit", "resnet", "convnext")
-    ):
+    if any(word in path for word in ("vision", "visual", "image", "patch", "vit", "resnet", "convnext")):
         return "image"
     if "decoder" in streams:
-        return "encoder" if "encoder" in parts else "decoder"
+        return "encoder" if "encoder" in path.split(".") else "decoder"
     return "text" if streams["text"].positions else "image"
 
 
@@ -133,13 +136,6 @@ def _image_stream(model: nn.Module, batch: Mapping[str, Any], text: Stream) -> S
     return Stream(pixels.shape[0], pixels.shape[0] * patches_per_image, patches_per_image, size)
 
 
-def _sides(module: nn.Module, name: str, dims: int) -> list[int]:
-    value = getattr(module, name, 1)
-    if isinstance(value, str):  # padding="same" or "valid"
-        return [0] * dims
-    return [value] * dims if isinstance(value, int) else list(value)
-
-
 # Names in transformers' configs for the number of active experts per token.
 _ACTIVE_EXPERTS = (
     *("num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_top_k", "num_selected_experts"),
@@ -170,7 +166,13 @@ def count_by_estimate(model: nn.Module, batch: Any, options: CountOptions) -> Fl
     by_module: dict[str, PhaseFlops] = {}
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     any_trained_before = any(own.requires_grad for module in embeddings for own in module.parameters(recurse=False))
-    trained_norms = _layers_with_trained_norms(model)
+    # A norm runs first in its layer, so all products of a layer with a trained norm need input gradients.
+    trained_norms = {
+        _layer(path)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "weight" and parameter.dim() == 1 and parameter.requires_grad
+    }
     for product in _in_order(products, scores):
         any_trained_before = any_trained_before or _layer(product.module) in trained_norms
         backward = int(any_trained_before) * product.multiply_adds
@@ -209,38 +211,28 @@ def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterato
         if isinstance(module, _POOLINGS):
             stream.conv_positions(path, module)
         for name, weight in module.named_parameters(recurse=False):
-            per_token = _weights_per_token(model, path, module, name, weight)
-            if not per_token:
+            if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
             if isinstance(module, _CONVOLUTIONS):
                 positions = stream.batch_size * stream.conv_positions(path, module)
-            else:
-                positions = stream.linear_positions(path)
-            yield _Product(path, int(positions * per_token), weight.requires_grad)
-
-
-def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
-    if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return 0
-    if isinstance(module, _CONVOLUTIONS):
-        return prod(weight.shape)
-    if weight.dim() == 3:
-        # If the first dimension is 1, this is a class token or a position table. Otherwise the weight stacks experts.
-        return prod(weight.shape) * _active_share(model, weight.shape[0]) if weight.shape[0] > 1 else 0
-    if ".experts." in f".{path}." and path.rpartition("experts.")[2][:1].isdigit():
-        siblings = len(list(model.get_submodule(path.rpartition("experts.")[0] + "experts").children()))
-        return prod(weight.shape) * _active_share(model, siblings)
-    return prod(weight.shape)
+                yield _Product(path, positions * prod(weight.shape), weight.requires_grad)
+                continue
+            per_token: float = prod(weight.shape)
+            if weight.dim() == 3:
+                # If the first dimension is 1, this is a class token or a position table. Otherwise it stacks experts.
+                per_token *= _active_share(model, weight.shape[0]) if weight.shape[0] > 1 else 0
+            elif ".experts." in f".{path}." and path.rpartition("experts.")[2][:1].isdigit():
+                siblings = model.get_submodule(path.rpartition("experts.")[0] + "experts").children()
+                per_token *= _active_share(model, len(list(siblings)))
+            if per_token:
+                yield _Product(path, int(stream.linear_positions(path) * per_token), weight.requires_grad)
 
 
 def _active_share(model: nn.Module, experts: int) -> float:
     config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        for name in _ACTIVE_EXPERTS:
-            active = getattr(holder, name, None)
-            if isinstance(active, int):
-                return min(1.0, active / experts)
-    return 1.0
+    holders = config, getattr(config, "text_config", None)
+    active = (getattr(holder, name, None) for holder in holders for name in _ACTIVE_EXPERTS)
+    return next((min(1.0, each / experts) for each in active if isinstance(each, int)), 1.0)
 
 
 def _attention_products(
@@ -268,9 +260,11 @@ def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
     if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
         return None
     children = {name.lower(): child for name, child in module.named_children()}
-    outgoing = next((_features(children[name])[0] for name in _OUTPUT if name in children), None)
-    query = next((_features(children[name])[1] for name in _QUERY if name in children), None)
-    value = next((_features(children[name])[1] for name in _VALUE if name in children), None)
+
+    def width(names: Sequence[str], side: int) -> int | None:
+        return next((_features(children[name])[side] for name in names if name in children), None)
+
+    outgoing, query, value = width(_OUTPUT, 0), width(_QUERY, 1), width(_VALUE, 1)
     fused = any("qkv" in name or name in ("query_key_value", "c_attn", "in_proj") for name in children)
     if query is None and not fused:
         return None
@@ -301,18 +295,7 @@ def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product
     return ordered + waiting
 
 
-def _layers_with_trained_norms(model: nn.Module) -> set[str]:
-    """Return the layers with a trained norm. The norm runs first, so all products of its layer need input gradients."""
-    return {
-        _layer(path)
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if name == "weight" and parameter.dim() == 1 and parameter.requires_grad
-    }
-
-
 def _layer(path: str) -> str:
-    """Return the path up to the layer's number: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])

@@ -4,7 +4,7 @@ A padded batch is counted twice: with padding, for the FLOPs that the hardware e
 model needs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -52,11 +52,27 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     rows = [one_sample(batch, layout, index) for index in range(layout.sizes[SAMPLES])]
     for variable, of_rows in columns.items():
         rows = [select_positions(row, layout, variable, own) for row, own in zip(rows, of_rows, strict=True)]
-    keys = [_cost_key(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
+    # If values decide the FLOPs, each row is counted by itself.
+    keys = [
+        (
+            index if count.steered_by else None,
+            tuple(len(own[index]) for own in columns.values()),
+            str(grids_of(row)),
+            str(row.get("video_grid_thw")),
+        )
+        for index, row in enumerate(rows)
+    ]
+
+    def sum_of_rows() -> int:
+        cost = {key: counted(rows[keys.index(key)]).model_flops for key in dict.fromkeys(keys)}
+        return sum(cost[key] for key in keys)
+
     # The FLOPs of single rows do not add up if samples are compared with each other, as in a contrastive loss.
-    is_additive = _is_additive(batch, rows, counted, count)
+    one = counted(with_full_masks(one_sample(batch, suggest_layouts(batch)[-1], 0)))
+    executed = count.forward_flops + count.backward_flops
+    is_additive = executed == len(rows) * (one.forward_flops + one.backward_flops)
     if len(set(keys)) <= _MOST_ROWS_COUNTED and is_additive:
-        return _sum_of_rows(rows, keys, counted)
+        return sum_of_rows()
     # Single rows have no padding, so neither does the batch that the law is fitted to. The attention kernel may be
     # another one with padding, and with it the FLOPs.
     law = fit_flops_law(
@@ -67,7 +83,7 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
         training=options.training,
     )
     if is_additive and not law.exact:
-        return _sum_of_rows(rows, keys, counted)
+        return sum_of_rows()
     if not law.exact or law.layout is None:
         raise MeasurementError(
             f"the samples' FLOPs do not add up to the batch's, and no exact formula was found ({'; '.join(law.notes)})"
@@ -78,11 +94,6 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     ]
     needed = law.phase_flops_of_rows(lengths, image_grids=grids_of(batch) or None)
     return needed.forward + needed.backward
-
-
-def _sum_of_rows(rows: Sequence[Any], keys: Sequence[Any], counted: Any) -> int:
-    cost = {key: counted(rows[keys.index(key)]).model_flops for key in dict.fromkeys(keys)}
-    return sum(cost[key] for key in keys)
 
 
 def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
@@ -105,18 +116,6 @@ def target_lengths(labels: torch.Tensor) -> torch.Tensor:
     """Return the length of each row up to its last label that the loss does not ignore; at least 1."""
     positions = torch.ones_like(labels).cumsum(1)
     return ((labels != IGNORED_LABEL) * positions).amax(1).clamp(min=1)
-
-
-def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
-    lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
-    return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
-
-
-def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
-    layout = suggest_layouts(batch)[-1]
-    executed = count.forward_flops + count.backward_flops
-    one = counted(with_full_masks(one_sample(batch, layout, 0)))
-    return bool(executed == len(rows) * (one.forward_flops + one.backward_flops))
 
 
 def with_full_masks(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError
 from flopwatch.flops.batch_contents import altered_batches, read_shape
 from flopwatch.flops.batch_layout import (
+    LENGTHS,
     SAMPLES,
     Grid,
     Layout,
@@ -27,7 +28,7 @@ from flopwatch.flops.batch_layout import (
     suggest_layouts,
     take_sample,
 )
-from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name, term_value
+from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, summed, term_name, term_value
 from flopwatch.flops.live_formula import solve
 from flopwatch.flops.methods import count_as_is
 from flopwatch.flops.steering import CHANCE, WEIGHTS
@@ -98,7 +99,6 @@ class ShapeCounts:
     def law(
         self, coefficients: dict[str, dict[str, Any]], domain: dict[str, tuple[int, int]], note: str = ""
     ) -> FlopLaw:
-        """Return a FLOP law with these coefficients; without coefficients, it counts each shape when needed."""
         layout = self.sample.layout
         self.example_shape(layout)
         lengths = domain.get("s")
@@ -215,7 +215,10 @@ def _first_that_holds(
     for suggested in layouts:
         try:
             layout = separate_lengths(model, batch, counts.count, suggested)
-            counts.sample = take_sample(model, batch, layout, _longest_row(batch, layout))
+            mask, longest = batch.get("attention_mask") if isinstance(batch, dict) else None, 0
+            if mask is not None and mask.dim() == 2 and mask.device.type != "meta" and SAMPLES in layout.sizes:
+                longest = int((mask != 0).sum(1).argmax()) % layout.sizes[SAMPLES]
+            counts.sample = take_sample(model, batch, layout, longest)
             example = counts.example_shape(layout)
             attempts = list(_attempts(model, counts.sample, example, runs_for_real=own.method == "step"))
         except FlopwatchError as error:
@@ -230,7 +233,11 @@ def _first_that_holds(
                 reason, takes_shapes = f"the model fails on another shape: {error}", False
                 break
             if coefficients and wrong is None:
-                return counts.law(coefficients, _domain(attempt))
+                shapes = [shape.values for shape in (*attempt.fitted, *attempt.held_out)]
+                met = {name: [values[name] for values in shapes if name in values] for name in shapes[0]}
+                domain = {name: (min(values), max(values)) for name, values in met.items()}
+                # The formula holds for one sample too, even if batch norm would reject such a shape.
+                return counts.law(coefficients, domain | {SAMPLES: (1, domain[SAMPLES][1])})
             reason = f"no polynomial predicts the FLOPs of the shape {wrong.values}" if wrong else reason
         # The model accepts these shapes, but no formula predicts their FLOPs. Varying fewer sizes would not help.
         if takes_shapes:
@@ -245,19 +252,17 @@ def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law
     A value that the model's code reads need not change the FLOPs, so batches with other values are counted to find out.
     """
     steered = {*own.steered_by, *own.values_read}
-    reason = None
     if CHANCE in steered:
         reason = "a random draw changes the FLOPs, so a count is right for one draw only"
     elif WEIGHTS in steered:
         reason = "the values of activations change the FLOPs, so a count is right for one batch only"
     else:
         harmless = {"image_grid_thw"} if law.sample_grids and law.coefficients else set()
-        for name in sorted(steered - harmless):
-            if name in own.steered_by or _depends_on_values(name, batch, counts, own):
-                reason = f"the values of {name!r} change the FLOPs, so a count is right for one batch only"
-                break
-    if reason is None:
-        return law
+        names = sorted(steered - harmless)
+        found = (name for name in names if name in own.steered_by or _depends_on_values(name, batch, counts, own))
+        if (name := next(found, None)) is None:
+            return law
+        reason = f"the values of {name!r} change the FLOPs, so a count is right for one batch only"
     counts.doubts[reason] = None
     return replace(
         counts.law({}, {}), doubts=tuple(counts.doubts), notes=(reason, *law.notes), per_batch=True, exact=False
@@ -286,14 +291,17 @@ def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCo
     """
     if "s" not in layout.sizes or layout.sizes["s"] < 3:
         return layout
-    _, *others = layout.paths_along("s")
-    for path in others:
-        apart = layout.with_own_length(path) if path != "attention_mask" else None
-        if apart is None:
+    length = layout.sizes["s"]
+    for path in layout.paths_along("s")[1:]:
+        added = next((name for name in LENGTHS if name not in layout.sizes), None)
+        if path == "attention_mask" or added is None:
             continue
-        added = next(name for name in apart.lengths if name not in layout.sizes)
+        slots = tuple(
+            replace(slot, variable=added) if slot.path == path and slot.variable in layout.lengths else slot
+            for slot in layout.slots
+        )
+        apart = replace(layout, slots=slots, sizes={**layout.sizes, added: length})
         sample = replace(take_sample(model, batch, layout), layout=apart)
-        length = layout.sizes["s"]
         try:
             count(sample.batch({SAMPLES: 2, "s": length - 1, added: length}))
         except MeasurementError:
@@ -302,20 +310,15 @@ def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCo
     return layout
 
 
-def _longest_row(batch: Any, layout: Layout) -> int:
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if mask is None or mask.dim() != 2 or mask.device.type == "meta" or SAMPLES not in layout.sizes:
-        return 0
-    return int((mask != 0).sum(1).argmax()) % layout.sizes[SAMPLES]
-
-
 def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_real: bool) -> Iterator[_Attempt]:
     """Yield formulas to try: first with the terms that nearly every model needs, then with more terms."""
     layout = sample.layout
     if SAMPLES not in layout.sizes:
         return
     lengths = layout.lengths
-    powers = _monomials(lengths)
+    # The exponents of all products of lengths up to degree two: 1, s, s², t, s·t, t², ...
+    degrees = sorted(power for power in product(range(3), repeat=len(lengths)) if sum(power) <= 2)
+    powers = [{name: power for name, power in zip(lengths, each, strict=True) if power} for each in degrees]
     levels = {name: _levels(sample, name) for name in lengths}
     points = [{name: levels[name][power.get(name, 0)] for name in lengths} for power in powers]
     first, second = (1, 2) if lengths else (2, 3)  # batch norm without a sequence needs two samples
@@ -327,20 +330,20 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
     fitted = [at(first, point) for point in points] + [at(second, points[0])]
     held_out = [example, *_held_out(model, sample, levels, at, runs_for_real=runs_for_real)]
     if sample.grids and sample.image_tokens:
-        more_terms, more_fitted, more_held_out = _with_images(sample)
-        terms, fitted, held_out = [*terms, *more_terms], [*fitted, *more_fitted], [*held_out, *more_held_out]
+        side = sample.merge
+        # 40 more positions are enough: the largest images need 30 placeholders, and 3 text tokens around them.
+        length = _range_of(sample, "s")[1] + 40
+        small, wide, long = (1, 2 * side, 2 * side), (1, 3 * side, 4 * side), (1, side, 5 * side)
+        terms += IMAGE_TERMS
+        fitted += [StepShape(1, length, grids) for grids in ((small,), (wide,), (small, small))]
+        held_out.append(StepShape(2, length, (long, long)))
+        held_out.append(StepShape(1, length, ((1, 4 * side, 6 * side), (1, 2 * side, 3 * side))))
     yield _Attempt(terms, fitted, held_out)
     if lengths:
         once = [power for power in powers if power]
         more = [at(second, point) for point, power in zip(points, powers, strict=True) if power]
         yield _Attempt([*terms, *map(term_name, once)], [*fitted, *more], held_out)
     yield _Attempt([*terms, "sample pairs"], [*fitted, at(4, points[0])], held_out)
-
-
-def _monomials(lengths: Sequence[str]) -> list[dict[str, int]]:
-    """Return the exponents of all products of lengths up to degree two: 1, s, s², t, s·t, t², ..."""
-    degrees = [power for power in product(range(3), repeat=len(lengths)) if sum(power) <= 2]
-    return [{name: power for name, power in zip(lengths, each, strict=True) if power} for each in sorted(degrees)]
 
 
 def _range_of(sample: Sample, name: str) -> tuple[int, int]:
@@ -387,28 +390,6 @@ def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
     return sorted(found)[:_MOST_EDGES]
 
 
-def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepShape]]:
-    side = sample.merge
-    fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
-    other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
-    # 40 more positions are enough: the largest images need 30 placeholders, and 3 text tokens around them.
-    length = _range_of(sample, "s")[1] + 40
-
-    fitted = [StepShape(1, length, tuple(grids)) for grids in fit_grids]
-    held_out = [StepShape(2, length, tuple(other_grids[0]) * 2), StepShape(1, length, tuple(other_grids[1]))]
-    return list(IMAGE_TERMS), fitted, held_out
-
-
-def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
-    met: dict[str, list[int]] = {}
-    for shape in (*attempt.fitted, *attempt.held_out):
-        for name, value in shape.values.items():
-            met.setdefault(name, []).append(value)
-    domain = {name: (min(values), max(values)) for name, values in met.items()}
-    # The formula also holds for one sample, even if no such shape was counted because batch norm would reject it.
-    return domain | {SAMPLES: (1, domain[SAMPLES][1])}
-
-
 def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]:
     measured = [counts(shape) for shape in attempt.fitted]
     matrix = [[term_value(term, shape) for term in attempt.terms] for shape in attempt.fitted]
@@ -422,4 +403,7 @@ def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]
 
 def _is_wrong(counts: ShapeCounts, shape: StepShape, coefficients: dict[str, dict[str, Any]]) -> bool:
     flops = counts(shape)
-    return any(evaluate(coefficients.get(phase, {}), shape) != getattr(flops, phase) for phase in PHASES)
+    return any(
+        summed(coefficients.get(phase, {}), lambda term: term_value(term, shape)) != getattr(flops, phase)
+        for phase in PHASES
+    )

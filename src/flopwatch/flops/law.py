@@ -32,7 +32,6 @@ class StepShape:
 
     @classmethod
     def of(cls, values: Mapping[str, int], grids: tuple[Grid, ...] = ()) -> "StepShape":
-        """The shape with these values of a layout's variables; without samples, the batch is one."""
         others = tuple((name, values[name]) for name in LENGTHS[1:] if name in values)
         return cls(values.get(SAMPLES, 1), values.get("s"), grids, others)
 
@@ -241,7 +240,7 @@ class FlopLaw:
             raise InputError(
                 "this model has no formula for its FLOPs; call model_flops(lengths=...), which counts each sample"
             )
-        return PhaseFlops(*(int(_sum(self.coefficients.get(phase, {}), amount)) for phase in PHASES))
+        return PhaseFlops(*(int(summed(self.coefficients.get(phase, {}), amount)) for phase in PHASES))
 
     def covers(self, seq_len: int | None) -> bool:
         """Return whether this sequence length lies in the range that was verified."""
@@ -293,14 +292,15 @@ class FlopLaw:
             return self.sample_grids * samples
         if not self.sample_grids:
             raise InputError("leave `image_grids` out: this FLOP law was fitted on a batch without image_grid_thw")
-        return tuple(map(_grid, image_grids))
+        for grid in image_grids:
+            if len(grid) != 3:
+                raise InputError(f"an image grid must be (frames, rows, columns), got {tuple(grid)!r}")
+            for side in grid:
+                _size("a side of an image grid", int(side))
+        return tuple((int(t), int(h), int(w)) for t, h, w in image_grids)
 
 
-def evaluate(coefficients: Mapping[str, Fraction], shape: StepShape) -> Fraction:
-    return _sum(coefficients, lambda term: term_value(term, shape))
-
-
-def _sum(coefficients: Mapping[str, Fraction], amount: Callable[[str], int]) -> Fraction:
+def summed(coefficients: Mapping[str, Fraction], amount: Callable[[str], int]) -> Fraction:
     return sum((value * amount(term) for term, value in coefficients.items()), Fraction(0))
 
 
@@ -308,10 +308,3 @@ def _size(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{what} must be a positive whole number, got {value!r}")
     return value
-
-
-def _grid(grid: Sequence[int]) -> Grid:
-    if len(grid) != 3:
-        raise InputError(f"an image grid must be (frames, rows, columns), got {tuple(grid)!r}")
-    t, h, w = (_size("a side of an image grid", int(side)) for side in grid)
-    return t, h, w

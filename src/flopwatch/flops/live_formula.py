@@ -201,26 +201,23 @@ class FormulaFit:
         if any(len(each.places) > _MOST_VARIABLES for each in variables.values()):
             return None
         kinds = {family: list(_bases(len(variables[family].places))) for family in families}
-        for rounding in _roundings(variables, len(counts)):
+        roundings: list[Mapping[Hashable, Rounding]] = [{}]
+        if len(counts) in _TRIED_AGAIN_AT and len(variables) <= 2:
+            for family, own in variables.items():
+                ways = product(range(len(own.places)), _STRIDES, (1, 0))
+                roundings += [{family: (place, stride, up)} for place, stride, up in ways]
+        for rounding in roundings:
             # Bases of one size for all families: a model and its teacher are polynomials of the same kind.
             for number in range(max(map(len, kinds.values()), default=0)):
                 tried = {
-                    family: _Family(variables[family], own[min(number, len(own) - 1)], rounding.get(family))
-                    for family, own in kinds.items()
+                    family: _Family(variables[family], bases[min(number, len(bases) - 1)], rounding.get(family))
+                    for family, bases in kinds.items()
                 }
                 if rounding and max(len(own.basis) for own in tried.values()) > _FEW_TERMS:
                     break
                 if (found := _solved(counts, tried)) is not None:
                     return found
         return None
-
-
-def _roundings(variables: Mapping[Hashable, _Variables], counts: int) -> Iterator[Mapping[Hashable, Rounding]]:
-    yield {}
-    if counts in _TRIED_AGAIN_AT and len(variables) <= 2:
-        for family, own in variables.items():
-            for place, stride, up in product(range(len(own.places)), _STRIDES, (1, 0)):
-                yield {family: (place, stride, up)}
 
 
 def _solved(

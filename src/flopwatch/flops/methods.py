@@ -59,20 +59,8 @@ def step_obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a parameter, which the step only reads, or a copy of a buffer, which the step may write to."""
-    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-
-
-def _apart(batch: Any) -> Any:
-    """Return the batch with a tensor of its own for each argument, because `Steering` tells arguments apart by it."""
-
-    def own(value: Any) -> Any:
-        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, dict):
-        return {name: own(value) for name, value in batch.items()}
-    return tuple(map(own, batch)) if type(batch) is tuple else batch
+def _own(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def count_by_trace(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
@@ -118,11 +106,18 @@ def _counted(
     stack, steering = ModuleStack(), Steering()
     faker = Faker() if method == "trace" else None
     mode = CountingMode(stack, options.attention, following(faker.execute if faker else run_op, steering))
-    copies = Copies(faker.tensor if faker else _alias, stack)
+    # A real step only reads a parameter, so a view of it is enough. It may write to a buffer.
+    alias = lambda it: it.detach() if isinstance(it, nn.Parameter) else it.detach().clone()  # noqa: E731
+    copies = Copies(faker.tensor if faker else alias, stack)
+    # `Steering` tells arguments apart by their tensors.
+    if isinstance(batch, dict):
+        batch = {name: _own(value) for name, value in batch.items()}
+    elif type(batch) is tuple:
+        batch = tuple(map(_own, batch))
     under = under_autocast(autocast, device_type_of(model, autocast), stand_in=faker is not None)
     # A model that calls `torch.manual_seed` also seeds its own device, though a trace does not use it.
     with undisturbed(parameter.device for parameter in model.parameters()), quiet_fakes(), ExitStack() as contexts:
-        replica, own_batch, loss_fn = copies.all_of(model, _apart(batch), options.loss_fn)
+        replica, own_batch, loss_fn = copies.all_of(model, batch, options.loss_fn)
         steering.name(own_batch, () if faker else (*replica.parameters(), *replica.buffers()))
         for context in (copies.in_place(), failures_named(stack), python_draws(steering)):
             contexts.enter_context(context)
@@ -145,19 +140,15 @@ def count_as_is(model: nn.Module, batch: Any, options: CountOptions) -> FlopCoun
     method = options.method
     if callable(method):
         return _count_by_user(method, batch, options.attention)
-    if method not in get_args(MethodChoice):
+    if method == "trace":
+        return count_by_trace(model, batch, options)
+    if method == "step":
+        return count_by_step(model, batch, options)
+    if method == "estimate":
+        return count_by_estimate(model, batch, options)
+    if method != "auto":
         choices = ", ".join(map(repr, get_args(MethodChoice)))
         raise InputError(f"method must be one of {choices}, or a function that takes a batch, got {method!r}")
-    counters = {
-        "auto": _count_by_first_that_works,
-        "trace": count_by_trace,
-        "step": count_by_step,
-        "estimate": count_by_estimate,
-    }
-    return counters[method](model, batch, options)
-
-
-def _count_by_first_that_works(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:
     try:
         check_countable()
     except MeasurementError as error:

@@ -18,9 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.flops.batch_contents import tensors_of
-from flopwatch.flops.formulas.registry import find_formula
+from flopwatch.flops.formulas.registry import find_formula, tensors_in
 from flopwatch.flops.tracing.counter import Execute
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import FlopCount
 from flopwatch.torch_internals.autograd import frames_from
 from flopwatch.torch_internals.ops import FakeTensor, OpOverload, op_name
@@ -31,7 +30,6 @@ ONE_DRAW = "a random draw decides what the model computes, so another draw may c
 # Attributes set on a tensor during a count: what its values were computed from, and what its size was computed from.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
-# These libraries read tensor values only for checks, positions and logging, which do not change the FLOPs.
 _LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
 _NOTHING: frozenset[str] = frozenset()
 _UNIFORM = "_flopwatch_is_uniform"
@@ -57,8 +55,12 @@ class Steering:
         self.reads: set[str] = set()
 
     def note_read(self, origin: frozenset[str]) -> None:
+        """A library's own code reads values for checks, positions and logging only; the model's may branch on them."""
         if origin:
-            (self.reads if _is_library_reading() else self.sizes).update(origin)
+            names = (str(frame.f_globals.get("__name__", "")) for frame in frames_from(sys._getframe(1)))
+            packages = (name.partition(".")[0] for name in names)
+            package = next((package for package in packages if package not in ("torch", "flopwatch")), None)
+            (self.reads if package is None or package in _LIBRARIES else self.sizes).update(origin)
 
     def add_to(self, count: FlopCount) -> FlopCount:
         notes = (*count.notes, ONE_DRAW) if CHANCE in self.sizes | self.reads else count.notes
@@ -112,13 +114,6 @@ class Steering:
         _mark(real, _ORIGIN, origin)
         for leaf in real if func.overloadpacket in _UNIFORM_DRAWS else ():
             setattr(leaf, _UNIFORM, True)
-
-
-def _is_library_reading() -> bool:
-    """Return whether the code that reads a value belongs to one of `_LIBRARIES`, and not to the model itself."""
-    packages = (str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames_from(sys._getframe(1)))
-    package = next((package for package in packages if package not in ("torch", "flopwatch")), None)
-    return package is None or package in _LIBRARIES
 
 
 def _mark(values: Any, name: str, origin: frozenset[str]) -> None:

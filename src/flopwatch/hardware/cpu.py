@@ -34,8 +34,11 @@ def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> Cpu
 
     Tests pass another folder with `proc` and `sys`, and the logical CPUs to count in place of this process's affinity.
     """
-    blocks = (_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n"))
-    processors = [fields for fields in blocks if fields.get("processor", "").isdigit()]
+    processors = []
+    for block in _text(root / "proc/cpuinfo").split("\n\n"):
+        pairs = (line.partition(":") for line in block.splitlines())
+        fields = {key.strip(): value.strip() for key, _, value in pairs}
+        processors += [fields] if fields.get("processor", "").isdigit() else []
     if not processors:
         return CpuFacts()
     first = processors[0]
@@ -48,11 +51,6 @@ def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> Cpu
         clock_ghz=clock_ghz,
         clock_source=clock_source,
     )
-
-
-def _fields(block: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in block.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int]) -> float | None:

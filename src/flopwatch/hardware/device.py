@@ -1,6 +1,7 @@
 """Reads what torch reports about a device of this machine, and in which type its matmuls are computed now."""
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ def read_device(device: torch.device | str | None = None, torch_module: Any = to
     if wanted.type == "cpu":
         cpu = read_cpu()
         return DeviceFacts(cpu.name, "cpu", None if cpu.core_count is None else math.ceil(cpu.core_count))
-    read = {"cuda": _read_cuda, "xpu": _read_xpu, "mps": _read_mps}.get(wanted.type, _read_other)
     try:
-        return read(wanted, torch_module)
+        return _read(wanted, torch_module)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(
             f"device {str(wanted)!r} cannot be used on this machine: {first_line(error)}; "
@@ -60,40 +60,28 @@ def find_device(device: torch.device | str | None = None, torch_module: Any = to
         ) from error
 
 
-def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
-    properties = torch_module.cuda.get_device_properties(device)
+def _read(device: torch.device, torch_module: Any) -> DeviceFacts:
+    if device.type == "mps":
+        if not torch_module.backends.mps.is_available():
+            raise RuntimeError("torch reports no Metal device")
+        return DeviceFacts(torch_module.backends.mps.get_name(), "mps", torch_module.backends.mps.get_core_count())
+    if device.type not in ("cuda", "xpu"):  # the function that torch's plug-ins share, such as Ascend's torch_npu
+        return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
+    properties = getattr(torch_module, device.type).get_device_properties(device)
+    memory_gib = properties.total_memory / _GIB
+    if device.type == "xpu":
+        return DeviceFacts(properties.name, "xpu", properties.gpu_eu_count // _EUS_PER_XE_CORE, memory_gib)
     is_rocm = torch_module.version.hip is not None
     return DeviceFacts(
         name=properties.name,
         kind="cuda",
         unit_count=properties.multi_processor_count,
-        memory_gib=properties.total_memory / _GIB,
+        memory_gib=memory_gib,
         # CUDA builds of torch have the attribute gcnArchName too, but its value is the product's name.
         gcn_arch=properties.gcnArchName if is_rocm else None,
         compute_capability=None if is_rocm else (properties.major, properties.minor),
         clock_mhz=properties.clock_rate / 1e3,  # clock_rate is in kHz
     )
-
-
-def _read_xpu(device: torch.device, torch_module: Any) -> DeviceFacts:
-    properties = torch_module.xpu.get_device_properties(device)
-    return DeviceFacts(
-        name=properties.name,
-        kind="xpu",
-        unit_count=properties.gpu_eu_count // _EUS_PER_XE_CORE,
-        memory_gib=properties.total_memory / _GIB,
-    )
-
-
-def _read_mps(device: torch.device, torch_module: Any) -> DeviceFacts:
-    if not torch_module.backends.mps.is_available():
-        raise RuntimeError("torch reports no Metal device")
-    return DeviceFacts(torch_module.backends.mps.get_name(), "mps", torch_module.backends.mps.get_core_count())
-
-
-def _read_other(device: torch.device, torch_module: Any) -> DeviceFacts:
-    """Read a device by the functions that torch's plug-ins share, such as `torch.npu` of Ascend's torch_npu."""
-    return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
 
 
 _FIRST_WITH_TF32 = (8, 0)
@@ -119,25 +107,16 @@ def matmul_dtype(
         `bf16`, `fp16`, `tf32`, `fp32`, ..., or None if the weights are stored as integers and autocast is off, because
         the model converts quantised weights to a type that torch does not report.
     """
-    dtype = _autocast_dtype(device_type) or parameter_dtype or torch.get_default_dtype()
+    dtype = parameter_dtype or torch.get_default_dtype()
+    with suppress(RuntimeError):  # torch has no plug-in for this device type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
     if not dtype.is_floating_point:
         return None
-    if dtype is torch.float32 and device_type == "cuda" and _tf32_is_allowed(compute_capability):
-        return "tf32"
-    return canonical_dtype(dtype)
+    has_tf32 = device_type == "cuda" and (compute_capability is None or compute_capability >= _FIRST_WITH_TF32)
+    return "tf32" if dtype is torch.float32 and has_tf32 and _tf32_is_allowed() else canonical_dtype(dtype)
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    try:
-        is_on = torch.is_autocast_enabled(device_type)
-    except RuntimeError:  # torch has no plug-in for this device type
-        return None
-    return torch.get_autocast_dtype(device_type) if is_on else None
-
-
-def _tf32_is_allowed(compute_capability: tuple[int, int] | None) -> bool:
-    if compute_capability is not None and compute_capability < _FIRST_WITH_TF32:
-        return False
+def _tf32_is_allowed() -> bool:
     # `fp32_precision` also reflects the older switches, `allow_tf32` and `set_float32_matmul_precision`. Reading those
     # raises an error after a user has set `fp32_precision`. Torch releases before 2.9 have only the older switches.
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)

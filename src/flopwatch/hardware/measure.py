@@ -1,7 +1,7 @@
 """Measures the achievable peak of a device: the rate of the fastest matmul in a search over shapes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +76,8 @@ def search_best_matmul(
     found: dict[Shape, tuple[float, int]] = {}  # the FLOP/s of each shape, and its matmuls per sample
     for shape in sorted(shapes, key=matmul_flops):
         time_left = start + _SHARE_FOR_SEARCH * seconds - clock()
-        if not found or _expected_seconds(shape, found.values()) <= time_left:
+        one_call = matmul_flops(shape) / max((rate for rate, _ in found.values()), default=math.inf)
+        if not found or 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS) <= time_left:
             found[shape] = _try(time_matmul, shape)
     best = max(found, key=lambda shape: found[shape][0])
     samples: list[float] = []
@@ -108,11 +109,6 @@ def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> floa
     return seconds / calls
 
 
-def _expected_seconds(shape: Shape, found: Iterable[tuple[float, int]]) -> float:
-    one_call = matmul_flops(shape) / max(flops_per_s for flops_per_s, _ in found)
-    return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
-
-
 _TORCH_DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_BYTES_OFF_CUDA = 2**30
 
@@ -142,7 +138,6 @@ def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
 
 
 def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
-    """The shapes whose three matrices fit into half of the free memory on CUDA, or into 1 GiB on other devices."""
     most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _MOST_BYTES_OFF_CUDA
     sizes = {(m, k, n): dtype.itemsize * (m * k + k * n + m * n) for m, k, n in SHAPES}
     return [shape for shape, size in sizes.items() if size <= most] or [SHAPES[0]]
@@ -220,7 +215,11 @@ def measure_peak(
     if not seconds > 0:
         raise InputError(f"seconds={seconds!r} must be a positive number, such as 3")
     facts = read_device(device)
-    compute_dtype = _measurable_dtype(facts, dtype)
+    asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
+    can = [each for each in MEASURABLE if each != "tf32" or facts.kind == "cuda"]
+    if asked not in can:
+        raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
+    compute_dtype: str = asked
     key = _cache_key(facts, compute_dtype)
     known = None if refresh else read_cached_peak(key)
     if known is not None:
@@ -249,14 +248,6 @@ def measure_peak(
 def measured_peak(device: torch.device | str | None, dtype: str) -> Peak | None:
     """The peak that `measure_peak` has measured on this device before; None without one. Measures nothing."""
     return read_cached_peak(_cache_key(read_device(device), dtype))
-
-
-def _measurable_dtype(facts: DeviceFacts, dtype: torch.dtype | str | None) -> str:
-    asked = canonical_dtype(dtype) if dtype is not None else matmul_dtype(facts.kind, None, facts.compute_capability)
-    can = [key for key in MEASURABLE if key != "tf32" or facts.kind == "cuda"]
-    if asked not in can:
-        raise InputError(f"{asked} cannot be measured on a {facts.kind} device; measure one of: {', '.join(can)}")
-    return asked
 
 
 def _cache_key(facts: DeviceFacts, dtype: str) -> str:

@@ -69,7 +69,7 @@ def canonical_dtype(dtype: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class DistinguishingFacts:
     """Facts that distinguish a product from others whose driver reports the same name, or this generic `name`."""
 
     sm_count: Sequence[int] | None = None
@@ -114,9 +114,9 @@ class Accelerator:
     source: str
     confidence: Confidence
     contains: Sequence[str] = ()
-    when: Condition | None = None
+    when: DistinguishingFacts | None = None
     default_for_name: bool | None = None
-    match_generic: Condition | None = None
+    match_generic: DistinguishingFacts | None = None
     sm_count: int | None = None
     torch_multi_processor_count: int | None = None
     notes: str = ""
@@ -130,8 +130,8 @@ class Accelerator:
 def load_accelerators() -> tuple[Accelerator, ...]:
     found = []
     for row in read_table("accelerators.json"):
-        conditions = {name: Condition(**row[name]) for name in ("when", "match_generic") if name in row}
-        found.append(Accelerator(**{**row, **conditions}))
+        facts = {name: DistinguishingFacts(**row[name]) for name in ("when", "match_generic") if name in row}
+        found.append(Accelerator(**{**row, **facts}))
     return tuple(found)
 
 
@@ -159,8 +159,12 @@ def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
     >>> find_accelerator(DeviceFacts("NVIDIA RTX A1000"))
     Unknown(reason="no product in the table reports the name 'NVIDIA RTX A1000'")
     """
-    name = " ".join(facts.name.split())
-    namesakes = _named(name)
+    name, records = " ".join(facts.name.split()), load_accelerators()
+    lowered = name.lower()
+    namesakes = [record for record in records if lowered in (record.id, record.name.lower())]
+    if not namesakes:
+        likely = [each for each in records if not each.contains or any(part in lowered for part in each.contains)]
+        namesakes = [record for record in likely if any(_matches(pattern, name) for pattern in record.match)]
     if not namesakes:
         return _find_by_generic_name(name, facts)
     fitting = namesakes
@@ -194,8 +198,12 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
     if rate is None:
         others = ", ".join(other for other in record.peak_tflops if other not in _RATES_BEHIND_A_DTYPE)
         return Unknown(f"{record.name} has no dense {dtype} rate; it has {others}")
-    fraction = _visible_fraction(record, facts)
-    if fraction is None:
+    fraction = 1.0
+    if facts.unit_count is not None and record.unit_count is not None:
+        fraction = min(1.0, facts.unit_count / record.unit_count)
+    elif re.search(r"\bMIG\b", facts.name, re.IGNORECASE):
+        # The MIG profile in the name ("1g.5gb") does not give the fraction: "1g" has 14 of 108 multiprocessors on an
+        # A100, and 16 of 132 on an H100.
         return Unknown(
             f"{facts.name!r} is a slice of {record.name}, and how many multiprocessors it has is not known; "
             f"look it up on the machine that has this slice, or look up the whole {record.name}"
@@ -232,14 +240,6 @@ def similar_products(name: str) -> list[str]:
     return [product for how_close, product in ranked[:_MOST_SUGGESTIONS] if how_close > _TOO_FAR]
 
 
-def _named(name: str) -> list[Accelerator]:
-    records = load_accelerators()
-    lowered = name.lower()
-    called_so = [record for record in records if lowered in (record.id, record.name.lower())]
-    likely = [each for each in records if not each.contains or any(part in lowered for part in each.contains)]
-    return called_so or [record for record in likely if any(_matches(pattern, name) for pattern in record.match)]
-
-
 def _matches(pattern: str, name: str) -> bool:
     return re.search(pattern, name, re.IGNORECASE) is not None
 
@@ -257,14 +257,6 @@ def _find_by_generic_name(name: str, facts: DeviceFacts) -> Accelerator | Unknow
     if len(fitting) == 1:
         return fitting[0]
     return Unknown(f"many products report the name {name!r}, but none in the table has {_known(facts)}")
-
-
-def _visible_fraction(record: Accelerator, facts: DeviceFacts) -> float | None:
-    if facts.unit_count is not None and record.unit_count is not None:
-        return min(1.0, facts.unit_count / record.unit_count)
-    # The MIG profile in the name ("1g.5gb") does not give the fraction: "1g" has 14 of 108 multiprocessors on an A100,
-    # and 16 of 132 on an H100.
-    return None if re.search(r"\bMIG\b", facts.name, re.IGNORECASE) else 1.0
 
 
 def _known(facts: DeviceFacts) -> str:
@@ -292,11 +284,13 @@ def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
     >>> derive_peak(card, "bf16").flops_per_s / 1e12
     26.9568
     """
-    row = _row_for(facts)
-    if row is None or facts.unit_count is None or facts.clock_mhz is None:
-        return None
-    flop_per_clock = row["flop_per_clock_per_sm"].get(dtype)
-    if flop_per_clock is None:
+    name, rows = " ".join(facts.name.split()), list[dict[str, Any]]()
+    if facts.compute_capability is not None:
+        architecture = ".".join(map(str, facts.compute_capability))
+        rows = [row for row in read_table("arch_rates.json") if row["compute_capability"] == architecture]
+    row = next((row for row in rows if _matches(_PRODUCT_LINES[row["product_line"]], name)), None)
+    flop_per_clock = None if row is None else row["flop_per_clock_per_sm"].get(dtype)
+    if row is None or flop_per_clock is None or facts.unit_count is None or facts.clock_mhz is None:
         return None
     return Peak(
         flops_per_s=facts.unit_count * flop_per_clock * facts.clock_mhz * 1e6,
@@ -307,16 +301,6 @@ def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
         kind="derived",
         confidence="low",
     )
-
-
-def _row_for(facts: DeviceFacts) -> dict[str, Any] | None:
-    if facts.compute_capability is None:
-        return None
-    name = " ".join(facts.name.split())
-    architecture = ".".join(map(str, facts.compute_capability))
-    rows: list[dict[str, Any]] = read_table("arch_rates.json")
-    of_architecture = (row for row in rows if row["compute_capability"] == architecture)
-    return next((row for row in of_architecture if _matches(_PRODUCT_LINES[row["product_line"]], name)), None)
 
 
 MEASURABLE = ("fp64", "fp32", "tf32", "bf16", "fp16")
@@ -335,7 +319,6 @@ def cache_key(device: str, unit_count: int | None, dtype: str) -> str:
 
 
 def read_cached_peak(key: str) -> Peak | None:
-    """The peak that is cached under `key`; None if there is none, or if the file cannot be read."""
     try:
         peak = Peak(**read_object(cache_path())[key])
         is_usable = peak.flops_per_s > 0 and peak.kind == "measured"
@@ -345,7 +328,6 @@ def read_cached_peak(key: str) -> Peak | None:
 
 
 def write_cached_peak(key: str, peak: Peak) -> None:
-    """Cache a peak; does nothing if the folder cannot be written."""
     path = cache_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -364,7 +346,5 @@ def fastest_measured(device: str, unit_count: int | None, dtype: str) -> Peak | 
 
 def advice_to_measure(dtypes: tuple[str, ...] | list[str]) -> str | None:
     """The command that measures these types; None if none of them can be measured."""
-    known = [dtype for dtype in dtypes if dtype in MEASURABLE]
-    return (
-        None if dtypes and not known else " ".join(["flopwatch peak --measure", *(f"--dtype {d}" for d in known[:1])])
-    )
+    known = [f" --dtype {dtype}" for dtype in dtypes if dtype in MEASURABLE]
+    return None if dtypes and not known else "flopwatch peak --measure" + "".join(known[:1])

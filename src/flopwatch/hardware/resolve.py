@@ -129,13 +129,14 @@ def _resolve(
 
 
 def _known(facts: DeviceFacts, compute_dtype: str | None, override_flops_per_s: float | None) -> Peak | Unknown:
+    figure: float | None
     if override_flops_per_s is not None:
         what = f"override_flops_per_s={override_flops_per_s!r}"
-        figure = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12")
-        return _users_peak(figure, facts, compute_dtype, "given by you")
-    figure_from_environment = _environment_flops_per_s(facts)
-    if figure_from_environment is not None:
-        return _users_peak(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")
+        figure, source = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12"), "given by you"
+    else:
+        figure, source = _environment_flops_per_s(facts), f"the variable {ENVIRONMENT_VARIABLE}"
+    if figure is not None:
+        return Peak(figure, facts.name, compute_dtype or "any", source, kind="override", confidence="high")
     if facts.kind == "cpu":
         from flopwatch.hardware.cpu import peak_of_cpu, read_cpu
 
@@ -164,10 +165,6 @@ def _dtype_now(facts: DeviceFacts) -> str | None:
     from flopwatch.hardware.device import matmul_dtype  # loads torch
 
     return matmul_dtype(facts.kind, compute_capability=facts.compute_capability)
-
-
-def _users_peak(flops_per_s: float, facts: DeviceFacts, dtype: str | None, source: str) -> Peak:
-    return Peak(flops_per_s, facts.name, dtype or "any", source, kind="override", confidence="high")
 
 
 def _environment_flops_per_s(facts: DeviceFacts) -> float | None:

@@ -145,7 +145,7 @@ class Decoder(_CheckpointedNetwork):
     def __init__(self, sizes: Preset) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocab_size, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
 
@@ -159,7 +159,7 @@ class Decoder(_CheckpointedNetwork):
         return {"logits": logits, "loss": loss}
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, sizes: Preset) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(sizes.width)

@@ -13,10 +13,13 @@ registered ops (`aten::_grouped_mm`): an op that a release does not register nev
 import functools
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from flopwatch.errors import MeasurementError
+
+_Answer = TypeVar("_Answer")
 
 TESTED_WITH = ((2, 6), (2, 15))
 """The first and the last minor release of torch that flopwatch is tested with."""
@@ -33,34 +36,43 @@ def declare(path: str) -> str:
     return name
 
 
-def apart(probe: Callable[[], bool]) -> bool:
-    """Run a check in a thread of its own; False if it raises.
+def apart(work: Callable[[], _Answer]) -> _Answer:
+    """Do something in a thread of its own; raises what it raises.
 
     A new thread has no dispatch modes, autocast, saved-tensor hooks or inference mode, so a check neither sees nor
     changes those of the training. It is not started by `threading`, because a trace uses
     `threading.setprofile` to notice threads of the user's model.
     """
-    answers: list[bool] = []
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
     is_done = allocate_lock()
     is_done.acquire()
 
     def run() -> None:
         try:
-            answers.append(bool(probe()))
-        except Exception:
-            answers.append(False)
+            answers.append(work())
+        except BaseException as error:
+            errors.append(error)
         finally:
             is_done.release()
 
     start_new_thread(run, ())
     is_done.acquire()
-    return bool(answers and answers[0])
+    if errors:
+        raise errors.pop()
+    return answers[0]
 
 
 @functools.cache
 def why_not_countable() -> str | None:
     """Why this release of torch cannot count ops; None if it can."""
-    failed = [f"`{name}`" for names, probe in CHECKS.items() if not apart(probe) for name in names]
+    failed: list[str] = []
+    for names, probe in CHECKS.items():
+        try:
+            is_passed = apart(probe)
+        except Exception:
+            is_passed = False
+        failed += [] if is_passed else [f"`{name}`" for name in names]
     return f"torch {torch.__version__} has no usable {', '.join(failed)}" if failed else None
 
 
@@ -70,7 +82,6 @@ def check_countable() -> None:
 
 
 def untested_release() -> str | None:
-    """Return a sentence if flopwatch was not tested with this release of torch, otherwise None."""
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if TESTED_WITH[0] <= release <= TESTED_WITH[1]:
         return None

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import methodcaller
 from types import CodeType, FrameType
@@ -39,13 +40,13 @@ def engine_code() -> CodeType | None:
         codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
         found.extend(code for code in codes if code.co_filename == torch.autograd.graph.__file__)
 
-    def run() -> bool:
+    def run() -> None:
         product = torch.ones(1, requires_grad=True) * 2
         product.register_hook(look)
         torch.autograd.backward(product, torch.ones(1))  # not `Tensor.backward`, which trainings replace
-        return True
 
-    apart(run)
+    with suppress(Exception):
+        apart(run)
     return found[0] if found else None
 
 
@@ -94,22 +95,11 @@ def at_end_of_backward(callback: Callable[[], object]) -> bool:
 
 
 def saves_through_hooks() -> bool:
-    """Whether hooks for saved tensors are active. `disable_saved_tensors_hooks` raises an error while they are."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(""):
             return False
     except RuntimeError:
         return True
-
-
-def is_checkpoint_recomputing() -> bool:
-    """Whether `torch.utils.checkpoint` is recomputing a part of the forward pass.
-
-    The function `unpack_hook` of checkpointing is then on the stack. In torch releases without it, recomputation is
-    recognised by grad mode and module calls, which fails if the forward pass computes gradients.
-    """
-    codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
-    return any(code.co_filename == _CHECKPOINT_FILE and code.co_name.startswith("unpack_hook") for code in codes)
 
 
 _AOT = declare("torch._functorch._aot_autograd")
@@ -189,13 +179,11 @@ def compiled_original(value: Any) -> nn.Module | None:
 
 
 def is_compiled_function(value: Any) -> bool:
-    """Whether `torch.compile` has made this function: its code is in the compiler's file."""
     code = getattr(value, "__code__", None)
     return code is not None and code.co_filename == getattr(sys.modules.get(_COMPILER), "__file__", None)
 
 
 def requested_compilations() -> Mapping[Any, Any] | None:
-    """Torch's table of requested compilations; None if the compiler is not loaded."""
     compiler = sys.modules.get(_COMPILER)
     if compiler is None:
         return None

@@ -1,16 +1,15 @@
-"""Where `nn.Module` keeps its parts, and private names of sharded modules and of the ranks' store."""
+"""Private names of modules, of sharded modules and of the ranks' store."""
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from flopwatch.errors import MeasurementError
-from flopwatch.torch_internals import CHECKS, apart, declare
+from flopwatch.torch_internals import CHECKS, declare
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
@@ -29,67 +28,11 @@ class LocalBatchNorm(nn.SyncBatchNorm):
         )
 
 
-class ModuleTables(NamedTuple):
-    """Where an `nn.Module` keeps what its public methods register: names of entries in its `__dict__`."""
-
-    parameters: str
-    buffers: str
-    modules: str
-    running_hooks: tuple[str, ...]
-    """Those before and those after `forward`."""
-    backward_hooks: tuple[str, ...]
-    hook_options: tuple[str, ...]
-    state: frozenset[str]
-    """Attributes that torch sets, as opposed to the user's, and that a copy of a module gets separately."""
-
-
 @functools.cache
-def module_tables() -> ModuleTables:
-    """Find the tables by registering something with the public methods. Raises MeasurementError if one is not found."""
-    found: list[ModuleTables] = []
-
-    def look() -> bool:
-        found.append(_tables_of(nn.Module()))
-        return True
-
-    apart(look)
-    if not found:
-        raise MeasurementError(f"torch {torch.__version__} keeps the parameters of modules in an unknown place")
-    return found[0]
-
-
-def _tables_of(module: nn.Module) -> ModuleTables:
-    handles: list[Any] = [
-        module.register_forward_pre_hook(print, with_kwargs=True),  # no hook is called
-        module.register_forward_hook(print, with_kwargs=True, always_call=True),
-        module.register_full_backward_hook(print),
-        module.register_full_backward_pre_hook(print),
-    ]
-    held = {name: value for name, value in vars(module).items() if isinstance(value, dict | set)}
-
-    def keeper(value: Any, listed: Callable[[], Iterator[Any]]) -> str:
-        """The table whose values torch lists. Nothing is registered, which would call the training's hooks for that."""
-        for name, table in held.items():
-            if isinstance(table, dict) and not table:
-                table["it"] = value
-                with suppress(AttributeError):  # torch takes it for a module
-                    if any(each is value for each in listed()):
-                        return name
-                del table["it"]
-        raise LookupError("what a module holds is kept elsewhere")
-
-    hooks = [next(name for name, each in held.items() if each is handle.hooks_dict_ref()) for handle in handles]
-    ids = [handle.id for handle in handles]
-    options = tuple(name for name, each in held.items() if name not in hooks and any(key in each for key in ids))
-    if len(options) < 3:
-        raise LookupError("options of hooks are kept elsewhere")
-    kept = (
-        keeper(nn.Parameter(torch.empty(0)), module.parameters),
-        keeper(torch.empty(0), module.buffers),
-        keeper(nn.Module(), module.children),
-    )
-    state = frozenset((*kept, COMPILED_CALL, *hooks, *options))
-    return ModuleTables(*kept, tuple(hooks[:2]), tuple(hooks[2:]), options, state)
+def hook_tables() -> tuple[str, ...]:
+    """Attributes in which a module keeps its forward and backward hooks, and their options."""
+    tables = (name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
+    return tuple(name for name in tables if name.lstrip("_").startswith(("forward", "backward")))
 
 
 COMPILED_CALL = declare("torch.nn.Module._compiled_call_impl")
@@ -126,7 +69,6 @@ transform_level: Callable[[], Any] = getattr(_transforms, "maybe_current_level",
 
 
 def is_in_transform() -> bool:
-    """Whether the code runs inside of a transformation of `torch.func`, such as `vmap`."""
     return transform_level() is not None
 
 

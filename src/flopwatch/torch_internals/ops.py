@@ -159,7 +159,6 @@ tensor_version = _counter_of(torch.Tensor)
 
 
 def needs_values(error: BaseException) -> bool:
-    """Whether a fake tensor has raised this error because an op needs values, or has no rule for fake tensors."""
     return type(error).__module__ == FakeTensorMode.__module__
 
 
@@ -168,7 +167,6 @@ def coo_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_count(tensor: torch.Tensor) -> int:
-    """The number of elements, or of blocks, that a sparse tensor stores."""
     return int((coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()).shape[0])
 
 
@@ -176,7 +174,6 @@ def stored_count(tensor: torch.Tensor) -> int:
 
 
 def is_flex_attention(func: Any) -> bool:
-    """Whether `func` is the higher-order op that `flex_attention` calls."""
     name = getattr(func, "name", None)
     return inspect.ismethod(name) and name() == "flex_attention"
 

@@ -28,11 +28,7 @@ from flopwatch.errors import FlopwatchError, InputError, UntraceableError
 from flopwatch.flops.tracing.outside import Outside
 from flopwatch.flops.tracing.replica import WATCH_OR_MOVE, ModuleStack, copy_hooks, unwrap
 from flopwatch.library_internals import SHARDED_FORWARDS
-from flopwatch.torch_internals.modules import (
-    COMPILED_CALL,
-    LocalBatchNorm,
-    module_tables,
-)
+from flopwatch.torch_internals.modules import COMPILED_CALL, LocalBatchNorm, hook_tables
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,13 +80,15 @@ class Copies:
         self._copies: dict[int, Any] = {}
         # An id is only unique while its object lives, so the originals are kept until the run is over.
         self._originals: list[Any] = []
+        self._paths: dict[int, str] = {}
         self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
         self._outside = Outside(self.value)
         self.in_place = self._outside.replaced
 
     def all_of(self, model: nn.Module, *others: Any) -> tuple[Any, ...]:
         try:
-            twins = self.module(model, ""), *map(self.value, others)
+            self._name(model, "")
+            twins = tuple(map(self.value, (model, *others)))
             for original, twin in self._copied_modules:  # the list grows, because hooks may reach other modules
                 copy_hooks(original, twin, self.value, self._stack.left_hooks)
             self._outside.follow()
@@ -98,37 +96,39 @@ class Copies:
             raise NotCopyableError("the model or its batch has objects that are nested too deeply to copy") from None
         return twins
 
-    def module(self, module: nn.Module, path: str) -> nn.Module:
+    def _name(self, module: nn.Module, path: str) -> None:
+        """Name a module and those in it by their places in the tree, before one is met as an attribute."""
+        module = unwrap(module)
+        if id(module) in self._paths:
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UntraceableError(
+                f"module {path or type(module).__name__!r} is TorchScript, whose code cannot be run on other "
+                "tensors; count the Python module it was made from"
+            )
+        self._paths[id(module)] = path
+        for table in hook_tables():
+            self._remember(vars(module)[table], OrderedDict())
+        for name, child in nn.Module.named_children(module):
+            self._name(child, f"{path}.{name}".lstrip("."))
+
+    def _module(self, module: nn.Module) -> nn.Module:
         original = unwrap(module)
         if id(original) in self._copies:
             return self._copies[id(original)]  # type: ignore[no-any-return]
-        if isinstance(original, torch.jit.ScriptModule):
-            raise UntraceableError(
-                f"module {path or type(original).__name__!r} is TorchScript, whose code cannot be run on other "
-                "tensors; count the Python module it was made from"
-            )
+        self._name(original, type(module).__name__)
         twin: nn.Module = object.__new__(_plain_class(original))
         self._remember(original, twin)
         if module is not original:
             self._remember(module, twin)
-        tables = module_tables()
-        for name in (*tables.running_hooks, *tables.hook_options, *tables.backward_hooks):
-            twin.__dict__[name] = self._remember(getattr(original, name), OrderedDict())
-        twin.__dict__[tables.parameters] = self.value(vars(original)[tables.parameters])
-        twin.__dict__[tables.buffers] = self.value(vars(original)[tables.buffers])
-        twin.__dict__[tables.modules] = {
-            name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
-            for name, child in vars(original)[tables.modules].items()
-        }
-        # Copy attributes after submodules: a module that is both must get its path from its place in the module tree.
-        for name, value in list(original.__dict__.items()):
+        for name, value in list(vars(original).items()):
             is_sharded = name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS
-            if name not in tables.state and not is_sharded:
-                twin.__dict__[name] = self.value(value)
+            if name != COMPILED_CALL and not is_sharded:
+                vars(twin)[name] = self.value(value)
         self._outside.add_class(type(twin))
         self._copied_modules.append((original, twin))
         # A call of the module calls this attribute, so the running module is known without a hook.
-        twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
+        vars(twin)[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, self._paths[id(original)])
         return twin
 
     def value(self, value: Any) -> Any:
@@ -140,7 +140,7 @@ class Copies:
         if isinstance(value, torch.Tensor):
             return self._remember(value, self._tensor(value))
         if isinstance(value, nn.Module):
-            return self.module(value, kind.__name__)
+            return self._module(value)
         if isinstance(value, FunctionType | type | ModuleType):
             self._outside.add(value)
             return value
@@ -167,7 +167,12 @@ class Copies:
             return self._remember(value, value.clone_state())
         if isinstance(value, threading.local) or (hasattr(kind, "__del__") and not _is_read_on(value)):
             return self._share(value)
-        if _is_shared(value):
+        if isinstance(value, io.IOBase | RemovableHandle):
+            is_shared = value in (sys.stdout, sys.stderr)
+        else:
+            is_data = isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader | torch.optim.Optimizer)
+            is_shared = is_data or f"{kind.__module__}.".startswith(_SHARED)
+        if is_shared:
             return self._remember(value, value)
         if hasattr(kind, "cache_clear"):  # a function with functools.lru_cache
             return self._remember(value, self._outside.cached(value))
@@ -179,7 +184,9 @@ class Copies:
             twin.setflags(write=False)  # a model that writes to it fails, and is not counted
             return twin
         try:
-            parts = _reduced(value)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and 3.13 warn of itertools
+                parts = value.__reduce_ex__(4)
             return self._remember(value, value) if isinstance(parts, str) else self._rebuilt(value, *parts)
         except (FlopwatchError, RecursionError):
             raise
@@ -232,24 +239,9 @@ class Copies:
         return twin
 
 
-def _reduced(value: Any) -> Any:
-    if type(value).__module__ != "itertools":
-        return value.__reduce_ex__(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # in Python 3.12 and 3.13; later, these cannot be copied
-        return value.__reduce_ex__(4)
-
-
 def _is_read_on(value: Any) -> bool:
     """Return whether this is an iterator or a file, which changes when it is read."""
     return isinstance(value, io.IOBase) or hasattr(type(value), "__next__")
-
-
-def _is_shared(value: Any) -> bool:
-    if isinstance(value, io.IOBase | RemovableHandle):
-        return value in (sys.stdout, sys.stderr)
-    is_data = isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader | torch.optim.Optimizer)
-    return is_data or f"{type(value).__module__}.".startswith(_SHARED)
 
 
 def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:

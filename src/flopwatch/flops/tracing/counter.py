@@ -23,20 +23,20 @@ from flopwatch.flops.formulas.registry import (
     bind,
     compute_type,
     find_formula,
+    tensors_in,
     type_of_product,
 )
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
 from flopwatch.flops.tracing.replica import ModuleStack
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 from flopwatch.torch_internals import check_countable
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
     graph_kernel,
-    is_checkpoint_recomputing,
     recorded_operations,
+    runs_forward_again,
     sequence_nr,
 )
 from flopwatch.torch_internals.ops import (
@@ -103,18 +103,17 @@ Phase = Literal["forward", "backward", "recompute"]
 
 class Tally:
     def __init__(self) -> None:
-        # The outer keys are (op, module, compute type), the inner keys are phases.
-        self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        # The keys are op, module, compute type and phase.
+        self._flops: Counter[tuple[str, str, str, str]] = Counter()
         self._counted_calls = 0
         self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
         self._notes: dict[str, None] = {}
 
     def add(self, op: str, module: str, phase: Phase, flops: OpFlops) -> None:
         self._counted_calls += 1
-        cell = self._flops[op, module, flops.dtype or UNKNOWN_TYPE]
-        cell[phase] += flops.needed
+        self._flops[op, module, flops.dtype or UNKNOWN_TYPE, phase] += flops.needed
         # Extra FLOPs count like recomputation: the hardware executes them, but the model does not need them.
-        cell["recompute"] += flops.extra
+        self._flops[op, module, flops.dtype or UNKNOWN_TYPE, "recompute"] += flops.extra
         self.note(flops.note)
 
     def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -126,9 +125,7 @@ class Tally:
             self._notes[text] = None
 
     def add_to(self, other: "Tally") -> None:
-        for key, cell in self._flops.items():
-            for phase, flops in cell.items():
-                other._flops[key][phase] += flops
+        other._flops.update(self._flops)
         other._counted_calls += self._counted_calls
         other._uncounted += self._uncounted
         other._notes |= self._notes
@@ -158,8 +155,8 @@ class Tally:
 
     def _grouped(self, part: int) -> dict[str, PhaseFlops]:
         groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
-        for key, cell in self._flops.items():
-            groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
+        for key, flops in self._flops.items():
+            groups[key[part]] += PhaseFlops(**{key[-1]: flops})
         return dict(groups)
 
 
@@ -249,14 +246,13 @@ class CountingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
         self.tally = Tally()
-        self.in_backward = False
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
         check_countable()
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
-        self._functions = CustomFunctions(lambda: self.phase() == "recompute")
+        self._functions = CustomFunctions()
         self._runs_again = False
 
     def __torch_dispatch__(
@@ -380,20 +376,12 @@ class CountingMode(TorchDispatchMode):
     def phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
-        checkpointing causes either. Testing grad mode alone is not enough, because a custom autograd function or a
-        nested checkpoint switches it off. A model may also take a gradient inside its forward pass (a gradient penalty,
-        forces). Then modules run with grad mode on anyway, so an op is recomputation only if autograd's engine has
-        called the running module, or if checkpointing's saved-tensor hook is running.
+        Only recomputation calls modules or checkpointing inside of the engine. Grad mode does not tell: a custom
+        autograd function or a nested checkpoint switches it off, and a model may take a gradient in its forward pass.
         """
-        task = current_graph_task_id()
-        if task == -1:
+        if current_graph_task_id() == -1:
             return "forward"
-        if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.is_inside or is_checkpoint_recomputing()
-        else:
-            runs_again = self._stack.entered_in == task or is_checkpoint_recomputing()
-        return "recompute" if runs_again else "backward"
+        return "recompute" if runs_forward_again() else "backward"
 
     def _module(self, phase: Phase) -> str:
         """Return the module path of an op; in a backward pass, of the module that made the running autograd node."""

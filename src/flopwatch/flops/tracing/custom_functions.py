@@ -13,8 +13,7 @@ arguments, so the same op on the same values gives the same number again. A writ
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import permutations
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -24,13 +23,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from flopwatch.flops.formulas.matrices import FACTORS
-from flopwatch.flops.formulas.registry import bind
-from flopwatch.flops.tree import leaves_of, tensors_in
+from flopwatch.flops.formulas.registry import bind, leaves_of, tensors_in
 from flopwatch.torch_internals.autograd import (
     current_autograd_node,
     current_graph_task_id,
     engine_code,
     recorded_operations,
+    runs_forward_again,
     runs_forward_code,
     saves_through_hooks,
     sequence_nr,
@@ -214,16 +213,14 @@ _MATRIX_PRODUCTS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     is_backward: bool
     identity: Hashable
     is_inside_forward: bool
     calls_modules: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Factor:
+class _Factor(NamedTuple):
     role: Hashable
     value: Hashable
     size: Hashable
@@ -233,12 +230,10 @@ class _Factor:
 class CustomFunctions:
     """Decides which products of a step are recomputed by custom autograd functions.
 
-    `is_recomputing` says whether torch's own checkpointing is running the forward pass again at this moment, and
     `doubt` is a note for the user about what could not be decided.
     """
 
-    def __init__(self, is_recomputing: Callable[[], bool]) -> None:
-        self._is_recomputing = is_recomputing
+    def __init__(self) -> None:
         self.doubt: str | None = None
         self._values = Values()
         self._forwards = _ForwardPasses()
@@ -293,12 +288,12 @@ class CustomFunctions:
         if call.is_backward:
             if key in self._forward:
                 return True
-            if self._may_be_known(factors) and not self._is_recomputing():
+            if self._may_be_known(factors) and not runs_forward_again():
                 self.doubt = MAY_RUN_AGAIN
                 return True
             # Both factors are unknown, and a forward product of these sizes ran with saved-tensor hooks.
             are_unknown = sizes in self._packed_sizes and all(self._values.is_unknown(each.tensor) for each in factors)
-            if are_unknown and not self._is_recomputing():
+            if are_unknown and not runs_forward_again():
                 self.doubt = CANNOT_TELL
         elif not call.calls_modules and key in self._done_in_call:
             return True  # the function computes the same product a second time
@@ -432,7 +427,6 @@ def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) 
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """If there are two factors, return for each its `role` and `value`, and the `role` and `size` of the other."""
     if len(factors) != 2:
         return []
     return [(one.role, one.value, other.role, other.size) for one, other in permutations(factors)]

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 
 from flopwatch.errors import UntraceableError
-from flopwatch.flops.formulas.registry import bind
-from flopwatch.flops.tree import leaves_of, map_tensors_in
+from flopwatch.flops.formulas.registry import bind, leaves_of, map_tensors_in
 from flopwatch.torch_internals.ops import (
     CTC_LOSS,
     CTC_LOSS_BACKWARD,
@@ -44,7 +43,11 @@ class Faker:
             return self._empty(tensor.shape, tensor.dtype)
         if tensor.device.type == "meta":
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU)
-        return _values_here(tensor).detach().to(_CPU, copy=True)
+        placements = getattr(tensor, "placements", ())  # of a DTensor
+        if not all(placement.is_replicate() for placement in placements):  # its values would need a collective
+            raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
+        here: torch.Tensor = cast("Any", tensor).to_local() if placements else tensor
+        return here.detach().to(_CPU, copy=True)
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         with modes_off():
@@ -90,29 +93,21 @@ class Faker:
         if packet not in (GROUPED_MM, _aten.bincount, CTC_LOSS, CTC_LOSS_BACKWARD):
             return None
         arguments = bind(func, args, kwargs)
-        if packet is GROUPED_MM:
-            return self._grouped_mm(arguments)
+        if packet is GROUPED_MM:  # torch's meta kernel accepts bf16 only
+            a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
+            groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
+            return self._empty(torch.Size([*groups, a.shape[-2], b.shape[-1]]), arguments["out_dtype"] or a.dtype)
         if packet is _aten.bincount:  # as many counts as are asked for, as if all ids in the input were smaller
             size = arguments["minlength"]
             return self._empty(torch.Size([size]), torch.int64) if size else None
-        if packet is CTC_LOSS:
-            return self._ctc_loss(arguments)
-        return self._empty(arguments["log_probs"].shape, arguments["log_probs"].dtype)
-
-    def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
-        """Return the result of a grouped matmul of any type, because torch's meta kernel accepts bf16 only."""
-        a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
-        groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
-        shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
-        return self._empty(shape, arguments["out_dtype"] or a.dtype)
-
-    def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = arguments["log_probs"]
+        if packet is CTC_LOSS_BACKWARD:
+            return self._empty(log_probs.shape, log_probs.dtype)
         time, batch = log_probs.shape[:2]
         # The kernel puts a blank before, between and after n target tokens (Graves et al., ICML 2006): 2n + 1 states.
-        longest = max(int(length) for length in arguments["target_lengths"])
-        losses = self._empty(torch.Size([batch]), log_probs.dtype)
-        return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)
+        states = 2 * max(int(length) for length in arguments["target_lengths"]) + 1
+        shapes = torch.Size([batch]), torch.Size([batch, time, states])
+        return tuple(self._empty(shape, log_probs.dtype) for shape in shapes)
 
 
 def _are_fake(values: Iterable[Any]) -> bool:
@@ -139,14 +134,6 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
-
-
-def _values_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a replicated DTensor. Raises for a sharded one, which would need a collective."""
-    placements = getattr(tensor, "placements", ())
-    if not all(placement.is_replicate() for placement in placements):
-        raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
-    return cast("Any", tensor).to_local() if placements else tensor
 
 
 def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -63,7 +63,6 @@ def watch_launches(on_launch: OnLaunch) -> Callable[[], bool]:
 
 
 def _is_tuning(frame: FrameType) -> bool:
-    """Whether Triton times a kernel to choose its parameters."""
     tuner = getattr(sys.modules.get(_TUNER), "__file__", None)
     codes = (each.f_code for each in frames_from(frame))
     return any(code.co_name == "_bench" and code.co_filename == tuner for code in codes)

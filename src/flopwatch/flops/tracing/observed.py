@@ -82,14 +82,13 @@ _threads: list[int] = []
 
 
 def _end_in_child() -> None:
-    """End the recording in a forked process, such as a worker of a data loader, which would go on recording."""
+    """In a forked process, such as a worker of a data loader, the recording would go on."""
     if _running and _threads == [get_ident()]:
         _running.pop().__exit__(None, None, None)
     _running.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_in_child)
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 class ObservedStep:
@@ -101,23 +100,19 @@ class ObservedStep:
         self._recordings: list[Any] = []
         self._is_paused = False
         self._stop_watching = kernels.watch_launches(self._meet_kernel)
-        self._start()
+        self._guarded(self._begin_recording)
 
     def set_paused(self, is_paused: bool) -> None:
         if is_paused != self._is_paused:
             self._is_paused = is_paused
-            if is_paused:
-                self._stop()
-            else:
-                self._start()
+            self._guarded(self._end_recording if is_paused else self._begin_recording)
 
     def end(self, axes: Axes | None = None) -> StepCount:
-        self._stop()
+        self._guarded(self._end_recording)
         self._stop_watching()
         ops = RecordedOps(self._attention)
-        if self._failure is None:
-            # A new thread has no dispatch modes, autocast or default device of the training.
-            apart(lambda: self._guarded(lambda: ops.add_all(self._recordings)))
+        # A new thread has no dispatch modes, autocast or default device of the training.
+        self._guarded(lambda: apart(lambda: ops.add_all(self._recordings)))
         self._recordings.clear()
         count = StepCount.of(
             ops.tally,
@@ -143,27 +138,22 @@ class ObservedStep:
     def leave_optimizer(self) -> None:
         """As in `LiveStep`; the profiler records the optimizer's step itself."""
 
-    def _start(self) -> None:
-        self._failure = self._failure or can_observe()
-        if self._failure is None:
-            self._guarded(self._begin_recording)
-
-    def _stop(self) -> None:
-        self._guarded(self._end_recording)
-
-    def _guarded(self, action: Callable[[], object]) -> bool:
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """Do something of the recording, unless it has failed."""
         try:
-            action()
+            if self._failure is None:
+                action()
         except Exception as error:
             is_ours = isinstance(error, MeasurementError)
             self._failure = first_line(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
-        return True
 
     def _meet_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
         if not self._is_paused and kernels.flops_of(kernel, arguments) != 0:
             self._failure = f"the kernel {kernels.name_of(kernel)} is not in the profiler's record of ops"
 
     def _begin_recording(self) -> None:
+        if (why := can_observe()) is not None:
+            raise MeasurementError(why)
         check_countable()
         recording = profile(record_shapes=True)
         # Torch reads, when it loads its profiler, that it shall print nothing at the begin and end of a recording.
@@ -180,7 +170,7 @@ class ObservedStep:
             pass
 
     def _end_recording(self) -> None:
-        if not _running or self._failure is not None:
+        if not _running:
             return
         # One that warms up has begun, though torch does not count it as running.
         begun = [each for each in _profilers() if getattr(each, "entered", False)]

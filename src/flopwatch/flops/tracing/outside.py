@@ -54,18 +54,17 @@ class Outside:
         self._names = set(_CALLED_BY_TORCH)
         self._seen: dict[int, Any] = {}
         self._waiting: list[FunctionType] = []
-        self._packages: dict[str, bool] = {}
+        self._packages: set[str] = set()
+        """Installed packages that define modules of the model."""
         self._classes: list[type] = []
         self._bound: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
         self._undo: list[Callable[[], None]] = []
 
     def _is_followed(self, module: str | None) -> bool:
         package = (module or "").partition(".")[0]
-        if package not in self._packages:
-            path = getattr(sys.modules.get(package), "__file__", None) or ""
-            is_installed = "site-packages" in path or "dist-packages" in path
-            self._packages[package] = package not in _LIBRARIES and not is_installed
-        return self._packages[package]
+        path = getattr(sys.modules.get(package), "__file__", None) or ""
+        is_installed = "site-packages" in path or "dist-packages" in path
+        return package in self._packages or (package not in _LIBRARIES and not is_installed)
 
     def add(self, value: Any) -> None:
         if isinstance(value, type):
@@ -78,7 +77,7 @@ class Outside:
         for each in cls.__mro__:
             package, is_module = each.__module__.partition(".")[0], hasattr(each, "register_forward_hook")
             if is_module and package not in _LIBRARIES:
-                self._packages[package] = True
+                self._packages.add(package)
             if each not in self._classes and self._is_followed(package):
                 self._classes.append(each)
                 self._undo.append(functools.partial(_restore, each, dict(vars(each))))
@@ -176,10 +175,8 @@ class Outside:
 
 
 def _get(holder: Any, name: str) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(name, _MISSING)
-    if isinstance(holder, type):
-        return vars(holder).get(name, _MISSING)
+    if isinstance(holder, dict | type):
+        return (holder if isinstance(holder, dict) else vars(holder)).get(name, _MISSING)
     try:
         return getattr(holder, name)
     except ValueError:  # an empty cell

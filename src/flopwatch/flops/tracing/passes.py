@@ -61,7 +61,13 @@ def _losses_among(output: Any) -> dict[str, Any]:
     """Return the outputs to use as the loss: scalars that need a gradient and are not part of another loss."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
-    items = dict(_items(output))
+    items: dict[str, Any] = {"loss": getattr(output, "loss", None)}
+    if isinstance(output, Mapping):
+        items = {str(name): value for name, value in output.items()}
+    elif isinstance(output, tuple | list):
+        items = {f"output[{index}]": value for index, value in enumerate(output)}
+    elif is_dataclass(output):
+        items = {field.name: getattr(output, field.name, None) for field in fields(output)}
     named = items.get("loss")
     scalars = {name: value for name, value in items.items() if _is_trainable(value) and value.dim() == 0}
     if _is_trainable(named):
@@ -82,44 +88,24 @@ def _losses_among(output: Any) -> dict[str, Any]:
     return {"loss": named}
 
 
-def _items(output: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(output, Mapping):
-        yield from ((str(name), value) for name, value in output.items())
-    elif isinstance(output, tuple | list):
-        yield from ((f"output[{index}]", value) for index, value in enumerate(output))
-    elif is_dataclass(output):
-        yield from ((field.name, getattr(output, field.name, None)) for field in fields(output))
-    else:
-        yield "loss", getattr(output, "loss", None)
-
-
 def _is_trainable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out losses that another loss depends on, because the backward pass of the other one includes them."""
-    if len(losses) == 1:
-        return losses
     seen: set[Any] = {None}  # None is the `grad_fn` of an output that is a parameter, not a loss
-    for loss in losses.values():
-        seen |= _nodes_below(loss.grad_fn)
+    waiting: list[Any] = [loss.grad_fn for loss in losses.values()]
+    while waiting:
+        below = {each for each, _ in getattr(waiting.pop(), "next_functions", ())} - seen
+        seen |= below
+        waiting += below
     kept: dict[str, torch.Tensor] = {}
     for name, loss in losses.items():
         if loss.grad_fn not in seen:
             kept[name] = loss
             seen.add(loss.grad_fn)
     return kept or losses
-
-
-def _nodes_below(node: Any) -> set[Any]:
-    found: set[Any] = set()
-    waiting = [node]
-    while waiting:
-        following = {each for each, _ in getattr(waiting.pop(), "next_functions", ())} - found - {None}
-        found |= following
-        waiting += following
-    return found
 
 
 # The autocast state of a tensor's device decides the type that a matmul runs in. A trace runs on CPU tensors, so it
@@ -271,8 +257,6 @@ def run_step(
                     "the loss does not depend on any parameter that requires a gradient; "
                     "unfreeze a parameter, or pass training=False to count the forward pass"
                 )
-            # From here on, ops inside autograd belong to the backward pass of the step.
-            mode.in_backward = True
             # Torch would leave the function modes if it were given a tensor, but recomputation must run under them. It
             # stays in them for the edge of the graph that the tensor stands for.
             with _generators_closed():
@@ -289,12 +273,11 @@ def _generators_closed() -> Iterator[None]:
     handled_by_caller = sys.exc_info()[1]
     try:
         yield
-    except Exception as error:
-        link: BaseException | None = error
+    finally:
+        link = sys.exc_info()[1]
         while link is not None and link is not handled_by_caller:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
-        raise
 
 
 @contextmanager

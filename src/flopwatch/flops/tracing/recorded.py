@@ -7,7 +7,8 @@ whose shapes the profiler does not record, is counted by its parts as well.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class _Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Surroundings:
     """Where an event ran; `is_settled` says that it is inside an op or function, whose phase is that of its parts."""
 
     phase: Phase = "forward"
@@ -90,20 +91,14 @@ def _find_kind(name: str) -> _Kind | None:
     packet = getattr(getattr(torch.ops, namespace), short, None) if short.isidentifier() else None
     if not isinstance(packet, OpOverloadPacket):
         return None
-    overloads = tuple(filter(_is_dispatched, (getattr(packet, overload) for overload in packet.overloads())))
+    overloads, is_composite = [], False
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        with suppress(RuntimeError):  # some exist only in TorchScript, and asking about them fails
+            is_composite = can_decompose(overload) or python_body(overload) is not None or is_composite
+            overloads.append(overload)
     if not overloads:
         return None
-    is_composite = any(map(can_decompose, overloads)) or any(python_body(op) is not None for op in overloads)
-    return _Kind(overloads, find_formula(overloads[0]), any(map(costs_nothing, overloads)), is_composite)
-
-
-def _is_dispatched(op: OpOverload) -> bool:
-    """Whether torch's dispatcher has this overload. Some exist only in TorchScript, and asking about them fails."""
-    try:
-        can_decompose(op)
-    except RuntimeError:
-        return False
-    return True
+    return _Kind(tuple(overloads), find_formula(overloads[0]), any(map(costs_nothing, overloads)), is_composite)
 
 
 class RecordedOps:
@@ -148,9 +143,9 @@ class RecordedOps:
         roots = sorted(results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         if not any(event.name == BEGIN for event in roots):
             raise MeasurementError(TAKEN)
-        self._walk(roots, _Place())
+        self._walk(roots, _Surroundings())
 
-    def _walk(self, siblings: list[Any], place: _Place) -> int:
+    def _walk(self, siblings: list[Any], place: _Surroundings) -> int:
         has_graph, products = None, 0
         for index, event in enumerate(siblings):
             if not event.name.startswith(_ENGINE):
@@ -159,10 +154,10 @@ class RecordedOps:
                 continue
             if has_graph is None:  # a backward pass begins: its nodes follow each other without other ops
                 has_graph = _has_graph(siblings[index:])
-            products += self._walk(event.children, _Place("backward", has_graph=has_graph))
+            products += self._walk(event.children, _Surroundings("backward", has_graph=has_graph))
         return products
 
-    def _meet(self, event: Any, place: _Place) -> int:
+    def _meet(self, event: Any, place: _Surroundings) -> int:
         fields = event.extra_fields
         scope = getattr(getattr(fields, "scope", None), "name", "")
         if scope == "BACKWARD_FUNCTION":
@@ -181,13 +176,13 @@ class RecordedOps:
             return self._walk(event.children, replace(place, function=place.function or event.name))
         return self._meet_op(event, kind, place)
 
-    def _meet_node(self, event: Any, place: _Place) -> int:
+    def _meet_node(self, event: Any, place: _Surroundings) -> int:
         if not event.name[-1].isdigit():  # a node that is written in Python
             return self._walk(event.children, replace(place, function=event.name.removesuffix("Backward")))
         if not place.has_graph:
             self._note_last_product(event.children)
-        elif any(each.name == "aten::detach" for each in _inside(event.children)):
-            self.doubt = PASS_WITH_GRAPH  # only checkpointing detaches tensors inside torch's own nodes
+        elif _detaches(event.children):  # inside torch's own nodes, only checkpointing does that
+            self.doubt = PASS_WITH_GRAPH
         return self._walk(event.children, place)
 
     def _note_last_product(self, events: list[Any]) -> None:
@@ -197,7 +192,7 @@ class RecordedOps:
             events = events[-1].children
         self._last_again.update(each.correlation_id for each in events[-1:])
 
-    def _meet_op(self, event: Any, kind: _Kind, place: _Place) -> int:
+    def _meet_op(self, event: Any, kind: _Kind, place: _Surroundings) -> int:
         inside = next((each for each in event.children if each.name == _SUBCLASS), None)
         if inside is not None:  # a DTensor: the ops on this rank's part are counted
             # It also runs an op on fake tensors, to know the shape of its result.
@@ -213,7 +208,7 @@ class RecordedOps:
             self.tally.add_uncounted(event.name.removeprefix("aten::"), "")
         return products
 
-    def _was_stopped(self, event: Any, place: _Place) -> bool:
+    def _was_stopped(self, event: Any, place: _Surroundings) -> bool:
         """Whether checkpointing stopped this op before it ran, because it had all tensors that it needs again.
 
         The op is recorded, but without the ops that it calls when it runs.
@@ -231,7 +226,7 @@ class RecordedOps:
             return True
         return False
 
-    def _count(self, event: Any, kind: _Kind, place: _Place) -> bool:
+    def _count(self, event: Any, kind: _Kind, place: _Surroundings) -> bool:
         """Count an op as a whole; return False if its formula cannot tell the FLOPs from what is recorded."""
         lists = self._lists.get(event.correlation_id) or []
         inputs = event.extra_fields.inputs
@@ -256,7 +251,7 @@ class RecordedOps:
         self.tally.add(event.name.removeprefix("aten::"), "", place.phase, flops)
         return True
 
-    def _runs_again(self, event: Any, place: _Place) -> bool:
+    def _runs_again(self, event: Any, place: _Surroundings) -> bool:
         """Whether a product in a custom function's backward pass is one of a forward pass, as far as addresses tell.
 
         If only one factor is the same tensor, the other one may have been computed again.
@@ -274,7 +269,6 @@ class RecordedOps:
 
 
 def _frozen(value: Any, instead: Any) -> Any:
-    """Return an argument in a form that can be a key; a list of numbers is in `instead`."""
     if hasattr(value, "sizes"):
         return _Tensor(tuple(value.sizes), value.dtype) if value.layout is torch.strided else UNKNOWN
     if isinstance(value, list):
@@ -282,15 +276,11 @@ def _frozen(value: Any, instead: Any) -> Any:
     return value if value is not None else tuple(instead) if isinstance(instead, list) else instead
 
 
-def _inside(events: Iterable[Any]) -> Iterator[Any]:
-    waiting = list(events)
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting += event.children
+def _detaches(events: Iterable[Any]) -> bool:
+    return any(each.name == "aten::detach" or _detaches(each.children) for each in events)
 
 
-def _settled(place: _Place, is_grad_on: bool) -> _Place:
+def _settled(place: _Surroundings, is_grad_on: bool) -> _Surroundings:
     """Return the place of what is inside an outermost op. An op has a sequence number only if grad mode is on.
 
     Grad mode is off in a backward pass without create_graph=True, so where it is on, a forward pass runs again.
@@ -329,11 +319,15 @@ def _price(kind: _Kind, arguments: tuple[Any, ...], attention: AttentionConventi
     if func is None or formula is None:
         return None
     named = dict(zip((each.name for each in op_schema(func).arguments), values, strict=True))
-    call = OpCall(func, named, _result(func, named), attention)
-    try:
-        return flops_of_call(call, formula)
-    except Exception:  # the formula needs values, or an argument that is not recorded
-        return None
+    call, out = OpCall(func, named, None), named.get("out")  # a result that is written into an argument is that one
+    with suppress(Exception):  # no kernel for tensors without memory, or an argument is not recorded
+        if "out" not in named:
+            args, kwargs = unbind(call)
+            with torch.no_grad():
+                out = func(*args, **kwargs)
+    with suppress(Exception):  # the formula needs values, or an argument that is not recorded
+        return flops_of_call(replace(call, out=out, attention=attention), formula)
+    return None
 
 
 def _stand_in(value: Any) -> Any:
@@ -349,15 +343,3 @@ def _fits(func: OpOverload, values: list[Any]) -> bool:
         value is None or isinstance(value, list) or isinstance(value, torch.Tensor) == ("Tensor" in str(argument.type))
         for argument, value in zip(schema, values, strict=True)
     )
-
-
-def _result(func: OpOverload, named: dict[str, Any]) -> Any:
-    """Return the result of a call, without values. A result that is written into an argument is that argument."""
-    if "out" in named:
-        return named["out"]
-    try:
-        args, kwargs = unbind(OpCall(func, named, None))
-        with torch.no_grad():
-            return func(*args, **kwargs)
-    except Exception:  # no kernel for tensors without memory, or an argument is not recorded
-        return None

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from flopwatch.flops.formulas.registry import OpFlops, find_formula
-from flopwatch.flops.tracing.counter import Phase, Tally
+from flopwatch.flops.formulas.registry import OpFlops, find_formula, tensors_in
+from flopwatch.flops.tracing.counter import Tally
 from flopwatch.flops.tracing.custom_functions import Values, storage_of, written
-from flopwatch.flops.tracing.live import PassingMode, SeenRegion, StepCount, by_scale
+from flopwatch.flops.tracing.live import SeenRegion
+from flopwatch.flops.tracing.live_mode import PassingMode, StepCount, by_scale
 from flopwatch.flops.tracing.passes import no_autocast, under_autocast
 from flopwatch.flops.tracing.regions import InputSpec, Region, number, spec_of
 from flopwatch.flops.tracing.scaling import Axes, Product, Scale
-from flopwatch.flops.tree import tensors_in
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
 from flopwatch.text import first_line
 from flopwatch.torch_internals import apart
@@ -55,15 +55,19 @@ def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes |
     if seen.is_in_optimizer or region.writes_weights:
         return replace(count, optimizer=count.optimizer + region.forward.phases.total)
     forward = region.forward
-    scales: list[Mapping[Scale, int]] = []
-    if seen.phase != "forward":
-        forward = _moved(forward, seen.phase)
-    if seen.phase != "recompute":
-        scales.append(by_scale(region.forward_scales, axes))
+    if seen.phase != "forward":  # it was called in a backward pass
+        forward = replace(
+            forward,
+            phases=PhaseFlops(**{seen.phase: forward.phases.total}),
+            by_dtype={name: PhaseFlops(**{seen.phase: flops.total}) for name, flops in forward.by_dtype.items()},
+            by_op={name: PhaseFlops(**{seen.phase: flops.total}) for name, flops in forward.by_op.items()},
+        )
     if seen.may_skip:
         forward = replace(forward, knows_executed=False)
     parts = [count, forward, *[region.backward] * seen.backwards]
-    scales += [by_scale(region.backward_scales, axes)] * seen.backwards
+    scales = [by_scale(region.backward_scales, axes)] * seen.backwards
+    if seen.phase != "recompute":
+        scales.append(by_scale(region.forward_scales, axes))
     return replace(
         count,
         phases=sum((part.phases for part in parts), PhaseFlops()),
@@ -78,20 +82,6 @@ def _added(count: StepCount, seen: SeenRegion, region: RegionCount, axes: Axes |
     )
 
 
-def _moved(count: StepCount, phase: Phase) -> StepCount:
-    """The forward pass of compiled code that is called in a backward pass."""
-
-    def moved(flops: PhaseFlops) -> PhaseFlops:
-        return PhaseFlops(**{phase: flops.total})
-
-    return replace(
-        count,
-        phases=moved(count.phases),
-        by_dtype={name: moved(flops) for name, flops in count.by_dtype.items()},
-        by_op={name: moved(flops) for name, flops in count.by_op.items()},
-    )
-
-
 def _sums(parts: Iterable[Mapping[Any, Any]], nothing: Any) -> dict[Any, Any]:
     sums: dict[Any, Any] = {}
     for part in parts:
@@ -103,33 +93,17 @@ def _sums(parts: Iterable[Mapping[Any, Any]], nothing: Any) -> dict[Any, Any]:
 def count_region(
     region: Region, sizes: tuple[int, ...], *, has_grad: bool, attention: AttentionConvention
 ) -> RegionCount:
-    """FLOPs of one call with these sizes; each graph is counted once for each sizes."""
+    """FLOPs of one call with these sizes; each graph is counted once for each sizes.
+
+    It is counted in a thread of its own: a graph that fails half-way leaves autocast or grad mode as it has set them.
+    """
     key = sizes, has_grad, attention
     if key not in region.counts:
         if len(region.counts) >= _MOST_SIZES:
             region.counts.clear()
-        region.counts[key] = _counted_apart(region, sizes, has_grad, attention)
+        region.counts[key] = apart(lambda: _counted(region, sizes, has_grad, attention))
     found: RegionCount = region.counts[key]
     return found
-
-
-def _counted_apart(
-    region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention
-) -> RegionCount:
-    """Count in a thread of its own: a graph that fails half-way leaves autocast or grad mode as it has set them."""
-    found: list[RegionCount | Exception] = []
-
-    def count() -> bool:
-        try:
-            found.append(_counted(region, sizes, has_grad, attention))
-        except Exception as error:
-            found.append(error)
-        return True
-
-    apart(count)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
 
 
 def _counted(region: Region, sizes: tuple[int, ...], has_grad: bool, attention: AttentionConvention) -> RegionCount:
@@ -180,7 +154,7 @@ class _OnFakes(fx.Interpreter):
             return value
         made: torch.Tensor = _made(spec_of(value), {})
         if isinstance(value, nn.Parameter):
-            self._mode.weights.put(storage_of(made), True)
+            self._mode.scales.weights.put(storage_of(made), True)
         return made
 
 
@@ -215,13 +189,12 @@ class _GraphMode(PassingMode):
 
     def __init__(self, attention: AttentionConvention, weights: Iterable[torch.Tensor]) -> None:
         super().__init__(attention, weights)
-        self._compiles = False
         self.writes_weights, self.knows_executed = False, True
         self._values = Values()
 
     @property
     def needed(self) -> int:
-        return sum(self.by_scale.values())
+        return sum(self.scales.flops.values())
 
     def add(self, name: str, flops: OpFlops) -> None:
         """Add the FLOPs of an op, but not of what checkpointing runs again, which the compiler decides."""
@@ -240,7 +213,7 @@ class _GraphMode(PassingMode):
             return out
         if func.namespace == "prim":  # these ops only query a tensor
             return func(*args, **kwargs)
-        if any(self.weights.get(storage_of(each)) for each in written(func, args, kwargs)):
+        if any(self.scales.weights.get(storage_of(each)) for each in written(func, args, kwargs)):
             self.writes_weights = True
         out = super().__torch_dispatch__(func, types, args, kwargs)
         # A compiler computes equal products of equal values only once, so that what is executed is then not known.
@@ -249,6 +222,6 @@ class _GraphMode(PassingMode):
         return out
 
     def taken(self) -> tuple[StepCount, dict[Scale | Product, int]]:
-        count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.by_scale
-        self.tally, self.by_scale = Tally(), {}
+        count, scales = replace(self.counted(), knows_executed=self.knows_executed), self.scales.flops
+        self.tally, self.scales.flops = Tally(), {}
         return count, scales

@@ -63,7 +63,12 @@ class Region:
         ]
         self.autocast: AutocastState = current_autocast()
         self.counts: dict[Any, Any] = {}
-        self.sources = _sources(self.inputs)
+        sources: dict[Any, _Source] = {}
+        for argument, spec in enumerate(self.inputs):
+            for dim, size in enumerate(() if spec is None else spec.sizes):
+                if not isinstance(size, int) and size.is_symbol:
+                    sources.setdefault(size, _Source(size, argument, None if spec and spec.dtype is None else dim))
+        self.sources = tuple(sources.values())
         self._weight = next((place for place, spec in enumerate(self.inputs) if spec and spec.is_weight), None)
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -124,17 +129,8 @@ def number(size: Any, values: Mapping[Any, int]) -> int:
     return size if isinstance(size, int) else int(size.subs(values))
 
 
-def _sources(inputs: Sequence[InputSpec | None]) -> tuple[_Source, ...]:
-    found: dict[Any, _Source] = {}
-    for argument, spec in enumerate(inputs):
-        for dim, size in enumerate(() if spec is None else spec.sizes):
-            if not isinstance(size, int) and size.is_symbol:
-                found.setdefault(size, _Source(size, argument, None if spec and spec.dtype is None else dim))
-    return tuple(found.values())
-
-
 @dataclass
-class State:
+class Listening:
     """Which listener there is, and why some compiled code is not listened to.
 
     Attributes:
@@ -150,7 +146,7 @@ class State:
     missed: str | None = None
 
 
-state = State()
+state = Listening()
 MISSED = "code was compiled before the monitor existed, and is not seen; make the monitor before the first step"
 UNSEEN = "with this release of torch, compiled code is not counted as it runs"
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.outside import names_in
 from flopwatch.optional import same_random_states
-from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id
-from flopwatch.torch_internals.modules import module_tables
+from flopwatch.torch_internals.autograd import compiled_original
+from flopwatch.torch_internals.modules import hook_tables
 from flopwatch.torch_internals.ops import modes_off
 
 
@@ -33,11 +33,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class _Now(threading.local):
-    """The paths of the modules that run in this thread, and for each the id of the backward pass that called it."""
+    """The paths of the modules that run in this thread."""
 
     def __init__(self) -> None:
         self.paths = [""]
-        self.tasks = [-1]
 
 
 class ModuleStack:
@@ -59,27 +58,17 @@ class ModuleStack:
     def current(self) -> str:
         return self._now.paths[-1]
 
-    @property
-    def is_inside(self) -> bool:
-        return len(self._now.paths) > 1
-
-    @property
-    def entered_in(self) -> int:
-        """The id of the backward pass in which the running module was called; -1 if it was called outside of one."""
-        return self._now.tasks[-1]
-
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
         self._now.paths.append(path)
-        self._now.tasks.append(current_graph_task_id())
+        has_returned = False
         try:
             yield
-        except Exception:
-            self.failed_in = self.failed_in or path  # the innermost module raises first
-            raise
+            has_returned = True
         finally:
             self._now.paths.pop()
-            self._now.tasks.pop()
+            if not has_returned:
+                self.failed_in = self.failed_in or path  # the innermost module raises first
 
 
 @contextmanager
@@ -134,26 +123,19 @@ def copy_hooks(module: nn.Module, twin: nn.Module, value: Callable[[Any], Any], 
     reading the value of a fake tensor, is left out, and so are backward hooks. Hooks that only move data or observe are
     left out without a note.
     """
-    kept, names = vars(twin), module_tables()
-    for table in names.running_hooks:
-        copies = ((key, _copied(hook, value, left_behind)) for key, hook in getattr(module, table).items())
-        kept[table].update((key, hook) for key, hook in copies if hook is not None)
-    runs = {key for table in names.running_hooks for key in kept[table]}
-    for table in names.hook_options:
-        kept[table].update((key, option) for key, option in getattr(module, table).items() if key in runs)
-    for table in names.backward_hooks:
-        left_behind += [_name(hook) for hook in getattr(module, table).values() if not _is_quiet(hook)]
-
-
-def _copied(hook: Any, value: Callable[[Any], Any], left_behind: list[str]) -> Any:
-    if _home(hook).startswith(_COMPUTE):
-        return hook
-    if _is_quiet(hook):
-        return None
-    if _home(hook).startswith(_PER_SAMPLE_GRADIENTS) or _leaves_traces(hook):
-        left_behind.append(_name(hook))
-        return None
-    return functools.partial(_run_or_leave_out, value(hook), _name(hook), left_behind)
+    for table in hook_tables():
+        kept = vars(twin)[table]
+        for key, hook in vars(module)[table].items():
+            home, code = _home(hook), getattr(_function(hook), "__code__", None)
+            used = frozenset() if code is None else names_in(code)[0]
+            if isinstance(hook, bool) or (home.startswith(_COMPUTE) and "backward" not in table):
+                kept[key] = hook
+            elif home.startswith(WATCH_OR_MOVE):
+                continue
+            elif "backward" in table or home.startswith(_PER_SAMPLE_GRADIENTS) or not _LEAVE_TRACES.isdisjoint(used):
+                left_behind.append(_name(hook))
+            else:
+                kept[key] = functools.partial(_run_or_leave_out, value(hook), _name(hook), left_behind)
 
 
 def left_hooks_note(left_behind: list[str]) -> str | None:
@@ -174,10 +156,6 @@ def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, 
         return None
 
 
-def _is_quiet(hook: Any) -> bool:
-    return _home(hook).startswith(WATCH_OR_MOVE)
-
-
 def _home(hook: Any) -> str:
     hook = _function(hook)
     return str(getattr(hook, "__module__", None) or type(hook).__module__) + "."
@@ -192,8 +170,3 @@ def _function(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook
-
-
-def _leaves_traces(hook: Any) -> bool:
-    code = getattr(_function(hook), "__code__", None)
-    return code is not None and not _LEAVE_TRACES.isdisjoint(names_in(code)[0])

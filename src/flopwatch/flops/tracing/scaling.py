@@ -90,7 +90,13 @@ def scale_of(product: Product | None, axes: Axes | None) -> Scale:
         return _of_matrices(left, right, axes, product.is_weight)
     if product.name in _BATCHED:
         return _of_batched(left, right, axes, product.is_weight)
-    return _of_attention(left, right, axes, is_causal=product.is_causal)
+    if left[0] != axes.batch:
+        return UNCLEAR
+    # Attention. No two sequences are equally long, so each size is the length of one at most.
+    positions = _places((left[-2], right[-2]), axes.lengths)
+    if len(positions) == 2:
+        return Scale("pairs", axes, positions[0], positions[1], product.is_causal)
+    return Scale("positions", axes, positions[0]) if positions else FIXED
 
 
 def factors_of(call: OpCall) -> tuple[Any, ...]:
@@ -119,35 +125,21 @@ def _of_matrices(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool
 def _of_batched(left: Shape, right: Shape, axes: Axes, is_weight: Sequence[bool]) -> Scale:
     groups, rows, contracted = left
     if groups == 1 < axes.batch:
-        if contracted == 1 and not any(is_weight):
-            return _of_shared((rows, right[2]), axes)
+        if contracted == 1 and not any(is_weight):  # two vectors, multiplied once for all rows of the batch
+            sizes, all_positions = (rows, right[2]), [axes.batch * length for length in axes.lengths]
+            lengths = _places(sizes, axes.lengths)
+            is_clear = len(lengths) == 1 and not _places(sizes, all_positions)
+            return Scale("longest", axes, lengths[0]) if is_clear else UNCLEAR
         return _of_matrices(left[1:], right[1:], axes, is_weight)
     if groups % axes.batch:
         return UNCLEAR
     if all(is_weight):
         return FIXED
-    sizes = [right[2]] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, right[2]]
-    positions = _places(sizes, axes.lengths)
+    left_over = [right[2]] if is_weight[0] else [rows] if is_weight[1] else [rows, contracted, right[2]]
+    positions = _places(left_over, axes.lengths)
     # Three equal sizes are attention whose heads are as wide as the rows are long: one of them is no length.
     if len(positions) >= 2:
         return Scale("pairs", axes, positions[0], positions[1])
-    return Scale("positions", axes, positions[0]) if positions else FIXED
-
-
-def _of_shared(sizes: Shape, axes: Axes) -> Scale:
-    """The product of two vectors, computed once for all rows of the batch."""
-    lengths = _places(sizes, axes.lengths)
-    is_clear = len(lengths) == 1 and not any(size == axes.batch * length for size in sizes for length in axes.lengths)
-    return Scale("longest", axes, lengths[0]) if is_clear else UNCLEAR
-
-
-def _of_attention(query: Shape, key: Shape, axes: Axes, *, is_causal: bool) -> Scale:
-    if query[0] != axes.batch:
-        return UNCLEAR
-    # No two sequences are equally long, so each size is the length of one at most.
-    positions = _places((query[-2], key[-2]), axes.lengths)
-    if len(positions) == 2:
-        return Scale("pairs", axes, positions[0], positions[1], is_causal)
     return Scale("positions", axes, positions[0]) if positions else FIXED
 
 

@@ -174,7 +174,7 @@ _CAUSES: tuple[_Ending, ...] = (
 # How the supervisor ended. Without a cause, that is all there is to say about a trial without a result. An error of Ray
 # comes first, because then no supervisor ran; Slurm's state comes last, because FAILED says less than a signal.
 _EXITS: tuple[_Ending, ...] = (
-    ({"state": "NOT_TAKEN"}, "lost", "{detail}"),
+    ({"state": "NOT_TAKEN", "detail": _ANY}, "lost", "{detail}"),
     (
         {"state": "FAILED", "signal": "signal 53"},  # Slurm could not open the file for the job's output
         "lost",

@@ -14,7 +14,6 @@ comment that says why. Checked with Ray 2.60.0.
 """
 
 import contextlib
-import functools
 import json
 import os
 import queue
@@ -29,12 +28,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from flopwatch.library_internals import ray_records
 from flopwatch.optional import require
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.host.processes import PARENT, ends_with_parent
@@ -83,20 +81,6 @@ def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:
         object_store_memory=80 << 20,  # the minimum, because tasks return little data
         _node_ip_address="127.0.0.1",  # undocumented; makes Ray listen on loopback only
     )
-
-
-@functools.cache
-def _node_records() -> ModuleType | None:
-    """Return Ray's key-value store, an undocumented module, in which each task records its node; None without it.
-
-    The runner needs the nodes, because Ray does not end a task whose node has lost its connection. Without them, it
-    notices this as late as Ray does, and does not withdraw queued tasks.
-    """
-    with contextlib.suppress(ImportError):
-        store = import_module("ray.experimental.internal_kv")
-        names = ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del")
-        return store if all(hasattr(store, name) for name in names) else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +173,7 @@ class Driver:
 
     def recall(self) -> None:
         """Cancel the tasks that have not begun, if Ray can tell."""
-        begun = self._begun() if _node_records() is not None else self.tasks
+        begun = self._begun() if ray_records() is not None else self.tasks
         for task, placed in self.tasks.items():
             if task not in begun and not placed.is_recalled:
                 self._ray.cancel(placed.reference, force=True)
@@ -201,9 +185,9 @@ class Driver:
                 self._ray.cancel(self.tasks[task].reference, force=True)
 
     def _begun(self) -> dict[str, str]:
-        if (records := _node_records()) is None:
+        if (records := ray_records()) is None:
             return {}
-        nodes = {task: records._internal_kv_get(placed.order.record) for task, placed in self.tasks.items()}
+        nodes = {task: records.get(placed.order.record) for task, placed in self.tasks.items()}
         return {task: node.decode() for task, node in nodes.items() if node is not None}
 
     def report(self) -> None:
@@ -232,8 +216,8 @@ class Driver:
         with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
             if placed.group is not None:
                 self._ray.util.remove_placement_group(placed.group)
-            if (records := _node_records()) is not None:
-                records._internal_kv_del(placed.order.record)
+            if (records := ray_records()) is not None:
+                records.delete(placed.order.record)
 
 
 def drive(pipe: "Connection[Any, Any]") -> None:
@@ -289,9 +273,9 @@ def _remote(function: Any) -> Any:
 
 def run_trial(order: Order) -> Returned:
     """Run the supervisor until it ends. A failure of the trial raises no exception."""
-    if (records := _node_records()) is not None:
+    if (records := ray_records()) is not None:
         node = require("ray", "ray").get_runtime_context().get_node_id()
-        records._internal_kv_put(order.record, node.encode(), overwrite=True)
+        records.put(order.record, node.encode(), overwrite=True)
     if _sees_the_sweep(order):
         return Returned(_supervise(Path(order.sweep), order))
     with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
