@@ -9,8 +9,7 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.monitor.timing.divide import Division, times_of
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import HostTimer
+from flopwatch.monitor.timing.tape import HostTimer, Tape
 from testbeds.fakes import FakeClock
 
 

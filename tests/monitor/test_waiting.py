@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.timing.divide import Division, times_of
-from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, Tape
-from flopwatch.monitor.timing.timers import HostTimer
-from flopwatch.monitor.timing.usual_gaps import UsualGaps
+from flopwatch.monitor.timing.divide import Division, UsualGaps, times_of
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, HostTimer, Tape
 from testbeds.fakes import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}

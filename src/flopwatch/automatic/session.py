@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.automatic.imports import when_imported
+from flopwatch.automatic.script import when_imported
 from flopwatch.clock import note_cells
 from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off

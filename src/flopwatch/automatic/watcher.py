@@ -16,8 +16,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from flopwatch.automatic.first_step import FirstStep
-from flopwatch.automatic.trained import FoundModel, Optimizers, TrainedCalls, find_trained_modules, has_optimizer
+from flopwatch.automatic.trained import (
+    FirstStep,
+    FoundModel,
+    Optimizers,
+    TrainedCalls,
+    find_trained_modules,
+    has_optimizer,
+)
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.counting.call_kinds import CallKind
 from flopwatch.monitor.counting.calls import batch_of_call

@@ -9,13 +9,11 @@ from flopwatch.guard import Guard
 from flopwatch.monitor.counting.batch_reader import BatchSizes, Reading, sizes_from
 from flopwatch.monitor.counting.costs import StepCost
 from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
-from flopwatch.monitor.datasets import DatasetMetrics
-from flopwatch.monitor.kept import Kept, LateValues, read_now
+from flopwatch.monitor.kept import DatasetMetrics, Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
 from flopwatch.monitor.ranks.reports import RATED
 from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import StepTimer
+from flopwatch.monitor.timing.tape import StepTimer, Tape
 
 _LOOK_SECONDS = 0.001
 

@@ -13,7 +13,7 @@ from flopwatch.monitor.counting.batch_reader import Reading
 from flopwatch.monitor.counting.evidence import NOTHING
 from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.kept import keep
-from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
+from flopwatch.monitor.timing.hooks import OptimizerHooks
 
 Flops = Callable[[Any], int]
 

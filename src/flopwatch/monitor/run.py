@@ -30,10 +30,8 @@ from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.recorder import Recorder
 from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
-from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
-from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import MICRO, SPENT, Tape
-from flopwatch.monitor.timing.timers import HostTimer, timer_for
+from flopwatch.monitor.timing.hooks import OptimizerHooks, PassHooks
+from flopwatch.monitor.timing.tape import MICRO, SPENT, HostTimer, Tape, timer_for
 from flopwatch.monitor.totals import Totals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.run import Number, RunStart, Summary

@@ -18,7 +18,7 @@ from flopwatch.guard import Guard, caught
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
-from flopwatch.monitor.timed_batches import Batch, TimedBatches
+from flopwatch.monitor.timing.hooks import Batch, TimedBatches
 from flopwatch.monitor.timing.tape import OWN_END
 from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off

@@ -5,12 +5,11 @@ import random
 import pytest
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
+from flopwatch.monitor.ranks.rank import BusyTime, profile_of
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
 from flopwatch.monitor.timing.divide import Division
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import HostTimer
+from flopwatch.monitor.timing.tape import HostTimer, Tape
 
 pytestmark = pytest.mark.slow
 

@@ -22,15 +22,12 @@ from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
-from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.call_kinds import CallKind, Evaluations
 from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
-from flopwatch.monitor.counting.compiled_steps import CompiledSteps, axes_of
 from flopwatch.monitor.counting.estimates import EstimatedCosts
-from flopwatch.monitor.counting.evaluations import Evaluations
 from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, FlopFacts, StepKind, StepTrace
-from flopwatch.monitor.counting.open_step import OpenStep
+from flopwatch.monitor.counting.open_step import CompiledSteps, OpenStep, TrainedModel, axes_of
 from flopwatch.monitor.counting.schedule import Schedule
-from flopwatch.monitor.counting.trained_model import TrainedModel
 from flopwatch.monitor.notices import Notify
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack

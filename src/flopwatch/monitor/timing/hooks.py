@@ -1,0 +1,236 @@
+"""Hooks that record passes, optimizers and fetches of batches on the tape.
+
+A forward pass is an outermost call of a module, or a call of compiled code. A backward pass begins with the node that
+made the output of such a call, and ends with torch's engine. So the time between passes has a name of its own: what a
+step does outside of its passes and its optimizer is the loss, reading values, or fetching the next batch.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from flopwatch.guard import Guard
+from flopwatch.monitor.counting.call_kinds import plain_iterator
+from flopwatch.monitor.counting.step_counter import StepCounter
+from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
+from flopwatch.torch_internals.autograd import at_end_of_backward
+from flopwatch.torch_internals.modules import is_in_transform
+
+_MOST_TENSORS, _DEEPEST = 16, 4
+
+
+class PassHooks:
+    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self.guard = Guard("passes", lambda *_: tape.note(UNSEEN))
+
+    def forward_begins(self, code: int = FORWARD) -> None:
+        tape = self._tape
+        if tape.times_parts and tape.in_pass is None:
+            tape.in_pass = FORWARD
+            tape.add(code)
+
+    def forward_ends(self, output: Any) -> None:
+        """End a forward pass, and listen for the backward pass of its output."""
+        tape = self._tape
+        if tape.in_pass != FORWARD:
+            return
+        tape.in_pass = None
+        tape.add(FORWARD_END)
+        with self.guard:  # the output may be anything
+            self._listen(output)
+
+    def region_begins(self) -> Callable[[Any], None] | None:
+        """Begin a call of compiled code. Returns a function that ends it, or None."""
+        self.forward_begins(REGION)
+        return self.forward_ends if self._tape.in_pass == FORWARD else None
+
+    def gradient_arrived(self) -> None:
+        """A parameter got its gradient, which shows that a backward pass runs."""
+        if self._tape.times_parts:
+            self._tape.note(GRADIENT)
+
+    def backward_begins(self) -> None:
+        tape = self._tape
+        if not tape.times_parts or tape.in_pass is not None:
+            return
+        tape.in_pass = BACKWARD
+        tape.add(BACKWARD)
+        # Queued once more when the engine ends, so that it runs after what DDP and FSDP do at the end.
+        if not at_end_of_backward(lambda: at_end_of_backward(self._backward_ends)):
+            tape.note(UNSEEN)
+
+    def _backward_ends(self) -> None:
+        if self._tape.in_pass == BACKWARD:
+            self._tape.in_pass = None
+            self._tape.add(BACKWARD_END)
+
+    def _listen(self, output: Any) -> None:
+        if is_in_transform():  # gradients are computed by a transform, not by the engine
+            self._tape.note(UNSEEN)
+            return
+        hook = partial(_backward_begins, weakref.ref(self))
+        for node in {id(node): node for node in _nodes_of(output, _DEEPEST)}.values():
+            node.register_prehook(hook)
+
+
+def _backward_begins(hooks: "weakref.ref[PassHooks]", _: Any) -> None:
+    found = hooks()
+    if found is not None:
+        with found.guard:
+            found.backward_begins()
+
+
+def _nodes_of(output: Any, depth: int) -> Iterator[Any]:
+    """The nodes that made the tensors of an output, without calling code of the user's classes."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+    elif depth and isinstance(output, dict | list | tuple):
+        items = dict.values(output) if isinstance(output, dict) else plain_iterator(output)
+        for item in islice(items, _MOST_TENSORS):
+            yield from _nodes_of(item, depth - 1)
+    elif depth:
+        for item in islice(getattr(output, "__dict__", {}).values(), _MOST_TENSORS):
+            yield from _nodes_of(item, depth - 1)
+
+
+class HasTape(Protocol):
+    tape: Tape
+    counter: StepCounter
+
+
+class _Owned:
+    """Tells the optimizers of a model from those of other models in the same process.
+
+    Some libraries optimize copies of the parameters. An optimizer without any parameter of the model therefore counts
+    as the model's until one with such parameters has been seen.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._has_seen_own = False
+
+    def has(self, model: torch.nn.Module | None, optimizer: Any) -> bool:
+        if model is None:
+            return True
+        known = self._known.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = weakref.ref(optimizer), _shares_parameters(model, optimizer)
+            self._known[id(optimizer)] = known
+            self._has_seen_own |= known[1]
+        return known[1] or not self._has_seen_own
+
+
+def _shares_parameters(model: torch.nn.Module, optimizer: Any) -> bool:
+    with Guard("optimizers"):  # an optimizer of the user may have groups of another form
+        own = set(map(id, model.parameters()))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return True
+
+
+class OptimizerHooks:
+    """The hooks of one run. They do not keep the run alive, and they are constants for `torch.compile`."""
+
+    def __init__(self, run: HasTape) -> None:
+        self._run = weakref.ref(run)
+        self._owned = _Owned()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ends),
+        ]
+        weakref.finalize(run, self.remove).atexit = False  # a run can be forgotten without being closed
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A closure runs forward and backward pass inside of the optimizer's step. Lightning's callback tells when they
+        # are over; for other loops with a closure the optimizer's time is unknown.
+        if torch.compiler.is_compiling():
+            return
+        run = self._run()
+        if run is None:
+            return
+        run.counter.optimizer_begins(optimizer, args, kwargs)
+        if (len(args) > 1 or kwargs) and any(callable(value) for value in (*args[1:], *kwargs.values())):
+            run.tape.optimizer_is_untimed(id(optimizer))
+        elif run.tape.times_parts:
+            run.tape.optimizer_begins(id(optimizer), is_own=self._owned.has(run.counter.model, optimizer))
+
+    def _ends(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        run = self._run()
+        if run is None:
+            return
+        run.counter.optimizer_ends()
+        if run.tape.times_parts or not run.tape.is_working:
+            run.tape.optimizer_ends(id(optimizer), is_own=self._owned.has(run.counter.model, optimizer))
+
+
+Batch = TypeVar("Batch")
+
+
+class WaitTimer(Protocol):
+    """Measures how long it takes to fetch a batch."""
+
+    def begin_wait(self) -> bool:
+        """Begin to time a fetch. Returns False if this fetch is not timed."""
+
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """End the fetch that `begin_wait` began to time; `has_batch` says whether the fetch returned a batch."""
+
+
+class TimedIterator(Generic[Batch]):
+    __slots__ = ("_iterator", "_timer")
+
+    def __init__(self, iterator: Iterator[Batch], timer: WaitTimer) -> None:
+        self._iterator = iterator
+        self._timer = timer
+
+    def __iter__(self) -> "TimedIterator[Batch]":
+        return self
+
+    def __next__(self) -> Batch:
+        is_timed = self._timer.begin_wait()
+        has_batch = False
+        try:
+            batch = next(self._iterator)
+            has_batch = True
+        finally:
+            if is_timed:
+                self._timer.end_wait(has_batch=has_batch)
+        return batch
+
+
+class TimedBatches(Generic[Batch]):
+    """A loader that times each fetch. It has the loader's length and attributes, and can be iterated again."""
+
+    def __init__(self, loader: Iterable[Batch], timer: WaitTimer) -> None:
+        self._loader = loader
+        self._timer = timer
+
+    def __iter__(self) -> Iterator[Batch]:
+        is_timed = self._timer.begin_wait()  # the start of the loader's workers is input wait, too
+        try:
+            iterator = iter(self._loader)
+        finally:
+            if is_timed:
+                self._timer.end_wait(has_batch=False)
+        return TimedIterator(iterator, self._timer)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
