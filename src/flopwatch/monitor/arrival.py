@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from flopwatch.guard import Guard
 from flopwatch.monitor.counting.batch_reader import BatchSizes, Reading, sizes_from
-from flopwatch.monitor.counting.costs import StepCost
+from flopwatch.monitor.counting.costs import FlopCost
 from flopwatch.monitor.counting.evidence import NOTHING, StepTrace
 from flopwatch.monitor.kept import DatasetMetrics, Kept, LateValues, read_now
 from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
 from flopwatch.monitor.ranks.reports import RATED
-from flopwatch.monitor.timing.divide import Divided, Division, StepParts, times_of
+from flopwatch.monitor.timing.divide import Divided, StepParts, TapeDivision, times_of
 from flopwatch.monitor.timing.tape import StepTimer, Tape
 
 _LOOK_SECONDS = 0.001
@@ -99,7 +99,7 @@ class Arrival:
         marks_passed = newest is None or self.timer.has_passed(newest[2])  # a step that ends in a phase has no segments
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
-    def measured(self, cost: Callable[[RecordedStep, list[BatchSizes] | None], StepCost]) -> tuple[MeasuredStep, ...]:
+    def measured(self, cost: Callable[[RecordedStep, list[BatchSizes] | None], FlopCost]) -> tuple[MeasuredStep, ...]:
         """Read all values; `cost` finds the FLOPs. Call this only after `arrives` has returned True."""
         scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
         measured = []
@@ -136,7 +136,7 @@ def _measured(
     timer: StepTimer,
     batch_sizes: list[BatchSizes] | None,
     values: dict[str, float],
-    cost: StepCost,
+    cost: FlopCost,
 ) -> MeasuredStep:
     is_counted = step.trace.was_counted
     amounts: dict[str, Any] = {
@@ -154,7 +154,7 @@ def _measured(
         skip_wandb=step.skip_wandb,
         **amounts,
         **cost._asdict(),
-        **times_of(parts, timer.seconds)._asdict(),
+        **times_of(parts, timer.seconds),
     )
 
 
@@ -178,7 +178,7 @@ class Arrivals:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self.division = Division()
+        self.division = TapeDivision()
         self._parts: list[StepParts] = []
         """The parts of the recorded steps that are in no `Arrival` yet."""
         self._late: deque[tuple[Arrival, list[MeasuredStep], float | None]] = deque()
@@ -191,7 +191,7 @@ class Arrivals:
         self._tape.timer = timer
         self._tape.take()
         self._parts = [StepParts(None) for _ in self._parts]  # the new timer cannot read their marks
-        self.division = Division(seconds_before_first_step=self.division.seconds_before_first_step)
+        self.division = TapeDivision(seconds_before_first_step=self.division.seconds_before_first_step)
 
     def divide(self) -> Divided:
         divided = self.division.divide(self._tape.take())

@@ -12,7 +12,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.totals import Ledger, Totals, typical_work
+from flopwatch.monitor.totals import Ledger, RunTotals, typical_work
 from flopwatch.records.metrics import OF_STEPS, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW
 from flopwatch.records.time_uses import LOST
@@ -37,12 +37,14 @@ class ResumePoint(NamedTuple):
     is_estimated: bool = False
 
 
-def load_totals(totals: Totals, log: Path, state: Mapping[str, Any]) -> None:
+def load_totals(totals: RunTotals, log: Path, state: Mapping[str, Any]) -> None:
     last_step = state.get("ledger_step", state["step"])
     totals.continue_from(Ledger.from_json(state["ledger"]), _newest_record(log), last_step)
 
 
-def resume_from_log(totals: Totals, log: Path, first_step: int, environment: Mapping[str, Any], notify: Notify) -> None:
+def resume_from_log(
+    totals: RunTotals, log: Path, first_step: int, environment: Mapping[str, Any], notify: Notify
+) -> None:
     """Continue the totals of the log if it has later steps than the checkpoint that was loaded, if any.
 
     `first_step` is that of this session; `environment` shows whether torchelastic has restarted the job.

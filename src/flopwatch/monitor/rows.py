@@ -10,7 +10,7 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
 from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
-from flopwatch.monitor.totals import Span, Totals
+from flopwatch.monitor.totals import RunTotals, Span
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
@@ -39,7 +39,7 @@ class JobLayout:
         return max(1, self.world_size // self.data_parallel_size)
 
 
-class Exactness:
+class RowExactness:
     """Judges whether the FLOPs of rows are exact.
 
     Attributes:
@@ -143,10 +143,10 @@ class RowMaker:
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
     """
 
-    def __init__(self, config: MonitorConfig, world_size: int, totals: Totals) -> None:
+    def __init__(self, config: MonitorConfig, world_size: int, totals: RunTotals) -> None:
         self._config, self.totals = config, totals
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
-        self.exactness = Exactness()
+        self.exactness = RowExactness()
         self.newest = NewestRow()
         self.asked = AskedWindows()
         self._stragglers = StragglerHistory()

@@ -16,7 +16,7 @@ from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
 from flopwatch.monitor.config import MonitorConfig, json_ready
 from flopwatch.monitor.counting.batch_reader import BatchSizes
-from flopwatch.monitor.counting.costs import StepCost, StepCosts
+from flopwatch.monitor.counting.costs import FlopCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
@@ -27,12 +27,12 @@ from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
-from flopwatch.monitor.recorder import Recorder
+from flopwatch.monitor.recorder import OptimizerHooks, Recorder
 from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
-from flopwatch.monitor.timing.hooks import OptimizerHooks, PassHooks
+from flopwatch.monitor.timing.hooks import PassHooks
 from flopwatch.monitor.timing.tape import MICRO, SPENT, HostTimer, Tape, timer_for
-from flopwatch.monitor.totals import Totals
+from flopwatch.monitor.totals import RunTotals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces.splits import TRACES
@@ -78,9 +78,8 @@ class MonitoredRun:
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         callbacks = Callbacks(
-            clock,
-            on_call=self.tape.model_is_called,
-            passes=PassHooks(self.tape),
+            self.tape,
+            PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
             in_count_phase=lambda: self.phase("count"),
@@ -89,7 +88,7 @@ class MonitoredRun:
         self.counter = StepCounter(config, callbacks, is_alone=world_size == 1)
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
         self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
-        self.rows = RowMaker(config, world_size, Totals(clock))
+        self.rows = RowMaker(config, world_size, RunTotals(clock))
         self.trace = TraceCapture(
             output_dir / TRACES,
             rank,
@@ -189,14 +188,14 @@ class MonitoredRun:
             self.outlets.send(provenance)
         return steps
 
-    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> StepCost:
+    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> FlopCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
             cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
             verdict = cost.reason or ("no FLOPs" if cost.model_flops is None else "exact")
             decided("step %d, %s: %s", step.step, how, verdict)
             return cost
-        return StepCost()
+        return FlopCost()
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
         """Send rows of the windows that all ranks have reported; with `give_up`, of all windows."""

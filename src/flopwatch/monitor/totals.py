@@ -269,7 +269,7 @@ def _session_start(now: float) -> float:
     return now if started is None else min(started, now)
 
 
-class Totals:
+class RunTotals:
     """The sums of a run and of this session, to which windows are added one after the other.
 
     Attributes:

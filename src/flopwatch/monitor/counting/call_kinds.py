@@ -20,6 +20,7 @@ from torch import Tensor, is_grad_enabled, nn
 from flopwatch.flops.formulas.free_ops import is_inside_autocast
 from flopwatch.flops.tracing.passes import current_autocast
 from flopwatch.flops.tracing.regions import Region
+from flopwatch.monitor.timing.hooks import plain_iterator
 from flopwatch.torch_internals.modules import transform_level, whole_shape
 from flopwatch.torch_internals.ops import stored_count
 
@@ -188,10 +189,6 @@ def _held_by(value: Any) -> Iterator[Any]:
             if isinstance(member, MemberDescriptorType):
                 with suppress(AttributeError):  # the slot is empty
                     yield member.__get__(value)
-
-
-def plain_iterator(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
-    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
 def _stored(value: Tensor) -> Any:

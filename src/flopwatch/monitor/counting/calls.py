@@ -68,7 +68,7 @@ class RootCalls:
         self.is_listening = True
         self.listener = listener
         self._thread = threading.get_ident()
-        self._place: _Place | None = None
+        self._place: _HookEntry | None = None
         self._modules: dict[int, _ReturnHook] = {}
         self.inside: _ReturnHook | None = None
         self._is_on = False
@@ -89,7 +89,7 @@ class RootCalls:
         if self._place is None:
             handle = register_module_forward_pre_hook(_GlobalHook(self))
             table: Any = handle.hooks_dict_ref()
-            self._place = _Place(table, handle.id, table[handle.id])
+            self._place = _HookEntry(table, handle.id, table[handle.id])
             handle.remove()
         self._place.table[self._place.key] = self._place.hook
 
@@ -177,7 +177,7 @@ def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return dict(inspect.signature(unwrap(model).forward).bind(*args, **kwargs).arguments)
 
 
-class _Place(NamedTuple):
+class _HookEntry(NamedTuple):
     """A hook's entry in torch's dict of hooks. Writing the entry is ten times as fast as registering the hook."""
 
     table: Any

@@ -16,7 +16,7 @@ from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchSizes
-from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
+from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace
 from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.ranks.layout import shared_peak
@@ -35,13 +35,7 @@ NOT_DIVIDED = (
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step, also by compute type; None and an empty dict mean unknown.
-
-    Attributes:
-        model: FLOPs that the model's mathematics needs, without padding and recomputation.
-        hardware: FLOPs that are executed.
-        recompute: The part of `hardware` that the backward pass computes again.
-    """
+    """FLOPs of a step as in `MeasuredStep`, also by compute type; None and an empty dict mean unknown."""
 
     model: int
     hardware: int | None = None
@@ -59,7 +53,7 @@ class StepFlops:
         )
 
 
-class StepCost(NamedTuple):
+class FlopCost(NamedTuple):
     """What a `MeasuredStep` says of the step's FLOPs.
 
     Attributes:
@@ -86,10 +80,8 @@ class StepCosts:
     def __init__(
         self, config: MonitorConfig, counter: StepCounter, peak_flops_per_s: float | None, notify: Notify
     ) -> None:
-        self._config = config
-        self._counter = counter
+        self._config, self._counter, self._notify = config, counter, notify
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
-        self._notify = notify
         self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
         self.devices_per_batch = 1
         self.repeated: str | None = None
@@ -110,54 +102,52 @@ class StepCosts:
 
     def cost(
         self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None, user_flops: int | None
-    ) -> StepCost:
-        """Compute the FLOPs of a step.
-
-        Args:
-            trace: What the step ran.
-            step: The step's number.
-            batch_sizes: Sizes of the step's batches; None if one of them could not be read.
-            user_flops: FLOPs by the user's `flops_fn`; None without such a function.
-        """
+    ) -> FlopCost:
+        """Compute the FLOPs of a step. `batch_sizes` is None if one of its batches could not be read."""
         if user_flops is not None:
             flops: StepFlops | None = StepFlops(user_flops)
             reason: str | None = "the FLOPs are those of the user's flops_fn"
         elif trace.estimates is not None:
             flops, reason = self._estimated(trace, batch_sizes)
-        elif trace.kind is None:
+        elif trace.kind is None or trace.evidence is None:
             flops, reason = None, trace.reason
         else:
-            flops, reason = self._counted(trace, step, batch_sizes)
+            flops, reason = self._counted(trace, trace.kind, trace.evidence, step, batch_sizes)
             reason = trace.reason or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
         if flops is None:
-            return StepCost(reason=reason)
-        return StepCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
+            return FlopCost(reason=reason)
+        return FlopCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
 
     def _counted(
-        self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None
+        self,
+        trace: StepTrace,
+        kind: StepKind,
+        evidence: Evidence,
+        step: int,
+        batch_sizes: Sequence[BatchSizes] | None,
     ) -> tuple[StepFlops | None, str | None]:
-        assert trace.kind is not None
-        assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.evidence.starts_with_call is not True:
-            verdict = Verdict(trace.count, PARTIAL)
-        elif trace.count is not None:
-            lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
-            verdict = Verdict(trace.count, lower if trace.count.uncounted else trace.count.doubt)
-        else:
-            verdict = trace.evidence.verdict(trace.kind, step)
-        count = verdict.count
+        count, reason = trace.count, None
         if count is None:
-            return None, verdict.reason
+            known = evidence.verdict(kind, step)
+            count, reason = known.count, known.reason
+        elif trace.is_partial and self._counter.evidence.starts_with_call is not True:
+            reason = PARTIAL
+        elif count.uncounted:
+            reason = f"ops without a formula are not in it ({', '.join(count.uncounted)}): a lower bound"
+        else:
+            reason = count.doubt
+        if count is None:
+            return None, reason
         if batch_sizes is None:
             return None, "the step's batch was overwritten before it was read"
         if all(batch.documents is None for batch in batch_sizes):
             if self._last is None or self._last[0] is not count:
                 self._last = count, _flops_of(count, 0)
-            return self._last[1], verdict.reason
-        padding, unclear = _padding(count, batch_sizes, trace.kind, trace.evidence)
-        return _flops_of(count, padding), verdict.reason or unclear
+            return self._last[1], reason
+        padding, unclear = _padding(count, batch_sizes, kind, evidence)
+        return _flops_of(count, padding), reason or unclear
 
     def _estimated(
         self, trace: StepTrace, batch_sizes: Sequence[BatchSizes] | None

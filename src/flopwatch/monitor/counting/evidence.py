@@ -110,7 +110,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KnownFlops:
     """The FLOPs of a step, as far as counts show them; `reason` says why they are not exact."""
 
     count: StepCount | None = None
@@ -289,35 +289,35 @@ class Evidence:
         fitted_formulas = (fit.formula for fit, _ in self._fits.values())
         return any(formula is not None and formula.covers(call.family, call.sizes) for formula in fitted_formulas)
 
-    def verdict(self, kind: StepKind, step: int) -> Verdict:
+    def verdict(self, kind: StepKind, step: int) -> KnownFlops:
         """The FLOPs of an uncounted step. If they are called exact, the step is noted, to be doubted if necessary."""
         known = self._known.get(kind) or self._alike(kind)
         if known is None:
             count = self._predicted_count(kind)
             if count is None:
-                return Verdict(None, self._why_unknown(kind))
+                return KnownFlops(None, self._why_unknown(kind))
             claims = self._fit_of(_keys(kind)[0])[1]
             if step < claims.broken_at:
-                return Verdict(count, _changed(claims.broken_at))
+                return KnownFlops(count, _changed(claims.broken_at))
             claims.add(step)
-            return Verdict(count)
+            return KnownFlops(count)
         count = known.count
         if not count.is_whole:
             ops = ", ".join(count.uncounted)
-            return Verdict(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+            return KnownFlops(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
         if known.is_settled or self._is_predicted(kind, known):
             if step < known.claims.broken_at:
-                return Verdict(known.before or count, _changed(known.claims.broken_at))
+                return KnownFlops(known.before or count, _changed(known.claims.broken_at))
             known.claims.add(step)
-            return Verdict(count, count.doubt)
+            return KnownFlops(count, count.doubt)
         if known.low != known.high:
             reason = (
                 f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
                 f"{known.high:,}, and this is their mean"
             )
-            return Verdict(_mean(known), reason)
+            return KnownFlops(_mean(known), reason)
         times = "only once" if known.counts == 1 else f"only {known.counts} times"
-        return Verdict(count, f"such a step was counted {times} so far")
+        return KnownFlops(count, f"such a step was counted {times} so far")
 
     def _alike(self, kind: StepKind) -> _Known | None:
         """What was counted of matching steps, for a step that shows less: the first one, or one that compiled code."""

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import is_inference_mode_enabled, nn
 
-from flopwatch.clock import Clock
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
     RISKY,
@@ -29,6 +28,8 @@ from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidenc
 from flopwatch.monitor.counting.open_step import CompiledSteps, OpenStep, TrainedModel, axes_of
 from flopwatch.monitor.counting.schedule import Schedule
 from flopwatch.monitor.notices import Notify
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import Tape
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -42,25 +43,12 @@ _TIMED_BEFORE_COUNT = 32
 """This many steps before a count are timed, to know how long an uncounted step takes."""
 
 
-class PassListener(Protocol):
-    """An object that times forward and backward passes."""
-
-    def forward_begins(self) -> None: ...
-
-    def forward_ends(self, output: Any) -> None: ...
-
-    def region_begins(self) -> Callable[[Any], None] | None: ...
-
-    def gradient_arrived(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Callbacks:
     """What the counter tells others, and asks them."""
 
-    clock: Clock
-    on_call: Callable[[bool], None]
-    passes: PassListener
+    tape: Tape
+    passes: PassHooks
     on_evaluation: Callable[[], None]
     on_doubt: Callable[[Doubt], None]
     in_count_phase: Callable[[], AbstractContextManager[None]]
@@ -89,7 +77,9 @@ class StepCounter:
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
-        self._schedule = Schedule(is_alone, _counted_every(config), first, stops=not config.calibration_enabled)
+        every = config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
+        every = 1 if config.count == "every" else every
+        self._schedule = Schedule(is_alone, every, first, stops=not config.calibration_enabled)
         self._compiled = CompiledSteps(config.attention, callbacks.in_count_phase)
         self._estimates = EstimatedCosts(config.attention, callbacks.in_count_phase)
         self._trained: TrainedModel | None = None
@@ -228,7 +218,7 @@ class StepCounter:
         if compiles:
             self._compiled.begin_step()
         step.nodes_before = recorded_operations()
-        step.began = self._callbacks.clock()
+        step.began = self._callbacks.tape.clock()
         if compiles or not calls.is_ready():
             calls.start()
         is_due = schedule.is_due(schedule.steps)
@@ -301,10 +291,10 @@ class StepCounter:
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is called, outside of other modules."""
-        step, callbacks, trained, evidence = self._step, self._callbacks, self._trained, self.evidence
+        step, trained, evidence = self._step, self._trained, self.evidence
         clear_left_behind()
         if trained is not None and trained.model() is module:
-            callbacks.on_call(kind.has_grad)
+            self._callbacks.tape.model_is_called(kind.has_grad)
         if step is None:
             if self._opens_steps:  # between two steps
                 return
@@ -316,7 +306,7 @@ class StepCounter:
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
         if self._calls.inside is not None and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
-            callbacks.passes.forward_begins()
+            self._callbacks.passes.forward_begins()
 
     def _count_call(
         self, step: OpenStep, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -399,7 +389,7 @@ class StepCounter:
         schedule = self._schedule
         schedule.wants_next = False
         if schedule.next_index - schedule.steps < _TIMED_BEFORE_COUNT:
-            schedule.note_step(self._callbacks.clock() - opened.began)
+            schedule.note_step(self._callbacks.tape.clock() - opened.began)
         return usual
 
     def _is_usual(self, opened: OpenStep, usual: StepTrace) -> bool:
@@ -442,7 +432,7 @@ class StepCounter:
         if count is None:
             if usual is not None and kind == usual.kind and not has_evaluated and not opened.reason:
                 return self._usual_trace(opened, usual)
-            self._schedule.note_step(self._callbacks.clock() - opened.began)
+            self._schedule.note_step(self._callbacks.tape.clock() - opened.began)
         elif not has_evaluated and opened.reason is None:
             self._compiled.note(kind)
             count = self._add_count(opened, kind, step, count)
@@ -488,7 +478,7 @@ class StepCounter:
     def _add_count(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
         """Add a count to the evidence; None if it is not complete."""
         schedule, evidence, notify = self._schedule, self.evidence, self._callbacks.notify
-        schedule.note_count(schedule.steps - 1, self._callbacks.clock() - opened.began)
+        schedule.note_count(schedule.steps - 1, self._callbacks.tape.clock() - opened.began)
         if count.failure == RISKY:
             schedule.observes, schedule.next_index = True, schedule.steps
             return None
@@ -539,9 +529,3 @@ class StepCounter:
                     raise error
         why = obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
         return StepTrace(estimates=estimates, reason=ESTIMATED if self._config.mode == "estimate" else why)
-
-
-def _counted_every(config: MonitorConfig) -> int:
-    if config.count == "every":
-        return 1
-    return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
