@@ -70,7 +70,8 @@ class Arrival:
     ) -> list[Reading] | None:
         """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
         computed: list[Reading | None] = [None]
-        with Guard("batch", self._fail):  # for example, a dtype or tensor class does not support an op used here
+        # For example, a dtype or tensor class does not support an op used here.
+        with Guard("batch", lambda _, error: setattr(self, "batch_failure", error)):
             computed = [with_sizes(reading) for reading in readings]
         known = [reading for reading in computed if reading is not None]
         if len(known) == len(computed):
@@ -78,9 +79,6 @@ class Arrival:
         if self.batch_failure is None:
             self.left_out.add("batch")
         return None
-
-    def _fail(self, _: str, error: Exception) -> None:
-        self.batch_failure = error
 
     def arrives(self, seconds: float) -> bool:
         """Wait at most `seconds` for the values, and return whether they have arrived.
@@ -105,8 +103,26 @@ class Arrival:
         measured = []
         for step, parts, readings in zip(self.steps, self.parts, self._readings, strict=True):
             batch_sizes = None if readings is None else [sizes_from(reading, integers) for reading in readings]
-            values = self._values(step, scalars)
-            measured.append(_measured(step, parts, self.timer, batch_sizes, values, cost(step, batch_sizes)))
+            values: dict[str, Any] = self._values(step, scalars)
+            amounts: dict[str, Any] = {}
+            for name in RATED:
+                amounts[name] = _sum_known([getattr(batch, name) for batch in batch_sizes or ()])
+            measured.append(
+                MeasuredStep(
+                    step.step,
+                    is_warm_up=step.trace.was_counted,
+                    is_counted=step.trace.was_counted,
+                    loss=values.pop("loss", None),
+                    grad_norm=values.pop("grad_norm", None),
+                    epoch=values.pop("epoch", None),
+                    learning_rate=values.pop("lr", None),
+                    more=values,
+                    skip_wandb=step.skip_wandb,
+                    **amounts,
+                    **cost(step, batch_sizes)._asdict(),
+                    **times_of(parts, self.timer.seconds),
+                )
+            )
         return tuple(measured)
 
     def _values(self, step: RecordedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
@@ -128,34 +144,6 @@ def passed_seconds(parts: Sequence[StepParts], timer: StepTimer) -> float:
     """Time of these steps so far, up to the last event that the device has reached."""
     segments = [segment for part in parts for segment in part.segments or () if timer.has_passed(segment[2])]
     return sum(timer.seconds(start, end) for _, start, end in segments)
-
-
-def _measured(
-    step: RecordedStep,
-    parts: StepParts,
-    timer: StepTimer,
-    batch_sizes: list[BatchSizes] | None,
-    values: dict[str, float],
-    cost: FlopCost,
-) -> MeasuredStep:
-    is_counted = step.trace.was_counted
-    amounts: dict[str, Any] = {
-        name: _sum_known([getattr(batch, name) for batch in batch_sizes or ()]) for name in RATED
-    }
-    return MeasuredStep(
-        step.step,
-        is_warm_up=is_counted,
-        is_counted=is_counted,
-        loss=values.pop("loss", None),
-        grad_norm=values.pop("grad_norm", None),
-        epoch=values.pop("epoch", None),
-        learning_rate=values.pop("lr", None),
-        more=values,
-        skip_wandb=step.skip_wandb,
-        **amounts,
-        **cost._asdict(),
-        **times_of(parts, timer.seconds),
-    )
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:

@@ -110,9 +110,15 @@ class LateValues:
         for index, tensor in enumerate(tensors):
             if not is_here(tensor):
                 groups.setdefault((tensor.device, tensor.is_floating_point()), []).append(index)
-        for members in groups.values():
-            flat = _flattened([tensors[index] for index in members])
-            self._copies.append((members, [tensors[index].numel() for index in members], *_fetched(flat, event)))
+        for (device, is_floating), members in groups.items():
+            kind = torch.int64 if not is_floating else _float_type(device)
+            flat = torch.cat([tensors[index].reshape(-1).to(kind) for index in members])
+            # Without pinned memory, a copy to the host blocks even with non_blocking=True.
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=device.type == "cuda")
+            host.copy_(flat, non_blocking=True)
+            arrived = event(device)
+            arrived.record()
+            self._copies.append((members, [tensors[index].numel() for index in members], host, arrived))
             for index in members:
                 self._tensors[index] = None
 
@@ -138,21 +144,8 @@ def _flat_list(tensor: torch.Tensor) -> list[Any]:
     return []
 
 
-def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not tensors[0].is_floating_point():
-        kind = torch.int64
-    else:
-        kind = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # Metal has no float64
-    return torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors])
-
-
-def _fetched(flat: torch.Tensor, event: Any) -> tuple[torch.Tensor, Any]:
-    # Without pinned memory, a copy to the host blocks even with non_blocking=True.
-    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
-    host.copy_(flat, non_blocking=True)
-    arrived = event(flat.device)
-    arrived.record()
-    return host, arrived
+def _float_type(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
 
 
 _LOSS, _LOSS_SAMPLES, _RIGHT, _JUDGED, _SAMPLES = range(5)
@@ -192,9 +185,10 @@ class DatasetMetrics:
                 sums[:, _LOSS].index_add_(0, rows, losses.detach().reshape(len(names), -1).mean(1).to(sums.dtype))
                 sums[:, _LOSS_SAMPLES].index_add_(0, rows, torch.ones(len(names), device=device, dtype=sums.dtype))
             if logits is not None and labels is not None:
-                right, judged = _judged(logits.detach(), labels)
-                sums[:, _RIGHT].index_add_(0, rows, right.to(sums.dtype))
-                sums[:, _JUDGED].index_add_(0, rows, judged.to(sums.dtype))
+                judged = (labels != IGNORED_LABEL).reshape(len(labels), -1)
+                right = (logits.argmax(-1) == labels).reshape(len(labels), -1) & judged
+                sums[:, _RIGHT].index_add_(0, rows, right.sum(1).to(sums.dtype))
+                sums[:, _JUDGED].index_add_(0, rows, judged.sum(1).to(sums.dtype))
 
     def take(self) -> dict[str, Number]:
         """Return the metrics whose sums have arrived on the host, and begin to copy the current sums."""
@@ -208,7 +202,7 @@ class DatasetMetrics:
         return arrived
 
     def _table(self, device: torch.device) -> torch.Tensor:
-        kind = torch.float32 if device.type == "mps" else torch.float64
+        kind = _float_type(device)
         if self._sums is None:
             self._sums = torch.zeros(len(self._index), 5, device=device, dtype=kind)
         missing = len(self._index) - len(self._sums)
@@ -228,11 +222,3 @@ class DatasetMetrics:
             if sums[_JUDGED]:
                 values[f"dataset/{name}/accuracy"] = sums[_RIGHT] / sums[_JUDGED]
         return values
-
-
-def _judged(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the correct predictions and the labelled positions of each sample."""
-    samples = len(labels)
-    counts = (labels != IGNORED_LABEL).reshape(samples, -1)
-    right = (logits.argmax(-1) == labels).reshape(samples, -1) & counts
-    return right.sum(1), counts.sum(1)

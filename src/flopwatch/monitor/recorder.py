@@ -119,7 +119,9 @@ class Recorder:
         self.steps: list[RecordedStep] = []
         self.last_step: int | None = None
         self.began = now
-        self.assumed_batch = _assumed_batch(config)
+        self.assumed_batch: dict[str, torch.Tensor] | None = None
+        if config.batch_size is not None and config.seq_length is not None:
+            self.assumed_batch = {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}
         self._readings: list[Reading] = []
         self._user_flops: int | None = None
         self.tells_missing = True
@@ -187,7 +189,6 @@ class Recorder:
         return bool(self._readings)
 
     def drop_batches(self) -> None:
-        """Forget the batches of the current step, because they are not all of it."""
         self._readings = []
 
     def abandon_step(self) -> None:
@@ -202,15 +203,7 @@ class Recorder:
 
 
 def _checked_flops(flops_fn: Flops, batch: Any) -> int:
-    """Call the user's function with a batch; raise if its result is not a positive finite number."""
     flops = flops_fn(batch)
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
         raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
     return int(flops)
-
-
-def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
-    """Make a batch for steps that are logged without batch and mask; None if its size is not configured."""
-    if config.batch_size is None or config.seq_length is None:
-        return None
-    return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}

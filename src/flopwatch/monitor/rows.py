@@ -201,14 +201,10 @@ class RowMaker:
         with_percentiles: bool = False,
         later_seconds: float = 0.0,
     ) -> Row:
-        """Add a window to the totals and make its row.
+        """Add a window to the totals and make its row, with the values in `more`.
 
-        Args:
-            window: This rank's steps, and the merged report of all ranks.
-            peak: Peak of this rank's device.
-            more: Further values for the row.
-            with_percentiles: Whether the values of `newest` get percentiles even if the row is not detailed.
-            later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
+        `with_percentiles` gives percentiles to the values of `newest`, even if the row is not detailed. The row's wall
+        time must not include `later_seconds`, those of later steps.
         """
         steps, last, layout = window.steps, window.steps[-1], self.layout
         is_detailed = self._is_detailed(last.step)
@@ -255,7 +251,6 @@ class RowMaker:
         return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
     def session_values(self) -> dict[str, Number]:
-        """Return the run's totals, the rates of this session, and its last logged loss."""
         layout, session = self.layout, self.totals.of_session
         values = session.values(layout.devices_per_batch, layout.data_parallel_size)
         if layout.world_size > 1:
@@ -281,7 +276,6 @@ def peak_in_use(steps: Sequence[MeasuredStep], peak: Peak | None) -> float | Non
 
 
 def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
-    """Average the user's own metrics over the steps that logged them."""
     names = dict.fromkeys(name for step in steps for name in step.more)
     means = {name if "/" in name else f"training/{name}": mean_of([s.more.get(name) for s in steps]) for name in names}
     return {name: mean for name, mean in means.items() if mean is not None}

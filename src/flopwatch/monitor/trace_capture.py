@@ -47,7 +47,6 @@ class TraceCapture:
         return self._wanted > 0
 
     def ask(self, steps: int) -> None:
-        """Record the next steps; while a trace is recorded, nothing changes."""
         if self._profiler is None:
             self._wanted = max(1, min(steps, MOST_STEPS))
 

@@ -88,21 +88,15 @@ class CallKinds:
             return place.kind
         kind = self._known.get((place.number, *key))
         if kind is None:
-            kind = self._new_kind(place.number, module, facts, key, tuple(numbers))
+            structure, sizes = _divided(facts)
+            family = (place.number, *structure, *key[len(facts) :])
+            name, has_parameters = type(module).__name__, next(nn.Module.parameters(module), None) is not None
+            kind = CallKind(family, sizes, place.number, name, facts[0], facts[1], has_parameters, tuple(numbers))
+            self._keep((place.number, *key), kind)
         place.key, place.kind = key, kind
         return kind
 
-    def _new_kind(
-        self, number: int, module: nn.Module, facts: list[Any], key: list[Any], numbers: tuple[float, ...]
-    ) -> CallKind:
-        structure, sizes = _divided(facts)
-        family = (number, *structure, *key[len(facts) :])
-        name, has_parameters = type(module).__name__, next(nn.Module.parameters(module), None) is not None
-        kind = CallKind(family, sizes, number, name, facts[0], facts[1], has_parameters, numbers)
-        return self._keep((number, *key), kind)
-
     def of_region(self, region: Region, args: tuple[Any, ...]) -> CallKind:
-        """The kind of a call of compiled code."""
         sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
         model = -1 - region.number if weight is None else id(weight)
         key = COMPILED, region.number, has_grad, model, sizes

@@ -75,7 +75,6 @@ class RootCalls:
         self._began = 0
 
     def start(self) -> None:
-        """Listen from now on, in this thread."""
         self._thread = threading.get_ident()
         regions.install()
         regions.listen(self._note_region)
@@ -111,7 +110,6 @@ class RootCalls:
         return is_here and regions.state.is_installed and regions.state.listener == self._note_region
 
     def is_in_thread(self) -> bool:
-        """Whether this is the thread of the training."""
         return threading.get_ident() == self._thread
 
     def take(self) -> list[tuple[CallKind, int]]:
@@ -202,9 +200,7 @@ class _GlobalHook:
             return
         try:
             calls.note(module, args, 1)
-        except (
-            Exception
-        ) as error:  # without this call, autograd's number of operations still shows that the step differs
+        except Exception as error:  # autograd's number of operations still shows that the step differs
             caught("a call of a module", error)
 
 

@@ -294,7 +294,6 @@ _USUAL_TYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 def device_of(model: nn.Module | None) -> torch.device:
-    """The device of the model's weights; without a model, the current accelerator or the CPU."""
     parameter = next(model.parameters(), None) if model is not None else None
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
@@ -323,29 +322,20 @@ class Peaks:
         self._dtype = dtype
         self._whole: dict[str, tuple[Peak | None, str]] = {}
         """By compute type, the peak of the whole device, or None and the reason why it is unknown."""
-        self._known: dict[str, Peak | None] = {}
-        """Peak of one rank's share of the device, by compute type."""
 
     def look_ahead(self) -> None:
         """Look up the peaks of usual compute types now, because this reads files, which must not delay the training."""
         for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
             self._ask(name)
 
-    def share(self, ranks: int) -> None:
-        """Set how many ranks share the device."""
-        if ranks != self.ranks:
-            self.ranks = ranks
-            self._known.clear()
-
     def of(self, compute_type: str) -> Peak | None:
         """The peak for the `dtype` that the user has set, otherwise for `compute_type`; None if unknown."""
         name = self.name(compute_type)
-        if name not in self._known:
-            peak, why = self._ask(name)
-            self._known[name] = None if peak is None else shared_peak(peak, self.ranks)
-            if peak is None:
-                self.why_unknown[name] = why
-        return self._known[name]
+        peak, why = self._ask(name)
+        if peak is None:
+            self.why_unknown[name] = why
+            return None
+        return shared_peak(peak, self.ranks)
 
     def name(self, compute_type: str) -> str:
         """The compute type whose peak is used for products in this one: tf32 if torch computes fp32 products in it."""

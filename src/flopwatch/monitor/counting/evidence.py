@@ -252,9 +252,8 @@ class Evidence:
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
         ranges = known.claims.take()
-        if (
-            known.changes > 1 and known.claims.first is not None
-        ):  # it comes and goes, so no step between two counts is proven
+        # A cost that has changed twice comes and goes, so no step between two counts is proven.
+        if known.changes > 1 and known.claims.first is not None:
             ranges = ((known.claims.first, step - 1),)
             known.claims.first = None
         return Doubt(ranges, _shown(step, before, count)) if ranges else None

@@ -362,7 +362,6 @@ class StepCounter:
     # --- A step ends --------------------------------------------------------------------------------------------------
 
     def abandon_step(self) -> None:
-        """Drop the current step, because its body has raised."""
         step, self._step = self._step, None
         if step is not None:
             step.end_count()
@@ -395,13 +394,9 @@ class StepCounter:
     def _is_usual(self, opened: OpenStep, usual: StepTrace) -> bool:
         """Whether a step ran the same calls and operations as the one before, and nothing more."""
         kind, trained = usual.kind, self._trained
-        if (
-            kind is None
-            or not opened.may_count
-            or opened.live is not None
-            or opened.reason
-            or opened.began_without_model
-        ):
+        if kind is None or not opened.may_count or opened.live is not None:
+            return False
+        if opened.reason or opened.began_without_model:
             return False
         nodes = (recorded_operations() or 0) - (opened.nodes_before or 0) - opened.nodes_outside
         if nodes != kind.nodes or not kind.calls or kind.calls != tuple(self._calls.calls) or may_compile():

@@ -144,7 +144,9 @@ class Rank:
         if link is not None:
             while link.merged:
                 report = link.merged.popleft()
-                steps = tuple(self._steps_up_to(report.last_step))
+                steps: tuple[MeasuredStep, ...] = ()
+                while self._incomplete and self._incomplete[0].steps[-1].step <= report.last_step:
+                    steps += self._incomplete.popleft().steps
                 if steps:  # there are none if the monitor has failed on this rank only
                     yield Window(steps, report)
             if link.failure is not None:
@@ -179,10 +181,6 @@ class Rank:
             self._notify(*notices.notice("ranks_lost", rank=self.rank, why=why))
         self.leave()
         self.link = None
-
-    def _steps_up_to(self, last_step: int) -> Iterator[MeasuredStep]:
-        while self._incomplete and self._incomplete[0].steps[-1].step <= last_step:
-            yield from self._incomplete.popleft().steps
 
 
 def _run_key(logging_rank: int, log: str) -> RunKey:
@@ -312,7 +310,6 @@ class BusyTime:
         self._stalls: StallSampler | None = None
 
     def sample(self, worker: Worker) -> None:
-        """Look for stalls from now on, in a thread of its own."""
         self._stalls = StallSampler(worker)
 
     def stop(self) -> None:
@@ -339,22 +336,13 @@ class BusyTime:
         return median(islice(self._steps, first, None)) if self._steps else None
 
 
-_file_kinds: dict[str, bool | None] = {}
-"""By file name, whether the file's code waits for other ranks. None for other files of torch, where the calling frame
-decides. The keys are file names, because code objects of different files can compare equal."""
-
-
 def _waits_for_ranks(frame: FrameType | None) -> bool:
     """Whether the stack is in a backward pass or a collective; the search ends at the first frame outside torch."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        kind = _file_kinds.get(file, ...)
-        if kind is ...:
-            path = file.replace("\\", "/")
-            kind = True if any(part in path for part in _WAITS_FOR_RANKS) else (None if "/torch/" in path else False)
-            if len(_file_kinds) < 10_000:  # a limit, because code made by exec can have any number of file names
-                _file_kinds[file] = kind
-        if kind is not None:
-            return kind
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if "/torch/" not in path:
+            return False
+        if any(part in path for part in _WAITS_FOR_RANKS):
+            return True
         frame = frame.f_back
     return False

@@ -84,17 +84,12 @@ class Tape:
         return events
 
     def is_in_thread(self) -> bool:
-        """Whether this is the thread of the training."""
         return threading.get_ident() == self._thread
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def start_step(self, has_batch: bool = True) -> None:
-        """Begin a step, or the next micro-batch of a step.
-
-        Args:
-            has_batch: Whether the batch was already fetched; False if the step itself fetches it.
-        """
+        """Begin a step, or the next micro-batch of a step. With `has_batch`, its batch was already fetched."""
         if not self._steps:  # the monitor may have been made in another thread than the training's
             self._thread = threading.get_ident()
         self.is_working = True
