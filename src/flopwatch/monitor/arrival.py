@@ -106,7 +106,8 @@ class Arrival:
             values: dict[str, Any] = self._values(step, scalars)
             amounts: dict[str, Any] = {}
             for name in RATED:
-                amounts[name] = _sum_known([getattr(batch, name) for batch in batch_sizes or ()])
+                of_batches = [getattr(batch, name) for batch in batch_sizes or ()]
+                amounts[name] = sum(of_batches) if of_batches and None not in of_batches else None
             measured.append(
                 MeasuredStep(
                     step.step,
@@ -146,14 +147,6 @@ def passed_seconds(parts: Sequence[StepParts], timer: StepTimer) -> float:
     return sum(timer.seconds(start, end) for _, start, end in segments)
 
 
-def _sum_known(amounts: Sequence[int | None]) -> int | None:
-    """The sum; None if there are no amounts or one of them is unknown."""
-    if len(amounts) == 1:
-        return amounts[0]
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if known and len(known) == len(amounts) else None
-
-
 class Arrivals:
     """The steps that are on their way from the tape to a window.
 
@@ -188,7 +181,6 @@ class Arrivals:
         return divided
 
     def begin(self, steps: Sequence[RecordedStep], with_sizes: Callable[[Reading], Reading | None]) -> Arrival:
-        """Begin to copy the values of these recorded steps to the host."""
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
         return Arrival(steps, parts, self._tape.timer, with_sizes)
 

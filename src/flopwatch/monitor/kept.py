@@ -4,6 +4,7 @@ So do the sums by dataset, for batches that mix datasets.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -129,10 +130,9 @@ class LateValues:
         """Return one flat list of values per tensor, in the order of the tensors."""
         result = [[] if tensor is None else _flat_list(tensor) for tensor in self._tensors]
         for members, sizes, host, _ in self._copies:
-            values, start = host.tolist(), 0
+            values = iter(host.tolist())
             for index, size in zip(members, sizes, strict=True):
-                result[index] = values[start : start + size]
-                start += size
+                result[index] = list(islice(values, size))
         return result
 
 

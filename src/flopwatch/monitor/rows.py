@@ -216,7 +216,10 @@ class RowMaker:
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
         self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
-        values |= _means(steps) | self.totals.ledger.values() | more
+        for name in dict.fromkeys(name for step in steps for name in step.more):
+            mean = mean_of([step.more.get(name) for step in steps])
+            values |= {} if mean is None else {name if "/" in name else f"training/{name}": mean}
+        values |= self.totals.ledger.values() | more
         values |= self.totals.percentiles() if is_detailed or with_percentiles else {}
         known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}
         values |= {key: value for key, value in known.items() if value is not None}
@@ -273,12 +276,6 @@ class RowMaker:
 def peak_in_use(steps: Sequence[MeasuredStep], peak: Peak | None) -> float | None:
     """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
     return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
-
-
-def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
-    names = dict.fromkeys(name for step in steps for name in step.more)
-    means = {name if "/" in name else f"training/{name}": mean_of([s.more.get(name) for s in steps]) for name in names}
-    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:

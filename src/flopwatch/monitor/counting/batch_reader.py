@@ -146,7 +146,11 @@ class BatchReader:
             tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         key: list[Any] = []
         for name, value in tensors.items():
-            key += name, value.shape if isinstance(value, Tensor) else _inner_sizes(value)
+            if isinstance(value, Tensor):
+                key += name, value.shape
+            else:  # the sizes inside of a list, tuple or dict, such as a list of images
+                has_sizes = type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS
+                key += name, describe(value).sizes if has_sizes else None
         if key == self._last_key:
             layout = self._last_layout
         else:
@@ -248,11 +252,6 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
     if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != seq_len:
         return None
     return name if value.device.type != "meta" else None
-
-
-def _inner_sizes(value: Any) -> Any:
-    """Return the sizes inside a list, tuple or dict, such as a list of images; None for other values."""
-    return describe(value).sizes if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS else None
 
 
 def _start_at_zero(positions: Tensor, mask: Tensor | None) -> bool:

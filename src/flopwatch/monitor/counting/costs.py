@@ -157,9 +157,9 @@ class StepCosts:
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None, trace.reason
-        model = sum(cost.needed.forward + cost.needed.backward for cost in known)
-        executed = sum((cost.executed for cost in known), PhaseFlops())
-        remark = next((cost.remark for cost in known if cost.remark), None)
+        model = sum(needed.forward + needed.backward for needed, _, _ in known)
+        executed = sum((executed for _, executed, _ in known), PhaseFlops())
+        remark = next((remark for _, _, remark in known if remark), None)
         return StepFlops(model, executed.total, executed.recompute), remark or trace.reason
 
     def _peak_seconds(self, flops: StepFlops) -> tuple[float | None, float | None]:
@@ -178,7 +178,7 @@ class StepCosts:
 
     def new_provenance(self, step: int, device_count: int) -> Provenance | None:
         """Return the record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
-        facts = self._counter.facts()
+        facts = self._counter.provenance()
         if facts is None:
             return None
         types = () if self._main_type is None else (self._main_type, *self._types)
@@ -194,16 +194,11 @@ class StepCosts:
         if facts.attention != self._config.attention:
             self._notify(*notices.notice("not_causal"))
         peak = self.peak
-        return Provenance(
-            step,
-            self._config.mode,
-            facts.method,
-            facts.exact,
-            facts.attention,
-            facts.coverage,
-            None if peak is None else peak.to_json(),
-            device_count,
-            notes=facts.notes,
+        return replace(
+            facts,
+            step=step,
+            peak=None if peak is None else peak.to_json(),
+            device_count=device_count,
             achievable_flops_per_s=self._achievable_flops_per_s(),
             dtypes=dtypes,
         )

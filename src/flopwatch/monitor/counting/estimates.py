@@ -33,13 +33,8 @@ PACKING = (
 MADE_UP = "only attention_mask was given, so a batch of its shape was assumed"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCost:
-    """FLOPs of one call `model(batch)` and its backward pass: needed, executed, and a remark."""
-
-    needed: PhaseFlops
-    executed: PhaseFlops
-    remark: str | None = None
+BatchCost = tuple[PhaseFlops, PhaseFlops, str | None]
+"""FLOPs of one call `model(batch)` and its backward pass: needed, executed, and a remark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +106,9 @@ class EstimatedCosts:
             return None
         executed, law, shape = estimate.executed, estimate.law, estimate.shape
         if batch.documents is None:
-            return BatchCost(executed, executed, estimate.remark)
+            return executed, executed, estimate.remark
         unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
-        whole = BatchCost(executed, executed, estimate.remark or unclear)
+        whole = executed, executed, estimate.remark or unclear
         if law is None or shape is None or shape.seq_len is None:
             return whole
         try:
@@ -126,7 +121,7 @@ class EstimatedCosts:
                 )
         except FlopwatchError:
             return whole
-        return BatchCost(needed, executed, estimate.remark)
+        return needed, executed, estimate.remark
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:

@@ -15,6 +15,7 @@ from flopwatch.flops.tracing.scaling import Axes, Scale
 from flopwatch.monitor.counting.call_kinds import BATCH, CallKind
 from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.run import Provenance
 
 _MOST_KINDS = 4096
 _MOST_RANGES = 64
@@ -144,24 +145,6 @@ NOTHING = StepTrace()
 
 
 @dataclass(frozen=True, slots=True)
-class FlopFacts:
-    """How FLOPs are found, for the log's record about it.
-
-    Attributes:
-        method: `step` for live counts, `trace` or `estimate` for those of `model(batch)`.
-        exact: Whether the FLOPs of counted kinds of steps are exact.
-        attention: The convention that the counts have, which is not always the one that was wanted.
-        coverage: 1 if every op had a formula, otherwise the share of ops with one; None for estimates.
-    """
-
-    method: str
-    exact: bool
-    attention: AttentionConvention
-    coverage: float | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Doubt:
     """Rows that were called exact and may be wrong: ranges of steps, and what a later count has shown."""
 
@@ -196,13 +179,14 @@ class Evidence:
         self.settled_calls: set[CallKind] = set()
         """Calls with which a step began whose FLOPs need no further count."""
 
-    def facts(self, wanted: AttentionConvention) -> FlopFacts | None:
-        """How the FLOPs are found; None before the first count."""
+    def provenance(self, mode: str, wanted: AttentionConvention) -> Provenance | None:
+        """How the FLOPs are found; None before the first count. The counts may have another convention than wanted."""
         if not self.counts:
             return None
         attention, note = counted_convention(wanted, self.ops)
         notes = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
-        return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
+        notes += (note,) if note else ()
+        return Provenance(0, mode, "step", not self.uncounted, attention, self.coverage, notes=notes)
 
     def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
         """Add the count of a step; return the rows that it contradicts, if any.

@@ -24,12 +24,13 @@ from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
 from flopwatch.monitor.counting.call_kinds import CallKind, Evaluations
 from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
 from flopwatch.monitor.counting.estimates import EstimatedCosts
-from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, FlopFacts, StepKind, StepTrace
+from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, StepKind, StepTrace
 from flopwatch.monitor.counting.open_step import CompiledSteps, OpenStep, TrainedModel, axes_of
 from flopwatch.monitor.counting.schedule import Schedule
 from flopwatch.monitor.notices import Notify
 from flopwatch.monitor.timing.hooks import PassHooks
 from flopwatch.monitor.timing.tape import Tape
+from flopwatch.records.run import Provenance
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -135,12 +136,13 @@ class StepCounter:
         if self._trained is not None:
             self._trained.stop()
 
-    def facts(self) -> FlopFacts | None:
+    def provenance(self) -> Provenance | None:
         """How the FLOPs are found; None until some are known."""
-        facts = self.evidence.facts(self._config.attention)
-        if facts is None and self._estimates.is_used:
-            return FlopFacts("estimate", False, self._config.attention, None, self._estimates.notes)
-        return facts
+        mode, attention = self._config.mode, self._config.attention
+        found = self.evidence.provenance(mode, attention)
+        if found is None and self._estimates.is_used:
+            return Provenance(0, mode, "estimate", False, attention, notes=self._estimates.notes)
+        return found
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
