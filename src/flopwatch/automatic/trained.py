@@ -422,9 +422,8 @@ class FirstStep:
             run.tape.add(FIRST, (self._ended - self._began, micro_batches))
 
     def _warn_again(self) -> None:
-        if (
-            self._filter in warnings.filters and not may_compile()
-        ):  # in a process that compiles the hook stays, and so must the filter
+        # In a process that compiles the hook stays, and so must the filter.
+        if self._filter in warnings.filters and not may_compile():
             cast("list[Any]", warnings.filters).remove(self._filter)
 
 

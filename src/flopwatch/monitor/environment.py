@@ -56,13 +56,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     with suppress(InputError):  # torch does not say enough to identify the device
         facts = read_device(device)
         environment |= {"device_name": facts.name, "device_units": facts.unit_count}
-    run_id, restarts = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    if run_id is not None:  # the torchrun job of this process, and how often it was restarted
-        count = int(restarts) if restarts.isdigit() else 0
-        environment = {
-            "torchelastic": {"run_id": run_id, "restart_count": count, "agent_pid": os.getppid()},
-            **environment,
-        }
     return {**environment, "threads": torch.get_num_threads()}
 
 

@@ -184,7 +184,7 @@ class Evidence:
         if not self.counts:
             return None
         attention, note = counted_convention(wanted, self.ops)
-        notes = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
+        notes: tuple[str, ...] = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
         notes += (note,) if note else ()
         return Provenance(0, mode, "step", not self.uncounted, attention, self.coverage, notes=notes)
 

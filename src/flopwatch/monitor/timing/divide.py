@@ -374,12 +374,9 @@ class TapeDivision:
     def _begin_optimizer(self, now: float, mark: Any, fact: tuple[object, bool], _: Any) -> None:
         optimizer, is_own = fact
         step = self._step
-        if (
-            self._since is None
-            or self._states[-1] == _PHASE
-            or step.running is not None
-            or (self._states[0] == GAP and not is_own)
-        ):
+        if self._since is None or self._states[-1] == _PHASE:
+            return
+        if step.running is not None or (self._states[0] == GAP and not is_own):
             return
         self._cut(now, mark)
         step.running, self._has_seen_optimizer = (optimizer,), True
