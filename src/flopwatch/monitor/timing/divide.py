@@ -208,18 +208,10 @@ class TapeDivision:
         self._since = mark, now
         self._busy.pauses(cpu)
         step, self._step = self._step, _OpenStep()
-        self._out.steps.append(self._parts(step, has_timed_parts=has_timed_parts) if is_timed else StepParts(None))
-        self._busy.seconds = None
-        if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
-            self._out.is_wait_unknown = True
-        self._end_work()
-        self._states[0] = _MONITOR
-
-    def _parts(self, step: _OpenStep, *, has_timed_parts: bool) -> StepParts:
         if step.running is not None:  # a hook has ended the step while the optimizer was still running
             step.rest_from = len(step.segments)
         is_wait_seen = step.arrivals and step.micro_batches <= step.arrivals and not step.is_wait_unclear
-        return StepParts(
+        parts = StepParts(
             tuple(step.segments),
             bool(self._fetches_are_timed or is_wait_seen),
             has_timed_parts and self._has_seen_optimizer and step.untimed is None,
@@ -227,6 +219,12 @@ class TapeDivision:
             step.passes.are_whole(),
             self._busy.seconds,
         )
+        self._out.steps.append(parts if is_timed else StepParts(None))
+        self._busy.seconds = None
+        if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
+            self._out.is_wait_unknown = True
+        self._end_work()
+        self._states[0] = _MONITOR
 
     def _end_work(self) -> None:
         # In a loop that opens no steps, the work began when the batch was fetched.
@@ -406,14 +404,12 @@ class TapeDivision:
         if self._states[-1] != _PHASE:
             self._step.untimed = (optimizer,)
 
-    def _begin_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
-        if self._step.passes.running is None:
+    def _begin_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD, is_region: bool = False) -> None:
+        passes = self._step.passes
+        passes.regions += is_region
+        if passes.running is None:
             self._cut(now, mark)
-            self._step.passes.running = kind
-
-    def _begin_region(self, now: float, mark: Any, *_: Any) -> None:
-        self._step.passes.regions += 1
-        self._begin_pass(now, mark)
+            passes.running = kind
 
     def _end_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
         passes = self._step.passes
@@ -472,7 +468,7 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.FIRST: TapeDivision._open_first,
     tape.FORWARD: TapeDivision._begin_pass,
     tape.FORWARD_END: TapeDivision._end_pass,
-    tape.REGION: TapeDivision._begin_region,
+    tape.REGION: partial(TapeDivision._begin_pass, is_region=True),
     tape.BACKWARD: partial(TapeDivision._begin_pass, kind=tape.BACKWARD),
     tape.BACKWARD_END: partial(TapeDivision._end_pass, kind=tape.BACKWARD),
     tape.UNSEEN: TapeDivision._miss_pass,
