@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.kept import LateValues
+from flopwatch.monitor.arrival import LateValues
 from flopwatch.monitor.timing.tape import EventTimer
 from support.fakes import FakeEvents
 from testbeds.fakes import FakeClock, RecordingSink

@@ -9,12 +9,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flopwatch.errors import InputError
 from flopwatch.guard import Guard, caught
-from flopwatch.monitor.arrival import RecordedStep
+from flopwatch.monitor.arrival import RecordedStep, keep
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Reading
 from flopwatch.monitor.counting.evidence import NOTHING
 from flopwatch.monitor.counting.step_counter import StepCounter
-from flopwatch.monitor.kept import keep
 from flopwatch.monitor.timing.tape import Tape
 
 Flops = Callable[[Any], int]
