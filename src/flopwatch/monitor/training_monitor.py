@@ -167,8 +167,9 @@ class TrainingMonitor:
                 f"output_dir must be the path of a folder, got {type(output_dir).__name__}; "
                 'write TrainingMonitor("outputs", model=model)'
             )
-        is_list = isinstance(sinks, Sequence) and not isinstance(sinks, str)
-        wanted_sinks: Sequence[Any] = sinks if is_list else [] if sinks is None else [sinks]  # type: ignore[assignment]
+        wanted_sinks: Sequence[str | Sink] = ()
+        if sinks is not None:
+            wanted_sinks = sinks if isinstance(sinks, Sequence) and not isinstance(sinks, str) else [sinks]
         self.config, problems = read_config(
             config,
             preset,
