@@ -15,10 +15,9 @@ import flopwatch
 from flopwatch import torch_internals
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing import live, regions
-from flopwatch.monitor.timing.divide import Division
-from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import HostTimer
+from flopwatch.monitor.timing.divide import TapeDivision
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import HostTimer, Tape
 from flopwatch.torch_internals import PRIVATE_NAMES, autograd, modules, ops
 
 ROWS, WIDTH, LAYERS = 4, 8, 8
@@ -200,7 +199,7 @@ def execution_engine(monkeypatch):
     hooks.forward_ends(output)
     output.backward()
     tape.end_step()
-    (step,) = Division().divide(tape.take()).steps
+    (step,) = TapeDivision().divide(tape.take()).steps
     assert not step.knows_passes
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import flopwatch.flops.formulas  # noqa: F401  # registers the formulas
-from flopwatch.automatic.watcher import ROWS, Row, State
+from flopwatch.automatic.watcher import ROWS, Rule, Seen
 from flopwatch.flops.formulas.registry import _formulas
 from flopwatch.hardware.peaks import Accelerator, load_accelerators
 from flopwatch.monitor.config import MonitorConfig
@@ -106,9 +106,9 @@ def states_table() -> list[str]:
     return _table(head, map(_row_of_states, ROWS))
 
 
-def _row_of_states(row: Row) -> tuple[str, ...]:
+def _row_of_states(row: Rule) -> tuple[str, ...]:
     """A row of the table of `flopwatch run`, in words."""
-    states = "any" if len(row.states) == len(State) - 1 else ", *or* ".join(state.value for state in row.states)
+    states = "any" if len(row.states) == len(Seen) - 1 else ", *or* ".join(state.value for state in row.states)
     action = str(getattr(row.action, "func", row.action).__doc__)
     script = next((each.path for each in SCRIPTS if each.name == row.shown_by), "short.py")
     link = f"[{row.shown_by}](https://github.com/flopwatch/flopwatch/blob/main/testbeds/unchanged/{script})"

@@ -29,8 +29,8 @@ from flopwatch.monitor.ranks.job_store import (
     ON_ANY_DEVICE,
     PLAN,
     PUBLISHED,
-    Outbox,
     RunKey,
+    StoreOutbox,
     alive,
     open_slots,
     pauses,
@@ -185,7 +185,7 @@ class Job:
         self.notes = client.notes
         self._job_store = client.under(prefix({}, ranks))
         self._store = self._job_store.under(KEY.run)
-        self._outboxes = [Outbox(self._store, rank) for rank in range(ranks)]
+        self._outboxes = [StoreOutbox(self._store, rank) for rank in range(ranks)]
         below = [layout.children(rank, 0, ranks, per_host) for rank in range(ranks)]
         self.below = {rank: children for rank, children in enumerate(below) if children}
         self.levels = [[0]]

@@ -4,34 +4,34 @@ import ast
 
 import pytest
 
-from flopwatch.automatic.watcher import ROWS, Event, State
+from flopwatch.automatic.watcher import ROWS, Event, Seen
 from flopwatch.runs.reading import read_log
 from support.warm_python import start_warm
 from testbeds.unchanged.scripts import FOLDER, SCRIPTS
 from testbeds.unchanged.short import SHORT
 
 FILES = {script.name: script.file for script in SCRIPTS}
-BEFORE = (State.NOTHING, State.EVALUATED, State.MAYBE)
-MEASURED = (State.BETWEEN, State.OPEN, State.ENDS, State.BEGINS)
+BEFORE = (Seen.NOTHING, Seen.EVALUATED, Seen.MAYBE)
+MEASURED = (Seen.BETWEEN, Seen.OPEN, Seen.ENDS, Seen.BEGINS)
 OF_FIRST_STEP = (Event.EVALUATED_CALL, Event.LOSS_CALL, Event.MAYBE_EVALUATION)
 CALLS = (Event.GRAD_CALL, Event.PLAIN_CALL, Event.EVALUATION, *OF_FIRST_STEP)
-FIRST_IS_KNOWN = (State.FIRST, State.TOO_MANY)
+FIRST_IS_KNOWN = (Seen.FIRST, Seen.TOO_MANY)
 WITHOUT_ROW = {
-    "once an optimizer was made, this stays known": ([*State][1:-1], [Event.EARLY_CALL]),
-    "only models that are remembered are evaluated again": ([State.NOTHING], [Event.EVALUATION, Event.EVALUATED_CALL]),
-    "calls that are left out are forgotten": ([State.NOTHING, State.EVALUATED], [Event.TOO_MANY_CALLS]),
-    "nothing listens to calls any longer": ([State.TOO_MANY], [*CALLS, Event.TOO_MANY_CALLS]),
-    "that a call comes has changed the state": ([State.ENDS, State.BEGINS], CALLS),
-    "these calls are told apart before and in the first step": ([State.BETWEEN, State.OPEN], OF_FIRST_STEP),
+    "once an optimizer was made, this stays known": ([*Seen][1:-1], [Event.EARLY_CALL]),
+    "only models that are remembered are evaluated again": ([Seen.NOTHING], [Event.EVALUATION, Event.EVALUATED_CALL]),
+    "calls that are left out are forgotten": ([Seen.NOTHING, Seen.EVALUATED], [Event.TOO_MANY_CALLS]),
+    "nothing listens to calls any longer": ([Seen.TOO_MANY], [*CALLS, Event.TOO_MANY_CALLS]),
+    "that a call comes has changed the state": ([Seen.ENDS, Seen.BEGINS], CALLS),
+    "these calls are told apart before and in the first step": ([Seen.BETWEEN, Seen.OPEN], OF_FIRST_STEP),
     "only the calls of the first step are limited": (MEASURED, [Event.TOO_MANY_CALLS]),
 }
 IGNORED = {
-    "no step waits for the call": ([*BEFORE, *FIRST_IS_KNOWN, State.BETWEEN, State.OPEN], [Event.CALL_COMES]),
+    "no step waits for the call": ([*BEFORE, *FIRST_IS_KNOWN, Seen.BETWEEN, Seen.OPEN], [Event.CALL_COMES]),
     "the call was no evaluation before the first step": (
-        [State.NOTHING, *FIRST_IS_KNOWN, *MEASURED],
+        [Seen.NOTHING, *FIRST_IS_KNOWN, *MEASURED],
         [Event.RETURNED],
     ),
-    "flopwatch is off": ([State.OFF], [*Event]),
+    "flopwatch is off": ([Seen.OFF], [*Event]),
 }
 
 
@@ -44,7 +44,7 @@ def test_every_pair_has_one_row_or_a_reason_why_it_has_none():
     without = pairs_of(WITHOUT_ROW) | pairs_of(IGNORED)
     assert len(in_rows) == len(set(in_rows)), "two rows for one pair"
     assert not set(in_rows) & without
-    assert set(in_rows) | without == {(state, event) for state in State for event in Event}
+    assert set(in_rows) | without == {(state, event) for state in Seen for event in Event}
 
 
 def test_every_row_names_a_training_that_exists():
@@ -76,7 +76,7 @@ def pairs_taken(folder, *command):
     process = start_warm(SHOWN, "run", "--quiet", "--output-dir", str(folder / "run"), *command, cwd=folder)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    return {(State[state], Event[event]) for state, event in ast.literal_eval(out.rpartition("PAIRS ")[2])}
+    return {(Seen[state], Event[event]) for state, event in ast.literal_eval(out.rpartition("PAIRS ")[2])}
 
 
 def check_rows(name, taken):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.automatic.first_step import MAYBE_EVALUATED
-from flopwatch.automatic.imports import when_imported
+from flopwatch.automatic.script import when_imported
+from flopwatch.automatic.trained import MAYBE_EVALUATED
 
 STEP_FLOPS = 2 * (2 * 4 * 8 * 8)
 """Forward pass and weight gradient of a linear layer with 4 samples; its input needs no gradient."""

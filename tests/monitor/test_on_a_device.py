@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.kept import LateValues
-from flopwatch.monitor.timing.timers import EventTimer
+from flopwatch.monitor.arrival import LateValues
+from flopwatch.monitor.timing.tape import EventTimer
 from support.fakes import FakeEvents
 from testbeds.fakes import FakeClock, RecordingSink
 

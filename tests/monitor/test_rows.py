@@ -7,14 +7,14 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import MeasuredStep, window_values
 from flopwatch.monitor.ranks.reports import Window, merge, report_of
 from flopwatch.monitor.rows import RowMaker
-from flopwatch.monitor.totals import Span, Totals
+from flopwatch.monitor.totals import RunTotals, Span
 from flopwatch.records.flops import Peak
 
 PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
 
 
 def rows_of(world_size, config):
-    return RowMaker(config, world_size, Totals(monotonic_seconds))
+    return RowMaker(config, world_size, RunTotals(monotonic_seconds))
 
 
 def steps(first=0, count=5, **known):

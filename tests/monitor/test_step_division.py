@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.monitor.timing.divide import Division, times_of
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import HostTimer
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.timing.divide import TapeDivision, times_of
+from flopwatch.monitor.timing.tape import HostTimer, Tape
 from testbeds.fakes import FakeClock
 
 
@@ -21,7 +21,7 @@ class Loop:
         self.clock = FakeClock()
         self.steps = Tape(HostTimer(self.clock), self.clock)
         self.outside: list[float] = []
-        self._division = Division()
+        self._division = TapeDivision()
 
     def takes(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -37,7 +37,7 @@ class Loop:
         self.steps.begin_gap()
         divided = self._division.divide(self.steps.take())
         self.outside += [seconds for phase, seconds in divided.spent if phase == "outside"]
-        times = times_of(divided.steps[-1], lambda start, end: end - start)
+        times = MeasuredStep(0, **times_of(divided.steps[-1], lambda start, end: end - start))
         return {
             "step": pytest.approx(times.seconds),
             "wait": approximately(times.input_wait_seconds),

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.timing.divide import Division, times_of
-from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, Tape
-from flopwatch.monitor.timing.timers import HostTimer
-from flopwatch.monitor.timing.usual_gaps import UsualGaps
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.timing.divide import TapeDivision, UsualGaps, times_of
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, HostTimer, Tape
 from testbeds.fakes import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
@@ -291,7 +290,7 @@ def test_a_loader_that_gets_slower_for_good_is_waited_for_soon(run):
 
 
 def gaps(has_workers):
-    usual = UsualGaps(has_worker_processes=lambda: has_workers)
+    usual = UsualGaps(worker_processes=lambda: has_workers)
 
     def is_outside(seconds, busy_seconds=0.0):
         return usual.is_outside(seconds, work_seconds=0.3, has_seen_other_work=False, cpu_seconds=busy_seconds)
@@ -387,7 +386,7 @@ def test_a_wait_during_which_the_device_is_still_busy_is_no_wait():
         device.queue(5.0)
         steps.end_step()
         steps.begin_gap()
-    times = [times_of(parts, device.seconds) for parts in Division().divide(steps.take()).steps]
+    times = [MeasuredStep(0, **times_of(parts, device.seconds)) for parts in TapeDivision().divide(steps.take()).steps]
 
     # Batches come at 2, 4, 11 and 18 s; the device works from 2 to 17 s without a pause, then again from 18 s on.
     assert [step.seconds for step in times] == [5.0, 5.0, 5.0, 6.0]
@@ -410,7 +409,9 @@ def test_work_of_the_host_between_the_passes_is_lost_only_where_the_device_was_i
     steps.add(BACKWARD_END)
     steps.end_step()
 
-    (step,) = [times_of(parts, device.seconds) for parts in Division().divide(steps.take()).steps]
+    (step,) = [
+        MeasuredStep(0, **times_of(parts, device.seconds)) for parts in TapeDivision().divide(steps.take()).steps
+    ]
     assert step.passes_seconds == 10.0
     assert step.seconds - step.passes_seconds == idle_seconds
 

@@ -1,11 +1,13 @@
-"""Runs a script or a module as `python` would, in this process."""
+"""Runs a script or a module as `python` would, in this process, and learns when a module has been imported."""
 
+import importlib.util
 import runpy
 import sys
-from collections.abc import Sequence
-from importlib.machinery import PathFinder, SourceFileLoader
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 from flopwatch.errors import InputError
 
@@ -78,3 +80,57 @@ def _from_script(traceback: TracebackType | None, is_module: bool) -> TracebackT
     while rest is not None and is_module and "runpy" in rest.tb_frame.f_code.co_filename:
         rest = rest.tb_next
     return rest if here is not None else traceback
+
+
+def when_imported(name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Call `action`, which must not raise, now if the module is loaded, otherwise right after its import.
+
+    Returns a function that cancels it.
+
+    >>> done = []
+    >>> cancel = when_imported("sys", lambda: done.append("sys"))
+    >>> done
+    ['sys']
+    """
+    finder = _Finder(name, action)
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder.cancel
+
+
+class _Finder:
+    """Finds one module as usual, and lets its loader call `action` when the module's code has run."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+        self._is_searching = False
+
+    def cancel(self) -> None:
+        self._action = lambda: None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name or self._is_searching:
+            return None
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            del loader.exec_module  # the instance's attribute, so that the loader is as before
+            action = self._action
+            self.cancel()
+            execute(module)
+            action()
+
+        loader.exec_module = execute_and_act
+        return spec

@@ -13,8 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.automatic.imports import when_imported
+from flopwatch.automatic.script import when_imported
 from flopwatch.clock import note_cells
+from flopwatch.guard import Guard
 from flopwatch.optional import same_random_states
 from flopwatch.present.small_forms import html_table
 from flopwatch.process import is_switched_off
@@ -71,7 +72,9 @@ class WatchedProcess:
     """
 
     def __init__(self, output_dir: str | Path | None, is_quiet: bool, monitor_options: Mapping[str, Any]) -> None:
-        self._output_dir = Path(output_dir or default_output_dir(_script_name())).absolute()
+        script = sys.argv[0] if sys.argv and "ipykernel" not in sys.modules else ""
+        named = default_output_dir(script if script.endswith(".py") else "training")
+        self._output_dir = Path(output_dir or named).absolute()
         self._is_new = "WORLD_SIZE" not in os.environ and not self._output_dir.exists()  # ranks share a folder
         self._is_quiet = is_quiet
         self.has_failed = False
@@ -115,11 +118,13 @@ class WatchedProcess:
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Call `action`; if it fails, report that and let the script run as without flopwatch."""
-        try:
-            action()
-        except Exception as error:
+
+        def failed(_: str, error: Exception) -> None:
             self.is_on = False
             self._report(error)
+
+        with Guard("watching", failed):
+            action()
 
     def note_failure(self, error: BaseException) -> None:
         """The script has raised this, which ends the process."""
@@ -251,11 +256,6 @@ def default_output_dir(script: str) -> Path:
     """A new folder in `flopwatch-runs`, named after the script and the time."""
     name = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
     return Path(RUNS_FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _script_name() -> str:
-    script = sys.argv[0] if sys.argv else ""
-    return script if script.endswith(".py") and "ipykernel" not in sys.modules else "training"
 
 
 def _precision_of_accelerate() -> str | None:

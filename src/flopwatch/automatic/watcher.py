@@ -16,8 +16,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from flopwatch.automatic.first_step import FirstStep
-from flopwatch.automatic.trained import FoundModel, Optimizers, TrainedCalls, find_trained_modules, has_optimizer
+from flopwatch.automatic.trained import (
+    FirstStep,
+    FoundModel,
+    Optimizers,
+    TrainedCalls,
+    find_trained_modules,
+    has_optimizer,
+)
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.counting.call_kinds import CallKind
 from flopwatch.monitor.counting.calls import batch_of_call
@@ -45,7 +51,7 @@ Batch = Callable[[], Any]
 OWN_MONITOR = "the script has created a flopwatch.TrainingMonitor of its own, which measures the training from here on"
 
 
-class State(Enum):
+class Seen(Enum):
     """How much of a training was seen."""
 
     NOTHING = "nothing was seen"
@@ -100,7 +106,7 @@ class Watcher:
     ) -> None:
         self._make_monitor, self._on_failure = make_monitor, on_failure
         self._home = os.getpid(), threading.get_ident()
-        self.state = State.NOTHING
+        self.state = Seen.NOTHING
         self.monitor: TrainingMonitor | None = None
         self.steps = 0
         """Steps of the training that have ended, whether measured or not."""
@@ -136,7 +142,7 @@ class Watcher:
     def run_hook(self, hook: Callable[..., None], *args: Any) -> None:
         """Call a hook, except while code is compiled and in forked processes. If it fails, stop watching."""
         # This test comes first, because the compiler would compile again after a change of anything that it has read.
-        if torch.compiler.is_compiling() or self.state is State.OFF or os.getpid() != self._home[0]:
+        if torch.compiler.is_compiling() or self.state is Seen.OFF or os.getpid() != self._home[0]:
             return
         try:
             hook(*args)
@@ -165,7 +171,7 @@ class Watcher:
             found: list[bool] = []
             self._act("evaluation", lambda run: found.append(run.counter.is_evaluation(kind)))
             return Event.EVALUATION if found == [True] else Event.GRAD_CALL if kind.has_grad else Event.PLAIN_CALL
-        if self.state is State.NOTHING and not has_optimizer():
+        if self.state is Seen.NOTHING and not has_optimizer():
             return Event.EARLY_CALL
         if kind.has_grad:
             return Event.EVALUATED_CALL if self._first.was_evaluated(kind, module) else Event.GRAD_CALL
@@ -326,7 +332,7 @@ class Watcher:
 
     def report_failure(self, error: Exception) -> None:
         """Says so; the training goes on."""
-        self.state = State.OFF
+        self.state = Seen.OFF
         self._first.stop()
         self._on_failure(error)
 
@@ -362,7 +368,7 @@ class Watcher:
             act_on_run(self.monitor, part, action)
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """What events do in these states. The action's docstring says it in words.
 
     Attributes:
@@ -370,15 +376,15 @@ class Row(NamedTuple):
         shown_by: A script of `testbeds/unchanged`, or a function in its `short.py`, in which this happens.
     """
 
-    states: tuple[State, ...]
+    states: tuple[Seen, ...]
     events: tuple[Event, ...]
     action: Callable[..., None]
-    becomes: State | None
+    becomes: Seen | None
     shown_by: str
 
 
-NOTHING, EVALUATED, MAYBE, FIRST, TOO_MANY, BETWEEN, OPEN, ENDS, BEGINS, OFF = State
-ANY = tuple(state for state in State if state is not OFF)
+NOTHING, EVALUATED, MAYBE, FIRST, TOO_MANY, BETWEEN, OPEN, ENDS, BEGINS, OFF = Seen
+ANY = tuple(state for state in Seen if state is not OFF)
 _CALLS = (Event.PLAIN_CALL, Event.LOSS_CALL, Event.MAYBE_EVALUATION, Event.EVALUATION)
 _GRAD_CALLS = (Event.GRAD_CALL, Event.EVALUATED_CALL)
 _no_call = partial(Watcher.drop_step, why=NO_CALL, finds_model=True)
@@ -386,45 +392,45 @@ _many_calls = partial(Watcher.drop_step, why=MANY_CALLS, finds_model=True)
 
 ROWS = (
     # Before the first step is known to have begun
-    Row((NOTHING,), (Event.EARLY_CALL,), Watcher.leave_out, None, "calls_before_an_optimizer"),
-    Row((NOTHING,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, MAYBE, "frozen_teacher"),
-    Row((EVALUATED,), (Event.PLAIN_CALL,), Watcher.note_call, MAYBE, "evaluation_then_teacher"),
-    Row((MAYBE,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, None, "evaluation_then_teacher"),
-    Row(
+    Rule((NOTHING,), (Event.EARLY_CALL,), Watcher.leave_out, None, "calls_before_an_optimizer"),
+    Rule((NOTHING,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, MAYBE, "frozen_teacher"),
+    Rule((EVALUATED,), (Event.PLAIN_CALL,), Watcher.note_call, MAYBE, "evaluation_then_teacher"),
+    Rule((MAYBE,), (Event.PLAIN_CALL, Event.LOSS_CALL), Watcher.note_call, None, "evaluation_then_teacher"),
+    Rule(
         (NOTHING, EVALUATED, MAYBE), (Event.MAYBE_EVALUATION,), Watcher.note_maybe_evaluation, MAYBE, "teacher_student"
     ),
-    Row((MAYBE,), (Event.EVALUATION,), Watcher.leave_out, EVALUATED, "several_evaluations"),
-    Row((EVALUATED,), (Event.EVALUATION, Event.LOSS_CALL), Watcher.leave_out, None, "evaluation_then_teacher"),
-    Row((EVALUATED, MAYBE), (Event.RETURNED,), Watcher.note_return, None, "one_evaluation"),
+    Rule((MAYBE,), (Event.EVALUATION,), Watcher.leave_out, EVALUATED, "several_evaluations"),
+    Rule((EVALUATED,), (Event.EVALUATION, Event.LOSS_CALL), Watcher.leave_out, None, "evaluation_then_teacher"),
+    Rule((EVALUATED, MAYBE), (Event.RETURNED,), Watcher.note_return, None, "one_evaluation"),
     # The first step
-    Row((NOTHING, EVALUATED, MAYBE), (Event.GRAD_CALL,), Watcher.note_call, FIRST, "plain"),
-    Row((EVALUATED,), (Event.EVALUATED_CALL,), Watcher.note_call, FIRST, "several_evaluations"),
-    Row((MAYBE,), (Event.EVALUATED_CALL,), Watcher.begin_first_anew, FIRST, "one_evaluation"),
-    Row((FIRST,), (*_CALLS, *_GRAD_CALLS), Watcher.note_call, None, "accumulation"),
-    Row((MAYBE, FIRST), (Event.TOO_MANY_CALLS,), Watcher.give_up_first, TOO_MANY, "more_calls_than_a_step_has"),
+    Rule((NOTHING, EVALUATED, MAYBE), (Event.GRAD_CALL,), Watcher.note_call, FIRST, "plain"),
+    Rule((EVALUATED,), (Event.EVALUATED_CALL,), Watcher.note_call, FIRST, "several_evaluations"),
+    Rule((MAYBE,), (Event.EVALUATED_CALL,), Watcher.begin_first_anew, FIRST, "one_evaluation"),
+    Rule((FIRST,), (*_CALLS, *_GRAD_CALLS), Watcher.note_call, None, "accumulation"),
+    Rule((MAYBE, FIRST), (Event.TOO_MANY_CALLS,), Watcher.give_up_first, TOO_MANY, "more_calls_than_a_step_has"),
     # The optimizer steps
-    Row((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED,), Watcher.end_step, BETWEEN, "plain"),
-    Row((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, ENDS, "one_in_backward"),
-    Row((ENDS,), (Event.CALL_COMES,), Watcher.end_step, BETWEEN, "one_in_backward"),
-    Row((BEGINS,), (Event.CALL_COMES, Event.STEPPED), Watcher.begin_step, BETWEEN, "one_for_each_weight"),
-    Row((BEGINS,), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, None, "two_backward_passes"),
-    Row((NOTHING, EVALUATED), (Event.STEPPED,), _no_call, BETWEEN, "other_method"),
-    Row((NOTHING, EVALUATED), (Event.STEPPED_IN_BACKWARD,), _no_call, BEGINS, "in_backward_without_a_call"),
-    Row((TOO_MANY,), (Event.STEPPED,), _many_calls, BETWEEN, "more_calls_than_a_step_has"),
-    Row((TOO_MANY,), (Event.STEPPED_IN_BACKWARD,), _many_calls, BEGINS, "many_calls_and_in_backward"),
-    Row(ANY, (Event.UNCLEAR,), Watcher.drop_step, BETWEEN, "two_optimizers"),
-    Row(ANY, (Event.UNCLEAR_IN_BACKWARD,), Watcher.drop_step, BEGINS, "one_for_each_weight"),
+    Rule((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED,), Watcher.end_step, BETWEEN, "plain"),
+    Rule((MAYBE, FIRST, BETWEEN, OPEN, ENDS), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, ENDS, "one_in_backward"),
+    Rule((ENDS,), (Event.CALL_COMES,), Watcher.end_step, BETWEEN, "one_in_backward"),
+    Rule((BEGINS,), (Event.CALL_COMES, Event.STEPPED), Watcher.begin_step, BETWEEN, "one_for_each_weight"),
+    Rule((BEGINS,), (Event.STEPPED_IN_BACKWARD,), Watcher.ignore, None, "two_backward_passes"),
+    Rule((NOTHING, EVALUATED), (Event.STEPPED,), _no_call, BETWEEN, "other_method"),
+    Rule((NOTHING, EVALUATED), (Event.STEPPED_IN_BACKWARD,), _no_call, BEGINS, "in_backward_without_a_call"),
+    Rule((TOO_MANY,), (Event.STEPPED,), _many_calls, BETWEEN, "more_calls_than_a_step_has"),
+    Rule((TOO_MANY,), (Event.STEPPED_IN_BACKWARD,), _many_calls, BEGINS, "many_calls_and_in_backward"),
+    Rule(ANY, (Event.UNCLEAR,), Watcher.drop_step, BETWEEN, "two_optimizers"),
+    Rule(ANY, (Event.UNCLEAR_IN_BACKWARD,), Watcher.drop_step, BEGINS, "one_for_each_weight"),
     # Steps after the first
-    Row((BETWEEN,), (Event.GRAD_CALL, Event.PLAIN_CALL), Watcher.open_step, OPEN, "teacher_student"),
-    Row((OPEN,), (Event.GRAD_CALL,), Watcher.add_batch, None, "accumulation"),
+    Rule((BETWEEN,), (Event.GRAD_CALL, Event.PLAIN_CALL), Watcher.open_step, OPEN, "teacher_student"),
+    Rule((OPEN,), (Event.GRAD_CALL,), Watcher.add_batch, None, "accumulation"),
     # The end
-    Row(ANY, (Event.OTHER_MONITOR,), Watcher.leave_to_other, OFF, "own_monitor"),
-    Row((ENDS,), (Event.STOPPED,), Watcher.end_step, OFF, "one_in_backward"),
-    Row(tuple(state for state in ANY if state is not ENDS), (Event.STOPPED,), Watcher.ignore, OFF, "plain"),
-    Row(ANY, (Event.FAILED,), Watcher.report_failure, OFF, "model_that_cannot_be_searched"),
+    Rule(ANY, (Event.OTHER_MONITOR,), Watcher.leave_to_other, OFF, "own_monitor"),
+    Rule((ENDS,), (Event.STOPPED,), Watcher.end_step, OFF, "one_in_backward"),
+    Rule(tuple(state for state in ANY if state is not ENDS), (Event.STOPPED,), Watcher.ignore, OFF, "plain"),
+    Rule(ANY, (Event.FAILED,), Watcher.report_failure, OFF, "model_that_cannot_be_searched"),
     # Without an effect
-    Row((OPEN,), (Event.PLAIN_CALL,), Watcher.ignore, None, "evaluation_then_teacher"),
-    Row((BETWEEN, OPEN), (Event.EVALUATION,), Watcher.ignore, None, "evaluation"),
-    Row(ANY, (Event.OTHER_STEPPED,), Watcher.ignore, None, "gan"),
+    Rule((OPEN,), (Event.PLAIN_CALL,), Watcher.ignore, None, "evaluation_then_teacher"),
+    Rule((BETWEEN, OPEN), (Event.EVALUATION,), Watcher.ignore, None, "evaluation"),
+    Rule(ANY, (Event.OTHER_STEPPED,), Watcher.ignore, None, "gan"),
 )
 TABLE = {(state, event): row for row in ROWS for state in row.states for event in row.events}

@@ -7,6 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from flopwatch.guard import Guard
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, take_asked_windows
 from flopwatch.records.metrics import find_metric
@@ -31,17 +32,18 @@ def harmless(method: Method) -> Method:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
+        def failed(part: str, error: Exception) -> None:
             if getattr(self, "strict", False):
-                raise
-            part, reported = method.__name__, vars(self).setdefault("_flopwatch_reported_parts", set())
+                raise error
+            reported = vars(self).setdefault("_flopwatch_reported_parts", set())
             if part not in reported:
                 reported.add(part)
                 _log.error("flopwatch: %s failed, the training continues: %s: %s", part, type(error).__name__, error)
                 _log.debug("flopwatch: the traceback of the error in %s", part, exc_info=error)
-            return None
+
+        with Guard(method.__name__, failed):
+            return method(self, *args, **kwargs)
+        return None
 
     return guarded  # type: ignore[return-value]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flopwatch.integrations.callback_parts import MonitorOwner, Selection, harmless
 from flopwatch.library_internals import find_trainer, guarded_part
-from flopwatch.monitor.timed_batches import TimedIterator
+from flopwatch.monitor.timing.hooks import TimedIterator
 from flopwatch.optional import require
 
 _callbacks = require("transformers.trainer_callback", "hf")

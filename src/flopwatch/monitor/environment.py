@@ -38,7 +38,12 @@ _MOST_ARGUMENTS, _LONGEST = 200, 500
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    environment = {
+    environment: dict[str, Any] = {}
+    run_id, restarts = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if run_id is not None:  # the torchrun job of this process, and how often it was restarted
+        count = int(restarts) if restarts.isdigit() else 0
+        environment["torchelastic"] = {"run_id": run_id, "restart_count": count, "agent_pid": os.getppid()}
+    environment |= {
         "flopwatch": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -50,16 +55,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     with suppress(InputError):  # torch does not say enough to identify the device
         facts = read_device(device)
         environment |= {"device_name": facts.name, "device_units": facts.unit_count}
-    return {**_torchrun_job(), **environment, "threads": torch.get_num_threads()}
-
-
-def _torchrun_job() -> dict[str, Any]:
-    """The torchrun job of this process and how often it was restarted; empty without torchrun."""
-    run_id, restarts = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    if run_id is None:
-        return {}
-    count = int(restarts) if restarts.isdigit() else 0
-    return {"torchelastic": {"run_id": run_id, "restart_count": count, "agent_pid": os.getppid()}}
+    return {**environment, "threads": torch.get_num_threads()}
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -130,7 +130,6 @@ def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) ->
 def _utilisation(
     timed: Sequence[MeasuredStep], peak_flops_per_s: float | None, device_count: int
 ) -> dict[str, Number | None]:
-    """Compute MFU and HFU from the steps whose FLOPs are known."""
     values: dict[str, Number | None] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         per_second, peak = _per_second(timed, name), effective_peak(timed, name) or peak_flops_per_s

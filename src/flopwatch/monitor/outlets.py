@@ -141,9 +141,8 @@ class Outlets:
             message = f"the run's log cannot be written ({said}); pass an output_dir that can be written to"
             if is_full_disk(error):
                 message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
-        if self._has_only_log and is_full_disk(
-            error
-        ):  # all other sinks are closed, so `flopwatch run` would show no notice
+        # All other sinks are closed, so `flopwatch run` would show no notice.
+        if self._has_only_log and is_full_disk(error):
             sys.stderr.write(f"flopwatch: {message}\n")
             return
         self.notify("error", f"sink_failed:{name}", message)

@@ -12,7 +12,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.notices import Notify
-from flopwatch.monitor.totals import Ledger, Totals, typical_work
+from flopwatch.monitor.totals import Ledger, RunTotals, typical_work
 from flopwatch.records.metrics import OF_STEPS, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW
 from flopwatch.records.time_uses import LOST
@@ -28,8 +28,7 @@ _UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError, TypeError, Att
 class ResumePoint(NamedTuple):
     """The last logged step before the one at which a run continues, and the totals up to that step.
 
-    With several ranks the totals are partly an estimate if the step is not the last of its window, because the log
-    contains the sums of all ranks only for whole windows.
+    In the middle of a window of several ranks they are partly an estimate: the log has the sums of whole windows.
     """
 
     step: int
@@ -37,12 +36,9 @@ class ResumePoint(NamedTuple):
     is_estimated: bool = False
 
 
-def load_totals(totals: Totals, log: Path, state: Mapping[str, Any]) -> None:
-    last_step = state.get("ledger_step", state["step"])
-    totals.continue_from(Ledger.from_json(state["ledger"]), _newest_record(log), last_step)
-
-
-def resume_from_log(totals: Totals, log: Path, first_step: int, environment: Mapping[str, Any], notify: Notify) -> None:
+def resume_from_log(
+    totals: RunTotals, log: Path, first_step: int, environment: Mapping[str, Any], notify: Notify
+) -> None:
     """Continue the totals of the log if it has later steps than the checkpoint that was loaded, if any.
 
     `first_step` is that of this session; `environment` shows whether torchelastic has restarted the job.
@@ -52,11 +48,11 @@ def resume_from_log(totals: Totals, log: Path, first_step: int, environment: Map
     try:
         point = find_resume_point(log, first_step)
         if point is not None and (totals.resumed_after is None or point.step > totals.resumed_after):
-            totals.continue_from(point.ledger, _newest_record(log), point.step)
+            totals.continue_from(point.ledger, newest_record(log), point.step)
             if point.is_estimated:
                 notify(*notices.notice("totals_estimated", first_step=first_step))
         elif totals.resumed_after is None and _is_same_job(log, environment):
-            totals.continue_from(Ledger(), _newest_record(log), None)
+            totals.continue_from(Ledger(), newest_record(log), None)
     except _UNREADABLE_LOG as error:
         notify(*notices.notice("log_not_resumed", log=log, why=error))
     if totals.resumed_after is not None and totals.resumed_after + 1 < first_step:
@@ -115,7 +111,7 @@ def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     return [MeasuredStep(**dict(zip(names, each, strict=True))) for each in cells]
 
 
-def _newest_record(log: Path) -> tuple[float, Ledger] | None:
+def newest_record(log: Path) -> tuple[float, Ledger] | None:
     """Time of the newest record of earlier sessions, even of steps that this session repeats, and the totals then.
 
     None if there is none, or if the log cannot be read: the totals then go on without the time between the sessions.

@@ -10,7 +10,7 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
 from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
-from flopwatch.monitor.totals import Span, Totals
+from flopwatch.monitor.totals import RunTotals, Span
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
@@ -39,7 +39,7 @@ class JobLayout:
         return max(1, self.world_size // self.data_parallel_size)
 
 
-class Exactness:
+class RowExactness:
     """Judges whether the FLOPs of rows are exact.
 
     Attributes:
@@ -143,10 +143,10 @@ class RowMaker:
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
     """
 
-    def __init__(self, config: MonitorConfig, world_size: int, totals: Totals) -> None:
+    def __init__(self, config: MonitorConfig, world_size: int, totals: RunTotals) -> None:
         self._config, self.totals = config, totals
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
-        self.exactness = Exactness()
+        self.exactness = RowExactness()
         self.newest = NewestRow()
         self.asked = AskedWindows()
         self._stragglers = StragglerHistory()
@@ -201,14 +201,10 @@ class RowMaker:
         with_percentiles: bool = False,
         later_seconds: float = 0.0,
     ) -> Row:
-        """Add a window to the totals and make its row.
+        """Add a window to the totals and make its row, with the values in `more`.
 
-        Args:
-            window: This rank's steps, and the merged report of all ranks.
-            peak: Peak of this rank's device.
-            more: Further values for the row.
-            with_percentiles: Whether the values of `newest` get percentiles even if the row is not detailed.
-            later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
+        `with_percentiles` gives percentiles to the values of `newest`, even if the row is not detailed. The row's wall
+        time must not include `later_seconds`, those of later steps.
         """
         steps, last, layout = window.steps, window.steps[-1], self.layout
         is_detailed = self._is_detailed(last.step)
@@ -220,7 +216,10 @@ class RowMaker:
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
         self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
-        values |= _means(steps) | self.totals.ledger.values() | more
+        for name in dict.fromkeys(name for step in steps for name in step.more):
+            mean = mean_of([step.more.get(name) for step in steps])
+            values |= {} if mean is None else {name if "/" in name else f"training/{name}": mean}
+        values |= self.totals.ledger.values() | more
         values |= self.totals.percentiles() if is_detailed or with_percentiles else {}
         known = {"training/lr": last.learning_rate, "training/epoch": last.epoch, "perf/exact": int(exact)}
         values |= {key: value for key, value in known.items() if value is not None}
@@ -255,7 +254,6 @@ class RowMaker:
         return values if ranks == 1 else values | {"ranks/reporting": window.ranks}
 
     def session_values(self) -> dict[str, Number]:
-        """Return the run's totals, the rates of this session, and its last logged loss."""
         layout, session = self.layout, self.totals.of_session
         values = session.values(layout.devices_per_batch, layout.data_parallel_size)
         if layout.world_size > 1:
@@ -278,13 +276,6 @@ class RowMaker:
 def peak_in_use(steps: Sequence[MeasuredStep], peak: Peak | None) -> float | None:
     """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
     return effective_peak(steps) or (None if peak is None else peak.flops_per_s)
-
-
-def _means(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
-    """Average the user's own metrics over the steps that logged them."""
-    names = dict.fromkeys(name for step in steps for name in step.more)
-    means = {name if "/" in name else f"training/{name}": mean_of([s.more.get(name) for s in steps]) for name in names}
-    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:

@@ -13,28 +13,25 @@ from flopwatch.clock import Clock
 from flopwatch.errors import InputError
 from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
-from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep
+from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep, read_now
 from flopwatch.monitor.config import MonitorConfig, json_ready
 from flopwatch.monitor.counting.batch_reader import BatchSizes
-from flopwatch.monitor.counting.costs import StepCost, StepCosts
+from flopwatch.monitor.counting.costs import FlopCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCounter
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
-from flopwatch.monitor.kept import read_now
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
-from flopwatch.monitor.recorder import Recorder
-from flopwatch.monitor.resume import load_totals, process_writing, resume_from_log
+from flopwatch.monitor.recorder import OptimizerHooks, Recorder
+from flopwatch.monitor.resume import newest_record, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
-from flopwatch.monitor.timing.optimizer_hooks import OptimizerHooks
-from flopwatch.monitor.timing.pass_hooks import PassHooks
-from flopwatch.monitor.timing.tape import MICRO, SPENT, Tape
-from flopwatch.monitor.timing.timers import HostTimer, timer_for
-from flopwatch.monitor.totals import Totals
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import MICRO, SPENT, HostTimer, Tape, timer_for
+from flopwatch.monitor.totals import Ledger, RunTotals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces import TRACES
@@ -80,9 +77,8 @@ class MonitoredRun:
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         callbacks = Callbacks(
-            clock,
-            on_call=self.tape.model_is_called,
-            passes=PassHooks(self.tape),
+            self.tape,
+            PassHooks(self.tape),
             on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
             in_count_phase=lambda: self.phase("count"),
@@ -91,7 +87,7 @@ class MonitoredRun:
         self.counter = StepCounter(config, callbacks, is_alone=world_size == 1)
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
         self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
-        self.rows = RowMaker(config, world_size, Totals(clock))
+        self.rows = RowMaker(config, world_size, RunTotals(clock))
         self.trace = TraceCapture(
             output_dir / TRACES,
             rank,
@@ -130,13 +126,11 @@ class MonitoredRun:
     def close_window(self, *, now: bool = False, wait_seconds: float = 0.0) -> None:
         """End the window: recorded steps are measured, make a window, and then a row.
 
-        Args:
-            now: True makes rows even if it is not certain yet which steps are warm-up.
-            wait_seconds: How long to wait for values from the device.
+        `now` makes rows even if it is not certain yet which steps are warm-up.
         """
         if self.ranks.waits_for_plan:
             return
-        self.costs.peaks.share(self.ranks.ranks_on_device)
+        self.costs.peaks.ranks = self.ranks.ranks_on_device
         self.trace.look_for_request()
         self._divide()
         if self.recorder.steps:
@@ -191,21 +185,24 @@ class MonitoredRun:
             self.outlets.send(provenance)
         return steps
 
-    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> StepCost:
+    def _cost(self, step: RecordedStep, batch_sizes: list[BatchSizes] | None) -> FlopCost:
         with Guard("flops", self.failed):  # otherwise the step is logged without FLOPs
             cost = self.costs.cost(step.trace, step.step, batch_sizes, step.user_flops)
             how = "counted as it ran" if step.trace.was_counted else "not counted as it ran"
             verdict = cost.reason or ("no FLOPs" if cost.model_flops is None else "exact")
             decided("step %d, %s: %s", step.step, how, verdict)
             return cost
-        return StepCost()
+        return FlopCost()
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
         """Send rows of the windows that all ranks have reported; with `give_up`, of all windows."""
         if not self.ranks.is_logging:
             return
         self._divide()
-        self._take_doubt_of_ranks()
+        doubted, last = self.ranks.take_doubt(), self.recorder.last_step
+        if doubted is not None and last is not None:
+            doubt = Doubt(((doubted.first_step, last),), notices.doubt_of_rank(doubted.rank))
+            self._doubt_rows(doubt, by_other_rank=True)
         for window in self.ranks.complete(give_up=give_up):
             values = {**self.arrivals.datasets.take(), **device_memory_gib(self.costs.peaks.device)}
             later = self.arrivals.later_seconds()
@@ -248,12 +245,7 @@ class MonitoredRun:
 
     @contextmanager
     def phase(self, name: str, *, is_marked: bool = True) -> Iterator[None]:
-        """A context for work outside steps, such as evaluation: its time and its model calls belong to no step.
-
-        Args:
-            name: Name of the phase.
-            is_marked: Whether a trace that is being recorded marks its time.
-        """
+        """A context for work outside steps. With `is_marked`, a trace that is being recorded marks its time."""
         mark = self.trace.outside_steps() if is_marked else nullcontext()
         began = self.tape.begin_phase()
         try:
@@ -271,7 +263,6 @@ class MonitoredRun:
         self.arrivals.division.seconds_before_first_step += seconds
 
     def spent_on(self, name: str) -> None:
-        """Add to a phase the time that has passed since the last step."""
         self.tape.add(SPENT, name)
         if self.trace.is_on and any(seconds for phase, seconds in self._divide() if phase == name):
             self.trace.interrupted(self.recorder.last_step or 0)
@@ -341,12 +332,6 @@ class MonitoredRun:
         self.rows.exactness.doubt(doubt.steps, message, by_other_rank=by_other_rank)
         if not by_other_rank:
             self.ranks.doubt(min(first for first, _ in doubt.steps))
-
-    def _take_doubt_of_ranks(self) -> None:
-        found, last = self.ranks.take_doubt(), self.recorder.last_step
-        if found is not None and last is not None:
-            doubt = Doubt(((found.first_step, last),), notices.doubt_of_rank(found.rank))
-            self._doubt_rows(doubt, by_other_rank=True)
 
     # --- Start, checkpoints and end -----------------------------------------------------------------------------------
 
@@ -429,15 +414,11 @@ class MonitoredRun:
             return
         self.recorder.last_step = state["step"]  # on every rank, because all ranks must number their steps equally
         if self.ranks.is_logging and "ledger" in state:
-            load_totals(self.rows.totals, self._log_path, state)
+            last_step = state.get("ledger_step", state["step"])
+            self.rows.totals.continue_from(Ledger.from_json(state["ledger"]), newest_record(self._log_path), last_step)
 
     def close(self, *, after_error: bool = False, ended_by: str | None = None) -> Summary:
-        """End the run and close the sinks, even if a part of that fails.
-
-        Args:
-            after_error: True waits only briefly for the device and the other ranks.
-            ended_by: The exception that has ended the training, for the summary; None without one.
-        """
+        """End the run and close the sinks, even if a part of that fails; after an error, without long waits."""
         values: dict[str, Number] = {}
         try:
             with Guard("close", self.failed):
@@ -453,7 +434,6 @@ class MonitoredRun:
         return summary
 
     def _last_values(self, *, after_error: bool) -> dict[str, Number]:
-        """Send the last rows, and return the values of the summary."""
         device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else CLOSE_RANKS_SECONDS
         self.trace.close(self.recorder.last_step or 0)
@@ -478,7 +458,6 @@ class MonitoredRun:
     # --- What the user is told ----------------------------------------------------------------------------------------
 
     def _tell_what_is_missing(self, arrival: Arrival) -> None:
-        """Give a notice after the first window if no model or no batches were given, because MFU needs both."""
         if not self.recorder.tells_missing or not self.ranks.is_logging:
             return
         self.recorder.tells_missing = False

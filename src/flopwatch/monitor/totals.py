@@ -102,9 +102,9 @@ class Ledger:
 
     def _lose(self, work_seconds: float, typical: float | None, *, is_warm_up: bool) -> float:
         """Add to the lost time what a step took too long; return it in seconds."""
-        loss = loss_in_step(work_seconds, typical, is_warm_up=is_warm_up)
-        self.add_seconds({} if loss is None else {loss[0]: loss[1]})
-        return 0.0 if loss is None else loss[1]
+        use, seconds = loss_in_step(work_seconds, typical, is_warm_up=is_warm_up) or ("", 0.0)
+        self.add_seconds({use: seconds} if use else {})
+        return seconds
 
     @property
     def undivided_steps(self) -> int:
@@ -132,7 +132,6 @@ class Ledger:
             self.add_seconds({"train": -counting, "count": counting})
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
-        """Add samples, tokens and FLOPs, such as those of a whole window."""
         self.totals.update({name: amounts[name] for name in _TOTALS if name in amounts})
 
     def add_phase(self, phase: str, seconds: float) -> None:
@@ -269,7 +268,7 @@ def _session_start(now: float) -> float:
     return now if started is None else min(started, now)
 
 
-class Totals:
+class RunTotals:
     """The sums of a run and of this session, to which windows are added one after the other.
 
     Attributes:
@@ -295,12 +294,9 @@ class Totals:
         return self._offset_seconds + (self._clock() if clock_seconds is None else clock_seconds)
 
     def continue_from(self, ledger: Ledger, newest: tuple[float, Ledger] | None, last_step: int | None) -> None:
-        """Continue the totals of an earlier session. The time between the sessions is lost.
+        """Continue the totals of an earlier session, up to `last_step`. The time between the sessions is lost.
 
-        Args:
-            ledger: The totals up to `last_step`, after which the run resumes.
-            newest: Time and totals of the log's newest record; ignored if it is of another run or older than `ledger`.
-            last_step: None if the ledger has no steps.
+        `newest` has time and totals of the log's newest record; ignored if of another run or older than `ledger`.
         """
         ended, then = ledger.end_unix_time, ledger
         is_same_run = newest is not None and ledger.first_start_unix_time in (None, newest[1].first_start_unix_time)
@@ -320,11 +316,9 @@ class Totals:
         self.ledger, self.resumed_after = ledger, last_step
 
     def begin(self, first_step_began: float | None, seconds_before_first_step: float) -> None:
-        """Begin the session, after its first step has ended.
+        """Begin the session, after its first step has ended; what is None was not opened.
 
-        Args:
-            first_step_began: When the first step was opened, by the monitor's clock; None if it was not opened.
-            seconds_before_first_step: Time of phases, such as evaluation, before the first step; not start-up time.
+        The time of phases, such as evaluation, before the first step is no start-up time.
         """
         if self.resumed_after is None and self.ledger.first_start_unix_time is None:
             self.ledger.first_start_unix_time = self._began_unix_time
@@ -348,12 +342,8 @@ class Totals:
     ) -> None:
         """Add the steps of a window, which were announced with `announce`, to the totals.
 
-        Args:
-            steps: The steps of this rank.
-            later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
-            report: What all ranks reported; None if the totals are those of this rank's steps alone.
-            of_all_ranks: Samples, tokens and FLOPs of all ranks.
-            peak_flops_per_s: Peak of one device, mean over ranks.
+        The row's wall time must not include `later_seconds`, those of later steps. Without a `report` of all ranks,
+        the totals are those of this rank's steps alone. `peak_flops_per_s` is that of one device, mean over ranks.
         """
         self._announced_seconds -= seconds_of(steps)
         self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)

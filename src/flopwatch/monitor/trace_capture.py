@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ class TraceCapture:
         return self._wanted > 0
 
     def ask(self, steps: int) -> None:
-        """Record the next steps; while a trace is recorded, nothing changes."""
         if self._profiler is None:
             self._wanted = max(1, min(steps, MOST_STEPS))
 
@@ -148,12 +146,13 @@ class TraceCapture:
 
     def _reported(self, step: int) -> Guard:
         """An error ends the trace and is reported; it does not reach the training, except with the setting `strict`."""
-        return Guard("trace", partial(self._failed, step))
 
-    def _failed(self, step: int, _: str, error: Exception) -> None:
-        self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
-        if self._strict:
-            raise error
+        def failed(_: str, error: Exception) -> None:
+            self._give_up(step, f"{type(error).__name__}: {first_line(error)}")
+            if self._strict:
+                raise error
+
+        return Guard("trace", failed)
 
     def _give_up(self, step: int, why: str) -> None:
         profiler, self._profiler = self._profiler, None

@@ -18,7 +18,7 @@ from flopwatch.guard import Guard, caught
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
-from flopwatch.monitor.timed_batches import Batch, TimedBatches
+from flopwatch.monitor.timing.hooks import Batch, TimedBatches
 from flopwatch.monitor.timing.tape import OWN_END
 from flopwatch.optional import same_random_states
 from flopwatch.present.small_forms import html_table
@@ -167,7 +167,9 @@ class TrainingMonitor:
                 f"output_dir must be the path of a folder, got {type(output_dir).__name__}; "
                 'write TrainingMonitor("outputs", model=model)'
             )
-        wanted_sinks = _as_list(sinks)
+        wanted_sinks: Sequence[str | Sink] = ()
+        if sinks is not None:
+            wanted_sinks = sinks if isinstance(sinks, Sequence) and not isinstance(sinks, str) else [sinks]
         self.config, problems = read_config(
             config,
             preset,
@@ -492,11 +494,16 @@ class TrainingMonitor:
         self._close(error)
 
     def __repr__(self) -> str:
-        return f"TrainingMonitor({str(self.output_dir)!r}: {self._words()})"
+        values = self.latest
+        shown = [("loss", "training/loss", ".4g", ""), ("MFU", "perf/mfu_percent", ".3g", " %")]
+        parts = [f"{name} {values[key]:{form}}{unit}" for name, key, form, unit in shown if key in values]
+        return f"TrainingMonitor({str(self.output_dir)!r}: {', '.join([self._state(), *parts])})"
 
     @same_random_states()
     def _repr_html_(self) -> str:
         """What a notebook shows if the monitor is the last line of a cell: newest row or summary, and the waterfall."""
+        from flopwatch.runs.advice import losses_in_pairs
+        from flopwatch.runs.reading import read_log
         from flopwatch.sinks.console import summary_lines  # imports rich, which a training may not need
 
         summary, run = self.summary, self._started_run
@@ -504,23 +511,12 @@ class TrainingMonitor:
             summary = Summary(
                 run.recorder.last_step, 0.0, self.latest, exact=run.rows.exactness.exact, notes=run.rows.exactness.notes
             )
-        title = f"{self.output_dir}: {self._state()}"
-        return html_table(title, [] if summary is None else [*summary_lines(summary), *self._waterfall()])
-
-    def _waterfall(self) -> list[tuple[str, str]]:
-        from flopwatch.runs.advice import losses_in_pairs
-        from flopwatch.runs.reading import read_log
-
-        self._do("flush", lambda run: run.outlets.flush_log())
-        with Guard("waterfall"):  # the log may be absent or damaged; the table is shown without it
-            return losses_in_pairs(read_log(self.log_path))
-        return []
-
-    def _words(self) -> str:
-        values = self.latest
-        shown = [("loss", "training/loss", ".4g", ""), ("MFU", "perf/mfu_percent", ".3g", " %")]
-        parts = [f"{name} {values[key]:{form}}{unit}" for name, key, form, unit in shown if key in values]
-        return ", ".join([self._state(), *parts])
+        lines = [] if summary is None else summary_lines(summary)
+        if lines:
+            self._do("flush", lambda run: run.outlets.flush_log())
+            with Guard("waterfall"):  # the log may be absent or damaged; the table is shown without it
+                lines += losses_in_pairs(read_log(self.log_path))
+        return html_table(f"{self.output_dir}: {self._state()}", lines)
 
     def _state(self) -> str:
         if self._started_run is None:
@@ -568,12 +564,6 @@ def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Nu
 
 def open_monitors() -> "list[TrainingMonitor]":
     return list(_open_monitors)
-
-
-def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | Sink]:
-    if sinks is None:
-        return ()
-    return sinks if isinstance(sinks, Sequence) and not isinstance(sinks, str) else [sinks]
 
 
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:

@@ -34,7 +34,7 @@ def uri_in_use(folder: Path) -> str:
     return f"sqlite:///{folder.resolve()}/mlflow.db"
 
 
-class _Run(NamedTuple):
+class _OpenRun(NamedTuple):
     """A run, the client that logs to it, and whether the sink started it."""
 
     client: Any
@@ -86,7 +86,7 @@ class MlflowSink:
         self._points: list[tuple[str, float, int, int]] = []
         """Values that wait to be sent: key, value, Unix time in milliseconds, step."""
         self._tags: dict[str, str] = {}
-        self._run: _Run | None = None
+        self._run: _OpenRun | None = None
         self._reached_at = 0.0
 
     def write(self, record: Record) -> None:
@@ -121,7 +121,7 @@ class MlflowSink:
             if run.is_ours:
                 run.client.set_terminated(run.id)
 
-    def _send(self, run: _Run) -> None:
+    def _send(self, run: _OpenRun) -> None:
         entities = require("mlflow.entities", "mlflow")
         while self._points or self._tags:
             part = self._points[: MOST_VALUES - len(self._tags)]
@@ -131,7 +131,7 @@ class MlflowSink:
             self._tags.clear()
         self._reached_at = self._clock()
 
-    def _open(self) -> _Run:
+    def _open(self) -> _OpenRun:
         mlflow = require("mlflow", "mlflow")
         uri = self._tracking_uri or uri_in_use(self._output_dir)
         client = mlflow_client(uri, self._timeout_seconds)
@@ -139,7 +139,7 @@ class MlflowSink:
             run = latest_mlflow_run(mlflow)
             run_id = os.environ.get("MLFLOW_RUN_ID", "") if run is None else str(run.info.run_id)
             if run_id:
-                return _Run(client, run_id, is_ours=False)
+                return _OpenRun(client, run_id, is_ours=False)
         name = os.environ.get("MLFLOW_RUN_NAME")
         if not name and not uri.startswith("http"):
             # MLflow would draw one from `random`, whose numbers belong to the training. A server draws it elsewhere.
@@ -153,7 +153,7 @@ class MlflowSink:
             run = client.create_run(experiment_id, run_name=name)
         except Exception as error:
             raise unusable(f"no run could be started at {uri}", error) from error
-        return _Run(client, str(run.info.run_id), is_ours=True)
+        return _OpenRun(client, str(run.info.run_id), is_ours=True)
 
 
 def unusable(what: str, error: Exception) -> FlopwatchError:

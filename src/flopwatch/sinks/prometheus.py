@@ -63,12 +63,22 @@ class PrometheusSink(Sink):
         if self._server is None:
             self._open()
         if isinstance(record, Provenance):
+            peak = record.peak or {}
+            facts = {
+                **{name: getattr(record, name) for name in ("mode", "method", "attention", "coverage", "device_count")},
+                **{name: peak.get(name) for name in ("device", "dtype")},
+                **{f"peak_{name}": peak.get(name) for name in ("flops_per_s", "kind", "source")},
+            }
             told = "How FLOPs are counted, and the peak of the device."
-            self._infos = {**self._infos, "flopwatch": (told, _known(_facts(record)))}
+            self._infos = {**self._infos, "flopwatch": (told, _known(facts))}
         elif isinstance(record, RunStart):
             self._infos = {**self._infos, "flopwatch_run": ("Which run this is.", _known(_run_facts(record)))}
         elif isinstance(record, Row):
-            self._take(record)
+            for key in record.values.keys() - self._series.keys():
+                self._series[key] = _name(key, {series.name for series in self._series.values()})
+            of_user = {key: value for key, value in self._newest[1].items() if find_metric(key).key not in METRICS}
+            kept = {key: value for key, value in of_user.items() if not find_metric(key).key.startswith("dataset/")}
+            self._newest = record, {**kept, **record.values}
 
     def close(self) -> None:
         server, self._server = self._server, None
@@ -116,13 +126,6 @@ class PrometheusSink(Sink):
             address = f"http://{self._address}:{self._port}/metrics"
             self.tell(f"port {first} is taken by another program, so Prometheus finds the metrics at {address}")
 
-    def _take(self, row: Row) -> None:
-        for key in row.values.keys() - self._series.keys():
-            self._series[key] = _name(key, {series.name for series in self._series.values()})
-        of_user = {key: value for key, value in self._newest[1].items() if find_metric(key).key not in METRICS}
-        kept = {key: value for key, value in of_user.items() if not find_metric(key).key.startswith("dataset/")}
-        self._newest = row, {**kept, **row.values}
-
 
 def _name(key: str, taken: set[str]) -> _Series:
     """The Prometheus name of a key. A number is added to a user's key whose name is already taken.
@@ -166,13 +169,4 @@ def _run_facts(start: RunStart) -> dict[str, Any]:
         "rank": start.rank,
         "world_size": start.world_size,
         **{name: job for name, job in jobs.items() if job and job != "none"},
-    }
-
-
-def _facts(origin: Provenance) -> dict[str, Any]:
-    peak = origin.peak or {}
-    return {
-        **{name: getattr(origin, name) for name in ("mode", "method", "attention", "coverage", "device_count")},
-        **{name: peak.get(name) for name in ("device", "dtype")},
-        **{f"peak_{name}": peak.get(name) for name in ("flops_per_s", "kind", "source")},
     }

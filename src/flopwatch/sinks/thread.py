@@ -14,6 +14,7 @@ from threading import Event, Thread
 from typing import Any, Final, cast
 
 from flopwatch.errors import InputError
+from flopwatch.guard import Guard
 from flopwatch.records.run import Record, Row
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
@@ -44,13 +45,10 @@ class SinkThread:
         queue_size: int = 1000,
         gather_seconds: float = 1.0,
     ) -> None:
-        """Start the thread.
+        """Start the thread. `on_failure` is called once, in it, with the sink's name and its first error.
 
-        Args:
-            sink: If it has an attribute `gather_seconds`, that overrides the argument.
-            on_failure: Called once, in the thread, with the sink's name and its first error.
-            queue_size: The maximum number of waiting rows. For other records, which matter more, it is doubled.
-            gather_seconds: Seconds for which rows are gathered; 0 writes every row immediately.
+        Of other records than rows, which matter more, twice `queue_size` may wait. The sink's own `gather_seconds`
+        comes first; 0 writes every row immediately.
         """
         self.name = sink.name
         self.failed: str | None = None
@@ -196,10 +194,8 @@ def build_sinks(
             sinks.append(_checked(want))
             continue
         check_name(want)
-        try:
+        with Guard(want, lambda name, error: failures.update({name: first_line(error)})):
             sinks.append(_make(want, output_dir, options))
-        except Exception as error:
-            failures[want] = first_line(error)
     return sinks, failures
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from flopwatch.monitor.counting.calls import RootCalls
-from flopwatch.monitor.counting.trained_model import TrainedModel
+from flopwatch.monitor.counting.open_step import TrainedModel
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from flopwatch import TrainingMonitor, peak_flops
-from flopwatch.monitor.counting import peaks as peaks_module
-from flopwatch.monitor.counting.peaks import Peaks
+from flopwatch.monitor.counting import costs as peaks_module
+from flopwatch.monitor.counting.costs import Peaks
 from flopwatch.records.flops import Peak
 
 PEAKS = {"fp32": 1e12, "tf32": 3e12, "bf16": 7e12, "fp16": 11e12, "fp8": 13e12, "int8": 17e12, "fp64": 0.5e12}

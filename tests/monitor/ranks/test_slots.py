@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.job_store import Outbox, open_slots, read_slots
+from flopwatch.monitor.ranks.job_store import StoreOutbox, open_slots, read_slots
 from flopwatch.monitor.ranks.reports import MOST_WAITING, Message, RankDoubt, report_of
 
 
@@ -44,7 +44,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_message_arrives_once_and_in_order_whenever_it_is_written(store, seed):
-    chance, outbox = random.Random(seed), Outbox(store, 1)
+    chance, outbox = random.Random(seed), StoreOutbox(store, 1)
     sent: list[int] = []
     read: list[int] = []
 
@@ -66,7 +66,7 @@ def test_every_message_arrives_once_and_in_order_whenever_it_is_written(store, s
 
 
 def test_a_rank_that_nobody_reads_writes_its_last_message_all_the_same(store):
-    outbox = Outbox(store, 1)
+    outbox = StoreOutbox(store, 1)
     for step in range(1, 3 * MOST_WAITING):
         outbox.write(message(step))
     outbox.write(Message([], None, True))

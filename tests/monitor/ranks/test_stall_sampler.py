@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from flopwatch.monitor.ranks.busy_time import _FEWEST_SAMPLES, StallSampler
+from flopwatch.monitor.ranks.rank import _FEWEST_SAMPLES, StallSampler
 from testbeds.wait_until import wait_until
 
 

@@ -5,12 +5,11 @@ import random
 import pytest
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
+from flopwatch.monitor.ranks.rank import BusyTime, profile_of
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
-from flopwatch.monitor.timing.divide import Division
-from flopwatch.monitor.timing.tape import Tape
-from flopwatch.monitor.timing.timers import HostTimer
+from flopwatch.monitor.timing.divide import TapeDivision
+from flopwatch.monitor.timing.tape import HostTimer, Tape
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +98,7 @@ def test_busy_time_is_processor_time_between_the_batch_and_the_end_of_the_step()
         tape.end_step()
         tape.begin_gap()
 
-    assert [step.busy_seconds for step in Division().divide(tape.take()).steps] == [3.0] * 3
+    assert [step.busy_seconds for step in TapeDivision().divide(tape.take()).steps] == [3.0] * 3
 
 
 def test_the_typical_step_is_that_of_the_last_minute():

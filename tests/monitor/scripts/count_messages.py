@@ -31,9 +31,9 @@ def note(kind: str, message: Message) -> None:
 
 def count_messages() -> None:
     """Note what is written and read between ranks; the flight recorder sees only the training's groups."""
-    write, read = job_store.Outbox.write, job_store.read_slots
+    write, read = job_store.StoreOutbox.write, job_store.read_slots
 
-    def noted_write(outbox: job_store.Outbox, message: Message) -> None:
+    def noted_write(outbox: job_store.StoreOutbox, message: Message) -> None:
         write(outbox, message)
         note("write", message)
 
@@ -43,7 +43,7 @@ def count_messages() -> None:
             note("read", each)
         return found
 
-    job_store.Outbox.write, job_store.read_slots = noted_write, noted_read
+    job_store.StoreOutbox.write, job_store.read_slots = noted_write, noted_read
 
 
 def main(is_monitored: bool, folder: str) -> None:

@@ -146,7 +146,11 @@ class BatchReader:
             tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         key: list[Any] = []
         for name, value in tensors.items():
-            key += name, value.shape if isinstance(value, Tensor) else _inner_sizes(value)
+            if isinstance(value, Tensor):
+                key += name, value.shape
+            else:  # the sizes inside of a list, tuple or dict, such as a list of images
+                has_sizes = type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS
+                key += name, describe(value).sizes if has_sizes else None
         if key == self._last_key:
             layout = self._last_layout
         else:
@@ -200,9 +204,11 @@ class BatchReader:
         mask = None if layout.mask is None else tensors[layout.mask]
         if layout.positions is not None and self._uses_positions:
             return Reading(layout, documents=_documents(tensors[layout.positions], mask), trainable=trainable)
-        row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
+        if mask is not None:
+            # A mask of floats is first compared with 0, because the sum of 16-bit floats would be rounded.
+            mask = (mask if self.masks_are_plain and not mask.is_floating_point() else mask != 0).sum(1)
         targets = target_lengths(tensors[layout.target]) if layout.target and self.reads_targets else None
-        return Reading(layout, row_lengths, trainable=trainable, targets=targets)
+        return Reading(layout, mask, trainable=trainable, targets=targets)
 
     def _check_values(self, batch: Any, layout: BatchLayout) -> str | None:
         """Check the values of mask and positions; return a warning for the user, or None.
@@ -246,16 +252,6 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
     if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != seq_len:
         return None
     return name if value.device.type != "meta" else None
-
-
-def _inner_sizes(value: Any) -> Any:
-    """Return the sizes inside a list, tuple or dict, such as a list of images; None for other values."""
-    return describe(value).sizes if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS else None
-
-
-def _row_lengths(mask: Tensor, *, is_plain: bool) -> Tensor:
-    # A mask of floats is first compared with 0, because the sum of 16-bit floats would be rounded.
-    return (mask if is_plain and not mask.is_floating_point() else mask != 0).sum(1)
 
 
 def _start_at_zero(positions: Tensor, mask: Tensor | None) -> bool:

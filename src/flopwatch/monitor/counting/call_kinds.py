@@ -1,7 +1,12 @@
-"""Finds the kind of a module's call: all that its FLOPs depend on, without reading values of tensors."""
+"""Finds the kind of a module's call: all that its FLOPs depend on, without reading values of tensors.
+
+`Evaluations` tells evaluations between two steps from calls that belong to the next step: calls without gradients of
+modules in evaluation mode that come only now and then are an evaluation. Those that come with every step, such as a
+teacher's, are part of it.
+"""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +20,7 @@ from torch import Tensor, is_grad_enabled, nn
 from flopwatch.flops.formulas.free_ops import is_inside_autocast
 from flopwatch.flops.tracing.passes import current_autocast
 from flopwatch.flops.tracing.regions import Region
+from flopwatch.monitor.timing.hooks import plain_iterator
 from flopwatch.torch_internals.modules import transform_level, whole_shape
 from flopwatch.torch_internals.ops import stored_count
 
@@ -82,21 +88,15 @@ class CallKinds:
             return place.kind
         kind = self._known.get((place.number, *key))
         if kind is None:
-            kind = self._new_kind(place.number, module, facts, key, tuple(numbers))
+            structure, sizes = _divided(facts)
+            family = (place.number, *structure, *key[len(facts) :])
+            name, has_parameters = type(module).__name__, next(nn.Module.parameters(module), None) is not None
+            kind = CallKind(family, sizes, place.number, name, facts[0], facts[1], has_parameters, tuple(numbers))
+            self._keep((place.number, *key), kind)
         place.key, place.kind = key, kind
         return kind
 
-    def _new_kind(
-        self, number: int, module: nn.Module, facts: list[Any], key: list[Any], numbers: tuple[float, ...]
-    ) -> CallKind:
-        structure, sizes = _divided(facts)
-        family = (number, *structure, *key[len(facts) :])
-        name, has_parameters = type(module).__name__, next(nn.Module.parameters(module), None) is not None
-        kind = CallKind(family, sizes, number, name, facts[0], facts[1], has_parameters, numbers)
-        return self._keep((number, *key), kind)
-
     def of_region(self, region: Region, args: tuple[Any, ...]) -> CallKind:
-        """The kind of a call of compiled code."""
         sizes, has_grad, weight = region.sizes(args), is_grad_enabled(), region.weight(args)
         model = -1 - region.number if weight is None else id(weight)
         key = COMPILED, region.number, has_grad, model, sizes
@@ -185,13 +185,77 @@ def _held_by(value: Any) -> Iterator[Any]:
                     yield member.__get__(value)
 
 
-def plain_iterator(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
-    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-
-
 def _stored(value: Tensor) -> Any:
     """How many elements a sparse tensor stores, which decides the FLOPs of its products; of others, their number."""
     try:
         return tuple(value.shape), stored_count(value)
     except (AttributeError, RuntimeError, TypeError):  # a nested tensor has no shape
         return value.numel()
+
+
+class Evaluations:
+    """Remembers which modules are called before steps, and how often.
+
+    Attributes:
+        steps: Steps so far. A step with no call before it can be noted by adding 1.
+        before: The calls before the step that the loop has opened, as `left_out` takes them.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.before: list[tuple[CallKind, int]] = []
+        self._first: dict[int, int] = {}
+        self._met: dict[int, int] = {}
+        self._trained: set[int] = set()
+
+    def has(self, kind: CallKind, before: Sequence[CallKind]) -> bool:
+        """Whether a call is part of an evaluation; `before` are the calls since the last step."""
+        if kind.has_grad or any(call.has_grad for call in before):
+            return False
+        if kind.is_training:  # a loss module stays in training mode, even in an evaluation
+            return not kind.has_parameters and any(self._is_irregular(call) for call in before)
+        return self._is_irregular(kind)
+
+    def _is_irregular(self, call: CallKind) -> bool:
+        return not call.is_training and not self._is_regular(call.module)
+
+    def left_out(self, noted: Sequence[tuple[CallKind, int]]) -> tuple[list[CallKind], int, bool]:
+        """Return the calls without evaluations, the operations of the calls left out, and whether any were left out.
+
+        Args:
+            noted: The calls since the last step, each with the number of operations that autograd has recorded in it.
+        """
+        calls = [call for call, _ in noted]
+        trained_in_mode = {call.module for call in calls if call.has_grad and call.is_training}
+        # If the step also calls a module in training mode, earlier calls of it are an evaluation, even with gradients.
+        is_begin = [call.has_grad and (call.is_training or call.module not in trained_in_mode) for call in calls]
+        first = is_begin.index(True) if True in is_begin else len(calls)
+        before = {call.module for call in calls[:first] if not call.is_training}
+        self._note_step(before, {call.module for call in calls[first:] if call.has_grad})
+        irregular = {module for module in before if not self._is_regular(module)}
+        if irregular:  # a loss module stays in training mode, even in an evaluation
+            irregular |= {call.module for call in calls[:first] if not call.has_parameters}
+        is_kept = [index >= first or call.module not in irregular for index, call in enumerate(calls)]
+        nodes = sum(nodes for (_, nodes), keeps in zip(noted, is_kept, strict=True) if not keeps)
+        return [call for call, keeps in zip(calls, is_kept, strict=True) if keeps], nodes, bool(irregular)
+
+    def note_opened(self, calls: Sequence[CallKind]) -> None:
+        """Note a step that the loop has opened, with its calls."""
+        evaluated = {call.module for call, _ in self.before if not call.has_grad and not call.is_training}
+        self._note_step(evaluated, {call.module for call in calls if call.has_grad})
+
+    def _note_step(self, before: set[int], trained: set[int]) -> None:
+        self.steps += 1
+        self._trained |= trained
+        for module in before:
+            self._first.setdefault(module, self.steps)
+            self._met[module] = self._met.get(module, 0) + 1
+
+    def _is_regular(self, module: int) -> bool:
+        first = self._first.get(module)
+        if first is None:  # at the first step only, a module that is not trained is taken for a teacher
+            return not self.steps and module not in self._trained
+        steps = self.steps - first + 1
+        if first == 1 and steps == 1:
+            return module not in self._trained
+        return steps > 1 and 2 * (self._met[module] - 1) >= steps - 1

@@ -68,14 +68,13 @@ class RootCalls:
         self.is_listening = True
         self.listener = listener
         self._thread = threading.get_ident()
-        self._place: _Place | None = None
+        self._place: _HookEntry | None = None
         self._modules: dict[int, _ReturnHook] = {}
         self.inside: _ReturnHook | None = None
         self._is_on = False
         self._began = 0
 
     def start(self) -> None:
-        """Listen from now on, in this thread."""
         self._thread = threading.get_ident()
         regions.install()
         regions.listen(self._note_region)
@@ -89,7 +88,7 @@ class RootCalls:
         if self._place is None:
             handle = register_module_forward_pre_hook(_GlobalHook(self))
             table: Any = handle.hooks_dict_ref()
-            self._place = _Place(table, handle.id, table[handle.id])
+            self._place = _HookEntry(table, handle.id, table[handle.id])
             handle.remove()
         self._place.table[self._place.key] = self._place.hook
 
@@ -111,7 +110,6 @@ class RootCalls:
         return is_here and regions.state.is_installed and regions.state.listener == self._note_region
 
     def is_in_thread(self) -> bool:
-        """Whether this is the thread of the training."""
         return threading.get_ident() == self._thread
 
     def take(self) -> list[tuple[CallKind, int]]:
@@ -177,7 +175,7 @@ def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return dict(inspect.signature(unwrap(model).forward).bind(*args, **kwargs).arguments)
 
 
-class _Place(NamedTuple):
+class _HookEntry(NamedTuple):
     """A hook's entry in torch's dict of hooks. Writing the entry is ten times as fast as registering the hook."""
 
     table: Any
@@ -202,9 +200,7 @@ class _GlobalHook:
             return
         try:
             calls.note(module, args, 1)
-        except (
-            Exception
-        ) as error:  # without this call, autograd's number of operations still shows that the step differs
+        except Exception as error:  # autograd's number of operations still shows that the step differs
             caught("a call of a module", error)
 
 

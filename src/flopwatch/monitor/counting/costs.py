@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flopwatch.errors import InputError
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flops
+from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
+from flopwatch.hardware.device import find_device
 from flopwatch.hardware.measure import measured_peak
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchSizes
-from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace, Verdict
-from flopwatch.monitor.counting.peaks import Peaks, device_of, weights_dtype
+from flopwatch.monitor.counting.evidence import Evidence, StepKind, StepTrace
 from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.notices import Notify
+from flopwatch.monitor.ranks.layout import shared_peak
 from flopwatch.numbers import flop_rate
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
@@ -32,13 +35,7 @@ NOT_DIVIDED = (
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step, also by compute type; None and an empty dict mean unknown.
-
-    Attributes:
-        model: FLOPs that the model's mathematics needs, without padding and recomputation.
-        hardware: FLOPs that are executed.
-        recompute: The part of `hardware` that the backward pass computes again.
-    """
+    """FLOPs of a step as in `MeasuredStep`, also by compute type; None and an empty dict mean unknown."""
 
     model: int
     hardware: int | None = None
@@ -56,7 +53,7 @@ class StepFlops:
         )
 
 
-class StepCost(NamedTuple):
+class FlopCost(NamedTuple):
     """What a `MeasuredStep` says of the step's FLOPs.
 
     Attributes:
@@ -83,10 +80,8 @@ class StepCosts:
     def __init__(
         self, config: MonitorConfig, counter: StepCounter, peak_flops_per_s: float | None, notify: Notify
     ) -> None:
-        self._config = config
-        self._counter = counter
+        self._config, self._counter, self._notify = config, counter, notify
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
-        self._notify = notify
         self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
         self.devices_per_batch = 1
         self.repeated: str | None = None
@@ -107,54 +102,52 @@ class StepCosts:
 
     def cost(
         self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None, user_flops: int | None
-    ) -> StepCost:
-        """Compute the FLOPs of a step.
-
-        Args:
-            trace: What the step ran.
-            step: The step's number.
-            batch_sizes: Sizes of the step's batches; None if one of them could not be read.
-            user_flops: FLOPs by the user's `flops_fn`; None without such a function.
-        """
+    ) -> FlopCost:
+        """Compute the FLOPs of a step. `batch_sizes` is None if one of its batches could not be read."""
         if user_flops is not None:
             flops: StepFlops | None = StepFlops(user_flops)
             reason: str | None = "the FLOPs are those of the user's flops_fn"
         elif trace.estimates is not None:
             flops, reason = self._estimated(trace, batch_sizes)
-        elif trace.kind is None:
+        elif trace.kind is None or trace.evidence is None:
             flops, reason = None, trace.reason
         else:
-            flops, reason = self._counted(trace, step, batch_sizes)
+            flops, reason = self._counted(trace, trace.kind, trace.evidence, step, batch_sizes)
             reason = trace.reason or reason or self.repeated
             if flops is not None and self.devices_per_batch > 1:
                 flops = flops.times(self.devices_per_batch)
         if flops is None:
-            return StepCost(reason=reason)
-        return StepCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
+            return FlopCost(reason=reason)
+        return FlopCost(flops.model, flops.hardware, flops.recompute, *self._peak_seconds(flops), reason)
 
     def _counted(
-        self, trace: StepTrace, step: int, batch_sizes: Sequence[BatchSizes] | None
+        self,
+        trace: StepTrace,
+        kind: StepKind,
+        evidence: Evidence,
+        step: int,
+        batch_sizes: Sequence[BatchSizes] | None,
     ) -> tuple[StepFlops | None, str | None]:
-        assert trace.kind is not None
-        assert trace.evidence is not None
-        if trace.count is not None and trace.is_partial and self._counter.evidence.starts_with_call is not True:
-            verdict = Verdict(trace.count, PARTIAL)
-        elif trace.count is not None:
-            lower = f"ops without a formula are not in it ({', '.join(trace.count.uncounted)}): a lower bound"
-            verdict = Verdict(trace.count, lower if trace.count.uncounted else trace.count.doubt)
-        else:
-            verdict = trace.evidence.verdict(trace.kind, step)
-        count = verdict.count
+        count, reason = trace.count, None
         if count is None:
-            return None, verdict.reason
+            known = evidence.verdict(kind, step)
+            count, reason = known.count, known.reason
+        elif trace.is_partial and self._counter.evidence.starts_with_call is not True:
+            reason = PARTIAL
+        elif count.uncounted:
+            reason = f"ops without a formula are not in it ({', '.join(count.uncounted)}): a lower bound"
+        else:
+            reason = count.doubt
+        if count is None:
+            return None, reason
         if batch_sizes is None:
             return None, "the step's batch was overwritten before it was read"
         if all(batch.documents is None for batch in batch_sizes):
             if self._last is None or self._last[0] is not count:
                 self._last = count, _flops_of(count, 0)
-            return self._last[1], verdict.reason
-        padding, unclear = _padding(count, batch_sizes, trace.kind, trace.evidence)
-        return _flops_of(count, padding), verdict.reason or unclear
+            return self._last[1], reason
+        padding, unclear = _padding(count, batch_sizes, kind, evidence)
+        return _flops_of(count, padding), reason or unclear
 
     def _estimated(
         self, trace: StepTrace, batch_sizes: Sequence[BatchSizes] | None
@@ -164,9 +157,9 @@ class StepCosts:
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None, trace.reason
-        model = sum(cost.needed.forward + cost.needed.backward for cost in known)
-        executed = sum((cost.executed for cost in known), PhaseFlops())
-        remark = next((cost.remark for cost in known if cost.remark), None)
+        model = sum(needed.forward + needed.backward for needed, _, _ in known)
+        executed = sum((executed for _, executed, _ in known), PhaseFlops())
+        remark = next((remark for _, _, remark in known if remark), None)
         return StepFlops(model, executed.total, executed.recompute), remark or trace.reason
 
     def _peak_seconds(self, flops: StepFlops) -> tuple[float | None, float | None]:
@@ -185,7 +178,7 @@ class StepCosts:
 
     def new_provenance(self, step: int, device_count: int) -> Provenance | None:
         """Return the record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
-        facts = self._counter.facts()
+        facts = self._counter.provenance()
         if facts is None:
             return None
         types = () if self._main_type is None else (self._main_type, *self._types)
@@ -201,16 +194,11 @@ class StepCosts:
         if facts.attention != self._config.attention:
             self._notify(*notices.notice("not_causal"))
         peak = self.peak
-        return Provenance(
-            step,
-            self._config.mode,
-            facts.method,
-            facts.exact,
-            facts.attention,
-            facts.coverage,
-            None if peak is None else peak.to_json(),
-            device_count,
-            notes=facts.notes,
+        return replace(
+            facts,
+            step=step,
+            peak=None if peak is None else peak.to_json(),
+            device_count=device_count,
             achievable_flops_per_s=self._achievable_flops_per_s(),
             dtypes=dtypes,
         )
@@ -295,3 +283,78 @@ def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
     if not executed:
         return {}
     return {name: round(total * flops.total / executed) for name, flops in by_dtype.items()}
+
+
+_USUAL_TYPES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    parameter = next(model.parameters(), None) if model is not None else None
+    if parameter is not None and parameter.device.type != "meta":
+        return parameter.device
+    return find_device()
+
+
+def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:
+    """The compute type that the model's weights suggest; None without floating-point weights."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None) if model is not None else None
+    return matmul_dtype(device.type, parameter.dtype if parameter is not None else None)
+
+
+class Peaks:
+    """The peak FLOP/s of one device for each compute type, each looked up once.
+
+    Attributes:
+        ranks: How many ranks share the device.
+        why_unknown: By compute type, why the peak is not known.
+    """
+
+    def __init__(self, device: torch.device, override_flops_per_s: float | None, dtype: str | None) -> None:
+        self.device = device
+        self.ranks = 1
+        self.why_unknown: dict[str, str] = {}
+        self._override = override_flops_per_s
+        self._dtype = dtype
+        self._whole: dict[str, tuple[Peak | None, str]] = {}
+        """By compute type, the peak of the whole device, or None and the reason why it is unknown."""
+
+    def look_ahead(self) -> None:
+        """Look up the peaks of usual compute types now, because this reads files, which must not delay the training."""
+        for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
+            self._ask(name)
+
+    def of(self, compute_type: str) -> Peak | None:
+        """The peak for the `dtype` that the user has set, otherwise for `compute_type`; None if unknown."""
+        name = self.name(compute_type)
+        peak, why = self._ask(name)
+        if peak is None:
+            self.why_unknown[name] = why
+            return None
+        return shared_peak(peak, self.ranks)
+
+    def name(self, compute_type: str) -> str:
+        """The compute type whose peak is used for products in this one: tf32 if torch computes fp32 products in it."""
+        if not self._dtype and compute_type == "fp32" and self.device.type == "cuda":
+            return matmul_dtype("cuda", torch.float32) or compute_type
+        return self._dtype or compute_type
+
+    def seconds(self, flops_by_dtype: Mapping[str, int]) -> float | None:
+        """Seconds the device would need for these FLOPs at its peak; None if a peak is unknown."""
+        total = 0.0
+        for compute_type, flops in flops_by_dtype.items():
+            if not flops:
+                continue
+            peak = self.of(compute_type)
+            if peak is None:
+                return None
+            total += flops / peak.flops_per_s
+        return total
+
+    def _ask(self, name: str) -> tuple[Peak | None, str]:
+        if name not in self._whole:
+            try:
+                peak = peak_flops(self.device, name, override_flops_per_s=self._override)
+                self._whole[name] = peak, "" if peak is not None else explain_unknown(self.device, name)
+            except InputError as error:
+                self._whole[name] = None, str(error)
+        return self._whole[name]

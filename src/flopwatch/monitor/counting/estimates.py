@@ -33,13 +33,8 @@ PACKING = (
 MADE_UP = "only attention_mask was given, so a batch of its shape was assumed"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCost:
-    """FLOPs of one call `model(batch)` and its backward pass: needed, executed, and a remark."""
-
-    needed: PhaseFlops
-    executed: PhaseFlops
-    remark: str | None = None
+BatchCost = tuple[PhaseFlops, PhaseFlops, str | None]
+"""FLOPs of one call `model(batch)` and its backward pass: needed, executed, and a remark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +100,28 @@ class EstimatedCosts:
         return tuple(dict.fromkeys(note for law in self._laws.values() for note in law.notes))
 
     def cost(self, batch: BatchSizes) -> BatchCost | None:
-        """The FLOPs of a batch; None if they are not known."""
+        """The FLOPs of a batch; None if they are not known. A remark says if they include padding."""
         _, estimate = self._known.get(id(batch.layout), (None, None))
-        return None if estimate is None else _cost(estimate, batch)
+        if estimate is None:
+            return None
+        executed, law, shape = estimate.executed, estimate.law, estimate.shape
+        if batch.documents is None:
+            return executed, executed, estimate.remark
+        unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
+        whole = executed, executed, estimate.remark or unclear
+        if law is None or shape is None or shape.seq_len is None:
+            return whole
+        try:
+            if batch.lengths is not None:
+                rows = [{"s": length, **dict(shape.others)} for length in batch.lengths]
+                needed = law.phase_flops_of_rows(rows, image_grids=shape.grids or None)
+            else:
+                needed = law.phase_flops_of_documents(
+                    batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
+                )
+        except FlopwatchError:
+            return whole
+        return needed, executed, estimate.remark
 
 
 def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | None:
@@ -119,28 +133,6 @@ def _by_law(law: FlopLaw, description: Any, remark: str | None) -> _Estimate | N
     if not law.covers_shape(shape):
         return None
     return _Estimate(law.cost(shape), law, shape, remark)
-
-
-def _cost(estimate: _Estimate, batch: BatchSizes) -> BatchCost:
-    """The FLOPs of a batch, which include padding if no formula separates it; then a remark says so."""
-    executed, law, shape = estimate.executed, estimate.law, estimate.shape
-    if batch.documents is None:
-        return BatchCost(executed, executed, estimate.remark)
-    unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
-    whole = BatchCost(executed, executed, estimate.remark or unclear)
-    if law is None or shape is None or shape.seq_len is None:
-        return whole
-    try:
-        if batch.lengths is not None:
-            rows = [{"s": length, **dict(shape.others)} for length in batch.lengths]
-            needed = law.phase_flops_of_rows(rows, image_grids=shape.grids or None)
-        else:
-            needed = law.phase_flops_of_documents(
-                batch.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others
-            )
-    except FlopwatchError:
-        return whole
-    return BatchCost(needed, executed, estimate.remark)
 
 
 def example_batch(model: nn.Module, batch: Any, layout: BatchLayout) -> tuple[Any, str | None]:

@@ -15,6 +15,7 @@ from flopwatch.flops.tracing.scaling import Axes, Scale
 from flopwatch.monitor.counting.call_kinds import BATCH, CallKind
 from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.run import Provenance
 
 _MOST_KINDS = 4096
 _MOST_RANGES = 64
@@ -110,7 +111,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KnownFlops:
     """The FLOPs of a step, as far as counts show them; `reason` says why they are not exact."""
 
     count: StepCount | None = None
@@ -141,24 +142,6 @@ class StepTrace:
 
 
 NOTHING = StepTrace()
-
-
-@dataclass(frozen=True, slots=True)
-class FlopFacts:
-    """How FLOPs are found, for the log's record about it.
-
-    Attributes:
-        method: `step` for live counts, `trace` or `estimate` for those of `model(batch)`.
-        exact: Whether the FLOPs of counted kinds of steps are exact.
-        attention: The convention that the counts have, which is not always the one that was wanted.
-        coverage: 1 if every op had a formula, otherwise the share of ops with one; None for estimates.
-    """
-
-    method: str
-    exact: bool
-    attention: AttentionConvention
-    coverage: float | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +179,14 @@ class Evidence:
         self.settled_calls: set[CallKind] = set()
         """Calls with which a step began whose FLOPs need no further count."""
 
-    def facts(self, wanted: AttentionConvention) -> FlopFacts | None:
-        """How the FLOPs are found; None before the first count."""
+    def provenance(self, mode: str, wanted: AttentionConvention) -> Provenance | None:
+        """How the FLOPs are found; None before the first count. The counts may have another convention than wanted."""
         if not self.counts:
             return None
         attention, note = counted_convention(wanted, self.ops)
-        notes = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
-        return FlopFacts("step", not self.uncounted, attention, self.coverage, (*notes, *((note,) if note else ())))
+        notes: tuple[str, ...] = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
+        notes += (note,) if note else ()
+        return Provenance(0, mode, "step", not self.uncounted, attention, self.coverage, notes=notes)
 
     def add(self, kind: StepKind, step: int, count: StepCount, *, is_late: bool = False) -> Doubt | None:
         """Add the count of a step; return the rows that it contradicts, if any.
@@ -252,9 +236,8 @@ class Evidence:
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
         ranges = known.claims.take()
-        if (
-            known.changes > 1 and known.claims.first is not None
-        ):  # it comes and goes, so no step between two counts is proven
+        # A cost that has changed twice comes and goes, so no step between two counts is proven.
+        if known.changes > 1 and known.claims.first is not None:
             ranges = ((known.claims.first, step - 1),)
             known.claims.first = None
         return Doubt(ranges, _shown(step, before, count)) if ranges else None
@@ -289,35 +272,35 @@ class Evidence:
         fitted_formulas = (fit.formula for fit, _ in self._fits.values())
         return any(formula is not None and formula.covers(call.family, call.sizes) for formula in fitted_formulas)
 
-    def verdict(self, kind: StepKind, step: int) -> Verdict:
+    def verdict(self, kind: StepKind, step: int) -> KnownFlops:
         """The FLOPs of an uncounted step. If they are called exact, the step is noted, to be doubted if necessary."""
         known = self._known.get(kind) or self._alike(kind)
         if known is None:
             count = self._predicted_count(kind)
             if count is None:
-                return Verdict(None, self._why_unknown(kind))
+                return KnownFlops(None, self._why_unknown(kind))
             claims = self._fit_of(_keys(kind)[0])[1]
             if step < claims.broken_at:
-                return Verdict(count, _changed(claims.broken_at))
+                return KnownFlops(count, _changed(claims.broken_at))
             claims.add(step)
-            return Verdict(count)
+            return KnownFlops(count)
         count = known.count
         if not count.is_whole:
             ops = ", ".join(count.uncounted)
-            return Verdict(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+            return KnownFlops(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
         if known.is_settled or self._is_predicted(kind, known):
             if step < known.claims.broken_at:
-                return Verdict(known.before or count, _changed(known.claims.broken_at))
+                return KnownFlops(known.before or count, _changed(known.claims.broken_at))
             known.claims.add(step)
-            return Verdict(count, count.doubt)
+            return KnownFlops(count, count.doubt)
         if known.low != known.high:
             reason = (
                 f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
                 f"{known.high:,}, and this is their mean"
             )
-            return Verdict(_mean(known), reason)
+            return KnownFlops(_mean(known), reason)
         times = "only once" if known.counts == 1 else f"only {known.counts} times"
-        return Verdict(count, f"such a step was counted {times} so far")
+        return KnownFlops(count, f"such a step was counted {times} so far")
 
     def _alike(self, kind: StepKind) -> _Known | None:
         """What was counted of matching steps, for a step that shows less: the first one, or one that compiled code."""

@@ -85,9 +85,7 @@ class Schedule:
 
     def note_count(self, index: int, seconds: float) -> None:
         """Plan the next count after the step `index`, which took `seconds` while it was counted."""
-        if not self.is_alone and not self.is_due(
-            index
-        ):  # only this rank has counted this step, so the common plan stays
+        if not self.is_alone and not self.is_due(index):  # only this rank has counted it, so the common plan stays
             return
         usual = self._typical_seconds
         if self.is_alone and usual:

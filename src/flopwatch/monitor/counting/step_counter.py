@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import is_inference_mode_enabled, nn
 
-from flopwatch.clock import Clock
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
     RISKY,
@@ -22,16 +21,16 @@ from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
-from flopwatch.monitor.counting.call_kinds import CallKind
+from flopwatch.monitor.counting.call_kinds import CallKind, Evaluations
 from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
-from flopwatch.monitor.counting.compiled_steps import CompiledSteps, axes_of
 from flopwatch.monitor.counting.estimates import EstimatedCosts
-from flopwatch.monitor.counting.evaluations import Evaluations
-from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, FlopFacts, StepKind, StepTrace
-from flopwatch.monitor.counting.open_step import OpenStep
+from flopwatch.monitor.counting.evidence import NOTHING, UNKNOWN, Doubt, Evidence, StepKind, StepTrace
+from flopwatch.monitor.counting.open_step import CompiledSteps, OpenStep, TrainedModel, axes_of
 from flopwatch.monitor.counting.schedule import Schedule
-from flopwatch.monitor.counting.trained_model import TrainedModel
 from flopwatch.monitor.notices import Notify
+from flopwatch.monitor.timing.hooks import PassHooks
+from flopwatch.monitor.timing.tape import Tape
+from flopwatch.records.run import Provenance
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -45,25 +44,12 @@ _TIMED_BEFORE_COUNT = 32
 """This many steps before a count are timed, to know how long an uncounted step takes."""
 
 
-class PassListener(Protocol):
-    """An object that times forward and backward passes."""
-
-    def forward_begins(self) -> None: ...
-
-    def forward_ends(self, output: Any) -> None: ...
-
-    def region_begins(self) -> Callable[[Any], None] | None: ...
-
-    def gradient_arrived(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Callbacks:
     """What the counter tells others, and asks them."""
 
-    clock: Clock
-    on_call: Callable[[bool], None]
-    passes: PassListener
+    tape: Tape
+    passes: PassHooks
     on_evaluation: Callable[[], None]
     on_doubt: Callable[[Doubt], None]
     in_count_phase: Callable[[], AbstractContextManager[None]]
@@ -92,7 +78,9 @@ class StepCounter:
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
-        self._schedule = Schedule(is_alone, _counted_every(config), first, stops=not config.calibration_enabled)
+        every = config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
+        every = 1 if config.count == "every" else every
+        self._schedule = Schedule(is_alone, every, first, stops=not config.calibration_enabled)
         self._compiled = CompiledSteps(config.attention, callbacks.in_count_phase)
         self._estimates = EstimatedCosts(config.attention, callbacks.in_count_phase)
         self._trained: TrainedModel | None = None
@@ -148,12 +136,13 @@ class StepCounter:
         if self._trained is not None:
             self._trained.stop()
 
-    def facts(self) -> FlopFacts | None:
+    def provenance(self) -> Provenance | None:
         """How the FLOPs are found; None until some are known."""
-        facts = self.evidence.facts(self._config.attention)
-        if facts is None and self._estimates.is_used:
-            return FlopFacts("estimate", False, self._config.attention, None, self._estimates.notes)
-        return facts
+        mode, attention = self._config.mode, self._config.attention
+        found = self.evidence.provenance(mode, attention)
+        if found is None and self._estimates.is_used:
+            return Provenance(0, mode, "estimate", False, attention, notes=self._estimates.notes)
+        return found
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +220,7 @@ class StepCounter:
         if compiles:
             self._compiled.begin_step()
         step.nodes_before = recorded_operations()
-        step.began = self._callbacks.clock()
+        step.began = self._callbacks.tape.clock()
         if compiles or not calls.is_ready():
             calls.start()
         is_due = schedule.is_due(schedule.steps)
@@ -304,10 +293,10 @@ class StepCounter:
 
     def called(self, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is called, outside of other modules."""
-        step, callbacks, trained, evidence = self._step, self._callbacks, self._trained, self.evidence
+        step, trained, evidence = self._step, self._trained, self.evidence
         clear_left_behind()
         if trained is not None and trained.model() is module:
-            callbacks.on_call(kind.has_grad)
+            self._callbacks.tape.model_is_called(kind.has_grad)
         if step is None:
             if self._opens_steps:  # between two steps
                 return
@@ -319,7 +308,7 @@ class StepCounter:
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
         if self._calls.inside is not None and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
-            callbacks.passes.forward_begins()
+            self._callbacks.passes.forward_begins()
 
     def _count_call(
         self, step: OpenStep, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -375,7 +364,6 @@ class StepCounter:
     # --- A step ends --------------------------------------------------------------------------------------------------
 
     def abandon_step(self) -> None:
-        """Drop the current step, because its body has raised."""
         step, self._step = self._step, None
         if step is not None:
             step.end_count()
@@ -402,19 +390,15 @@ class StepCounter:
         schedule = self._schedule
         schedule.wants_next = False
         if schedule.next_index - schedule.steps < _TIMED_BEFORE_COUNT:
-            schedule.note_step(self._callbacks.clock() - opened.began)
+            schedule.note_step(self._callbacks.tape.clock() - opened.began)
         return usual
 
     def _is_usual(self, opened: OpenStep, usual: StepTrace) -> bool:
         """Whether a step ran the same calls and operations as the one before, and nothing more."""
         kind, trained = usual.kind, self._trained
-        if (
-            kind is None
-            or not opened.may_count
-            or opened.live is not None
-            or opened.reason
-            or opened.began_without_model
-        ):
+        if kind is None or not opened.may_count or opened.live is not None:
+            return False
+        if opened.reason or opened.began_without_model:
             return False
         nodes = (recorded_operations() or 0) - (opened.nodes_before or 0) - opened.nodes_outside
         if nodes != kind.nodes or not kind.calls or kind.calls != tuple(self._calls.calls) or may_compile():
@@ -445,7 +429,7 @@ class StepCounter:
         if count is None:
             if usual is not None and kind == usual.kind and not has_evaluated and not opened.reason:
                 return self._usual_trace(opened, usual)
-            self._schedule.note_step(self._callbacks.clock() - opened.began)
+            self._schedule.note_step(self._callbacks.tape.clock() - opened.began)
         elif not has_evaluated and opened.reason is None:
             self._compiled.note(kind)
             count = self._add_count(opened, kind, step, count)
@@ -491,7 +475,7 @@ class StepCounter:
     def _add_count(self, opened: OpenStep, kind: StepKind, step: int, count: StepCount) -> StepCount | None:
         """Add a count to the evidence; None if it is not complete."""
         schedule, evidence, notify = self._schedule, self.evidence, self._callbacks.notify
-        schedule.note_count(schedule.steps - 1, self._callbacks.clock() - opened.began)
+        schedule.note_count(schedule.steps - 1, self._callbacks.tape.clock() - opened.began)
         if count.failure == RISKY:
             schedule.observes, schedule.next_index = True, schedule.steps
             return None
@@ -542,9 +526,3 @@ class StepCounter:
                     raise error
         why = obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
         return StepTrace(estimates=estimates, reason=ESTIMATED if self._config.mode == "estimate" else why)
-
-
-def _counted_every(config: MonitorConfig) -> int:
-    if config.count == "every":
-        return 1
-    return config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency

@@ -2,7 +2,7 @@
 
 The ranks form a tree with the logging rank at its root (`layout.children`): ranks of one host first, then hosts. Each
 rank merges the reports of the ranks below it with its own, and leaves the sum in the store for the rank above
-(`job_store.Outbox`). Nothing is lost or read twice, and a run has a fixed number of keys.
+(`job_store.StoreOutbox`). Nothing is lost or read twice, and a run has a fixed number of keys.
 
 A thread of its own does all of this. The training's thread only puts reports into a queue and checks for results.
 It never waits inside the store for a key that may not be there: it asks again after a pause that `give_up` ends.
@@ -27,7 +27,17 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import job_store, layout
-from flopwatch.monitor.ranks.job_store import ON_ANY_DEVICE, OVER, PLAN, PUBLISHED, Outbox, RunKey, alive, pauses, peek
+from flopwatch.monitor.ranks.job_store import (
+    ON_ANY_DEVICE,
+    OVER,
+    PLAN,
+    PUBLISHED,
+    RunKey,
+    StoreOutbox,
+    alive,
+    pauses,
+    peek,
+)
 from flopwatch.monitor.ranks.reports import Message, RankDoubt, RankReport, add_to_queue, aligned, earliest
 from flopwatch.text import first_line
 
@@ -241,7 +251,7 @@ class Exchange:
         self._link, self._key, self._rank, self._world_size = link, key, rank, world_size
         self._on_device, self._ranks_by_launcher = f"on_device/{device}", ranks_by_launcher
         self.store: Any = None
-        self._outbox: Outbox | None = None
+        self._outbox: StoreOutbox | None = None
         """Messages to the rank above, once this rank has joined the run; always None on the logging rank."""
         self.below: dict[int, _Below] = {}
         self._wrote_at = time.monotonic()
@@ -309,7 +319,7 @@ class Exchange:
                     self._enter(job, run)
                 if int(self.store.add(alive(self._rank), 1)) != 1:
                     raise FlopwatchError(f"another process uses the same store as rank {self._rank} of this run")
-                self._outbox = Outbox(self.store, self._rank)
+                self._outbox = StoreOutbox(self.store, self._rank)
             if run is not None and self.store.check([PLAN]):
                 break
             if not self._link.pause(pause):

@@ -138,7 +138,7 @@ def _slots(rank: int) -> tuple[str, str]:
     return f"slot/{rank}", f"slot/{rank}/more"
 
 
-class Outbox:
+class StoreOutbox:
     """Where a rank leaves its messages for the rank above it, which may read them much later; writing never waits.
 
     A message goes into the rank's first slot if the rank above has emptied it, else into the second slot, joined with

@@ -9,14 +9,16 @@ On an accelerator, marks are events in the device's stream. A fetch during which
 steps therefore takes no time, and so does what the host does between the passes.
 """
 
+import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.timing import tape
 from flopwatch.monitor.timing.tape import Event
-from flopwatch.monitor.timing.usual_gaps import UsualGaps
 
 WORK, GAP, WAIT, OPTIMIZER, PASS, OWN = "work", "gap", "wait", "optimizer", "pass", "own"
 """What a segment of a step was used for. `GAP` is not decided yet; `OWN` is work of the monitor in a gap."""
@@ -47,32 +49,22 @@ class StepParts(NamedTuple):
     busy_seconds: float | None = None
 
 
-class StepTimes(NamedTuple):
-    """The times of a step in seconds; None means unknown. See `MeasuredStep`."""
-
-    seconds: float | None = None
-    input_wait_seconds: float | None = None
-    optimizer_seconds: float | None = None
-    host_seconds: float | None = None
-    passes_seconds: float | None = None
-
-
-def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> StepTimes:
-    """Compute a step's times; `seconds_between` takes two marks."""
+def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> dict[str, Any]:
+    """Compute a step's times, as `MeasuredStep` has them; `seconds_between` takes two marks."""
     if parts.segments is None:
-        return StepTimes()
+        return {}
     lasting = [(use, seconds_between(start, end)) for use, start, end in parts.segments]
     of_use: dict[str, float] = dict.fromkeys((WAIT, OPTIMIZER, PASS), 0.0)
     for use, seconds in lasting:
         of_use[use] = of_use.get(use, 0.0) + seconds
     rest = None if parts.rest_from is None else sum(s for use, s in lasting[parts.rest_from :] if use != WAIT)
-    return StepTimes(
-        sum(seconds for _, seconds in lasting),
-        of_use[WAIT] if parts.knows_wait else None,
-        of_use[OPTIMIZER] if parts.knows_optimizer else None,
-        rest if parts.knows_optimizer else None,
-        of_use[PASS] if parts.knows_passes else None,
-    )
+    return {
+        "seconds": sum(seconds for _, seconds in lasting),
+        "input_wait_seconds": of_use[WAIT] if parts.knows_wait else None,
+        "optimizer_seconds": of_use[OPTIMIZER] if parts.knows_optimizer else None,
+        "host_seconds": rest if parts.knows_optimizer else None,
+        "passes_seconds": of_use[PASS] if parts.knows_passes else None,
+    }
 
 
 @dataclass(slots=True)
@@ -164,7 +156,7 @@ class _Busy:
         self.since = None
 
 
-class Division:
+class TapeDivision:
     """Divides the events of a run, some at a time.
 
     Attributes:
@@ -200,7 +192,8 @@ class Division:
         self._step.running = None  # an optimizer step that has raised an exception has no end event
         if state == GAP:
             if self._is_gap_kept(cpu) and not self._fetches_are_timed:
-                self._decide_gap(WAIT)
+                segments, at = self._step.segments, self._gap.begins_at
+                segments[at:] = [(WAIT if use == GAP else use, start, end) for use, start, end in segments[at:]]
             self._has_batch, self._step.rest_from = False, None
         elif state != _BEFORE:
             has_batch = False  # without `end_micro_batch` it is unknown when the batch arrived
@@ -215,18 +208,10 @@ class Division:
         self._since = mark, now
         self._busy.pauses(cpu)
         step, self._step = self._step, _OpenStep()
-        self._out.steps.append(self._parts(step, has_timed_parts=has_timed_parts) if is_timed else StepParts(None))
-        self._busy.seconds = None
-        if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
-            self._out.is_wait_unknown = True
-        self._end_work()
-        self._states[0] = _MONITOR
-
-    def _parts(self, step: _OpenStep, *, has_timed_parts: bool) -> StepParts:
         if step.running is not None:  # a hook has ended the step while the optimizer was still running
             step.rest_from = len(step.segments)
         is_wait_seen = step.arrivals and step.micro_batches <= step.arrivals and not step.is_wait_unclear
-        return StepParts(
+        parts = StepParts(
             tuple(step.segments),
             bool(self._fetches_are_timed or is_wait_seen),
             has_timed_parts and self._has_seen_optimizer and step.untimed is None,
@@ -234,9 +219,15 @@ class Division:
             step.passes.are_whole(),
             self._busy.seconds,
         )
+        self._out.steps.append(parts if is_timed else StepParts(None))
+        self._busy.seconds = None
+        if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
+            self._out.is_wait_unknown = True
+        self._end_work()
+        self._states[0] = _MONITOR
 
     def _end_work(self) -> None:
-        """The work on a batch is over. In a loop that opens no steps it began when the batch was fetched."""
+        # In a loop that opens no steps, the work began when the batch was fetched.
         if self._has_batch:
             self._gap.work_seconds += self._gap.seconds
         self._gap.seconds, self._has_batch = 0.0, False
@@ -305,10 +296,6 @@ class Division:
         segments[at:] = [segment for segment in segments[at:] if segment[0] == OWN]
         self._out.spent.append((phase, self._gap.seconds))
         self._gap.seconds = 0.0
-
-    def _decide_gap(self, use: str) -> None:
-        segments, at = self._step.segments, self._gap.begins_at
-        segments[at:] = [(use, start, end) if was == GAP else (was, start, end) for was, start, end in segments[at:]]
 
     def _spend_gap(self, now: float, mark: Any, phase: str, cpu: float | None) -> None:
         """The gap so far was spent on a phase, and belongs to no step."""
@@ -385,7 +372,9 @@ class Division:
     def _begin_optimizer(self, now: float, mark: Any, fact: tuple[object, bool], _: Any) -> None:
         optimizer, is_own = fact
         step = self._step
-        if self._is_outside_steps() or step.running is not None or (self._states[0] == GAP and not is_own):
+        if self._since is None or self._states[-1] == _PHASE:
+            return
+        if step.running is not None or (self._states[0] == GAP and not is_own):
             return
         self._cut(now, mark)
         step.running, self._has_seen_optimizer = (optimizer,), True
@@ -395,7 +384,7 @@ class Division:
     def _end_optimizer(self, now: float, mark: Any, fact: tuple[object, bool], _: Any) -> None:
         optimizer, is_own = fact
         step, gap, is_in_gap = self._step, self._gap, self._states[0] == GAP
-        if self._is_outside_steps():
+        if self._since is None or self._states[-1] == _PHASE:
             return
         if is_in_gap and not is_own and not self._has_batch:
             gap.trained_another = True
@@ -415,14 +404,12 @@ class Division:
         if self._states[-1] != _PHASE:
             self._step.untimed = (optimizer,)
 
-    def _begin_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
-        if self._step.passes.running is None:
+    def _begin_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD, is_region: bool = False) -> None:
+        passes = self._step.passes
+        passes.regions += is_region
+        if passes.running is None:
             self._cut(now, mark)
-            self._step.passes.running = kind
-
-    def _begin_region(self, now: float, mark: Any, *_: Any) -> None:
-        self._step.passes.regions += 1
-        self._begin_pass(now, mark)
+            passes.running = kind
 
     def _end_pass(self, now: float, mark: Any, *_: Any, kind: int = tape.FORWARD) -> None:
         passes = self._step.passes
@@ -432,18 +419,12 @@ class Division:
             passes.forwards += kind == tape.FORWARD
             passes.backwards += kind == tape.BACKWARD
 
-    def _miss_pass(self, *_: Any) -> None:
-        self._step.passes.is_unclear = True
-
-    def _take_gradient(self, *_: Any) -> None:
-        """A parameter got its gradient. Outside of a backward pass that was seen, the passes are not known."""
-        if self._step.passes.running != tape.BACKWARD:
-            self._step.passes.is_unclear = True
+    def _miss_pass(self, *_: Any, unless: int | None = None) -> None:
+        """A pass was not seen, or a parameter got its gradient outside of a backward pass that was seen."""
+        passes = self._step.passes
+        passes.is_unclear = passes.is_unclear or unless is None or passes.running != unless
 
     # --- Segments -----------------------------------------------------------------------------------------------------
-
-    def _is_outside_steps(self) -> bool:
-        return self._since is None or self._states[-1] == _PHASE
 
     def _cut(self, now: float, mark: Any) -> None:
         """End the running segment of the step and begin the next one."""
@@ -468,28 +449,70 @@ class Division:
 
 
 _HANDLERS: dict[int, Callable[..., None]] = {
-    tape.START: Division._start_step,
-    tape.END: Division._end_step,
-    tape.GAP: Division._begin_gap,
-    tape.MICRO: Division._take_micro_batch,
-    tape.END_MICRO: Division._end_micro_batch,
-    tape.OPTIMIZER: Division._begin_optimizer,
-    tape.OPTIMIZER_END: Division._end_optimizer,
-    tape.UNTIMED: Division._has_untimed_optimizer,
-    tape.WAIT: Division._begin_wait,
-    tape.WAIT_END: Division._end_wait,
-    tape.PHASE: Division._begin_phase,
-    tape.PHASE_END: Division._end_phase,
-    tape.SPENT: Division._spend_gap,
-    tape.OWN: Division._begin_own_work,
-    tape.OWN_END: Division._end_own_work,
-    tape.CALL: Division._call_model,
-    tape.FIRST: Division._open_first,
-    tape.FORWARD: Division._begin_pass,
-    tape.FORWARD_END: Division._end_pass,
-    tape.REGION: Division._begin_region,
-    tape.BACKWARD: partial(Division._begin_pass, kind=tape.BACKWARD),
-    tape.BACKWARD_END: partial(Division._end_pass, kind=tape.BACKWARD),
-    tape.UNSEEN: Division._miss_pass,
-    tape.GRADIENT: Division._take_gradient,
+    tape.START: TapeDivision._start_step,
+    tape.END: TapeDivision._end_step,
+    tape.GAP: TapeDivision._begin_gap,
+    tape.MICRO: TapeDivision._take_micro_batch,
+    tape.END_MICRO: TapeDivision._end_micro_batch,
+    tape.OPTIMIZER: TapeDivision._begin_optimizer,
+    tape.OPTIMIZER_END: TapeDivision._end_optimizer,
+    tape.UNTIMED: TapeDivision._has_untimed_optimizer,
+    tape.WAIT: TapeDivision._begin_wait,
+    tape.WAIT_END: TapeDivision._end_wait,
+    tape.PHASE: TapeDivision._begin_phase,
+    tape.PHASE_END: TapeDivision._end_phase,
+    tape.SPENT: TapeDivision._spend_gap,
+    tape.OWN: TapeDivision._begin_own_work,
+    tape.OWN_END: TapeDivision._end_own_work,
+    tape.CALL: TapeDivision._call_model,
+    tape.FIRST: TapeDivision._open_first,
+    tape.FORWARD: TapeDivision._begin_pass,
+    tape.FORWARD_END: TapeDivision._end_pass,
+    tape.REGION: partial(TapeDivision._begin_pass, is_region=True),
+    tape.BACKWARD: partial(TapeDivision._begin_pass, kind=tape.BACKWARD),
+    tape.BACKWARD_END: partial(TapeDivision._end_pass, kind=tape.BACKWARD),
+    tape.UNSEEN: TapeDivision._miss_pass,
+    tape.GRADIENT: partial(TapeDivision._miss_pass, unless=tape.BACKWARD),
 }
+
+
+_REMEMBERED = 32
+_FEWEST = 4
+"""A gap (time between two steps) can count as unusually long only after this many gaps were measured."""
+_FACTOR = 5.0
+_SHORT_GAP_SECONDS = 0.05
+"""A shorter gap between steps is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
+_IDLE_SHARE = 0.2
+"""A thread that uses less than this share of a core counts as idle."""
+
+
+class UsualGaps:
+    """Decides whether the gap between two steps was spent waiting for a batch, or on other work, such as an evaluation.
+
+    A gap counts as other work if it is more than 5 times as long as the median of the last 32 gaps and longer than a
+    typical step. It still counts as waiting if the loader has worker processes and the training's thread was idle,
+    because a loader with several workers delivers several batches at once and then none for a while.
+    """
+
+    def __init__(self, worker_processes: Callable[[], object] = multiprocessing.active_children) -> None:
+        self._worker_processes = worker_processes
+        self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._works: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def is_outside(
+        self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool, cpu_seconds: float | None
+    ) -> bool:
+        """Whether the last gap between steps or micro-batches was other work (such as an evaluation), not input wait.
+
+        `work_seconds` is the time between it and the gap before; `cpu_seconds` is None if it was not measured.
+        """
+        is_outside = gap_seconds > _SHORT_GAP_SECONDS and len(self._gaps) >= _FEWEST and bool(self._works)
+        if is_outside:
+            usual = median(self._gaps)
+            is_outside = gap_seconds > _FACTOR * usual and gap_seconds > usual + median(self._works)
+        if is_outside and not has_seen_other_work and cpu_seconds is not None:
+            is_outside = cpu_seconds >= _IDLE_SHARE * gap_seconds or not self._worker_processes()
+        self._gaps.append(gap_seconds)
+        if work_seconds:
+            self._works.append(work_seconds)
+        return is_outside

@@ -4,10 +4,11 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from flopwatch.clock import Clock
-from flopwatch.monitor.timing.timers import StepTimer
 
 (
     START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, PHASE, PHASE_END, SPENT, OWN,
@@ -43,7 +44,7 @@ class Tape:
         on_full: Is called when a loop without ended steps has recorded very many events; must call `take`.
     """
 
-    def __init__(self, timer: StepTimer, clock: Clock, *, measures_busy_time: bool = False) -> None:
+    def __init__(self, timer: "StepTimer", clock: Clock, *, measures_busy_time: bool = False) -> None:
         self.events: list[Event] = []
         self.timer, self.clock = timer, clock
         self._cpu_seconds: Callable[[], float] | None = time.thread_time if measures_busy_time else None
@@ -83,17 +84,12 @@ class Tape:
         return events
 
     def is_in_thread(self) -> bool:
-        """Whether this is the thread of the training."""
         return threading.get_ident() == self._thread
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def start_step(self, has_batch: bool = True) -> None:
-        """Begin a step, or the next micro-batch of a step.
-
-        Args:
-            has_batch: Whether the batch was already fetched; False if the step itself fetches it.
-        """
+        """Begin a step, or the next micro-batch of a step. With `has_batch`, its batch was already fetched."""
         if not self._steps:  # the monitor may have been made in another thread than the training's
             self._thread = threading.get_ident()
         self.is_working = True
@@ -181,3 +177,56 @@ class Tape:
     def optimizer_ends(self, optimizer: object = None, *, is_own: bool = True) -> None:
         if self.is_in_thread():
             self.add(OPTIMIZER_END, (optimizer, is_own))
+
+
+class StepTimer(Protocol):
+    """Sets marks in time, and measures the time between two marks.
+
+    On an accelerator marks are events, because the host queues work ahead of the device: host time would show when
+    work was queued, not when it ran. Events are read one window later, so the host never waits for them.
+    """
+
+    def mark(self) -> Any:
+        """Set a mark after all work that is queued now."""
+
+    def has_passed(self, mark: Any) -> bool:
+        """Whether the device has reached the mark."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks, both of which the device has reached."""
+
+
+class HostTimer:
+    """Uses the host's clock; a mark is a number of seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.mark = clock
+
+    def has_passed(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class EventTimer:
+    """Measures time with events in the current stream. Written from torch's documentation, and not yet run on a GPU."""
+
+    def __init__(self, device: torch.device, event: Any = torch.Event) -> None:
+        self._device = device
+        self._event = event
+
+    def mark(self) -> Any:
+        event = self._event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def timer_for(device: torch.device, clock: Clock) -> StepTimer:
+    return HostTimer(clock) if device.type in ("cpu", "meta", "mps") else EventTimer(device)

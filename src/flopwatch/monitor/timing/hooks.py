@@ -1,20 +1,19 @@
-"""Records forward and backward passes, so that the time between them has a name of its own.
+"""Records passes and fetches of batches on the tape.
 
 A forward pass is an outermost call of a module, or a call of compiled code. A backward pass begins with the node that
-made the output of such a call, and ends with torch's engine. What a step does outside of its passes and its optimizer
-is the loss, reading values, or fetching the next batch.
+made the output of such a call, and ends with torch's engine. So the time between passes has a name of its own: what a
+step does outside of its passes and its optimizer is the loss, reading values, or fetching the next batch.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.counting.call_kinds import plain_iterator
 from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
 from flopwatch.torch_internals.autograd import at_end_of_backward
 from flopwatch.torch_internals.modules import is_in_transform
@@ -98,3 +97,65 @@ def _nodes_of(output: Any, depth: int) -> Iterator[Any]:
     elif depth:
         for item in islice(getattr(output, "__dict__", {}).values(), _MOST_TENSORS):
             yield from _nodes_of(item, depth - 1)
+
+
+def plain_iterator(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+
+
+Batch = TypeVar("Batch")
+
+
+class WaitTimer(Protocol):
+    """Measures how long it takes to fetch a batch."""
+
+    def begin_wait(self) -> bool:
+        """Begin to time a fetch. Returns False if this fetch is not timed."""
+
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """End the fetch that `begin_wait` began to time; `has_batch` says whether the fetch returned a batch."""
+
+
+class TimedIterator(Generic[Batch]):
+    __slots__ = ("_iterator", "_timer")
+
+    def __init__(self, iterator: Iterator[Batch], timer: WaitTimer) -> None:
+        self._iterator = iterator
+        self._timer = timer
+
+    def __iter__(self) -> "TimedIterator[Batch]":
+        return self
+
+    def __next__(self) -> Batch:
+        is_timed = self._timer.begin_wait()
+        has_batch = False
+        try:
+            batch = next(self._iterator)
+            has_batch = True
+        finally:
+            if is_timed:
+                self._timer.end_wait(has_batch=has_batch)
+        return batch
+
+
+class TimedBatches(Generic[Batch]):
+    """A loader that times each fetch. It has the loader's length and attributes, and can be iterated again."""
+
+    def __init__(self, loader: Iterable[Batch], timer: WaitTimer) -> None:
+        self._loader = loader
+        self._timer = timer
+
+    def __iter__(self) -> Iterator[Batch]:
+        is_timed = self._timer.begin_wait()  # the start of the loader's workers is input wait, too
+        try:
+            iterator = iter(self._loader)
+        finally:
+            if is_timed:
+                self._timer.end_wait(has_batch=False)
+        return TimedIterator(iterator, self._timer)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
