@@ -17,7 +17,7 @@ from flopwatch.present.page import to_page
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.summary import summarise
-from flopwatch.report.sweep_document import sweep_document, sweep_json
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult, pair_of

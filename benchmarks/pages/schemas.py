@@ -20,7 +20,7 @@ from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart,
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison import SweepComparison
 from flopwatch.report.records import SweepSummary
-from flopwatch.report.run_contents import Curve, RunReport
+from flopwatch.report.run.contents import Curve, RunReport
 from flopwatch.runs.advice import RunVerdict, TimeUse
 from flopwatch.runs.comparison import Comparison
 from flopwatch.runs.explain import Explanation

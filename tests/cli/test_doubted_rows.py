@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flopwatch.report.run_contents import read_report
+from flopwatch.report.run.contents import read_report
 from flopwatch.runs import read_around, read_log
 from flopwatch.runs.comparison import find_differences
 from flopwatch.runs.log_file import TornLineError, to_record

@@ -10,7 +10,7 @@ from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.records.privacy import Privacy, PrivacySpent
 from flopwatch.records.trial import TrialSpec
-from flopwatch.report.sweep_document import sweep_document, sweep_json
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
 from testbeds.documents import document_text
 

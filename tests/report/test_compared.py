@@ -11,8 +11,8 @@ from flopwatch.files import write_json
 from flopwatch.present.markdown import fenced, to_markdown
 from flopwatch.records.trial import MemoryUse
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.sweep_document import sweep_document
-from flopwatch.report.sweep_measurements import crossover_sentence
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.measurements import crossover_sentence
 from support.few_results import GIB, group_of, ran, summary_of
 
 A100 = {"flops_per_s": 312e12, "device": "A100", "dtype": "bf16", "kind": "datasheet"}

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.report.sweep_document import sweep_document
-from flopwatch.report.sweep_measurements import crossover_digest, crossover_sentence
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.measurements import crossover_digest, crossover_sentence
 from support.few_results import ended, group_of, ran, summary_of
 from testbeds.documents import document_text
 

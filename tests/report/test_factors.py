@@ -7,9 +7,9 @@ import pytest
 
 from flopwatch.records.trial import Measured, MemoryUse
 from flopwatch.report.cells import METRICS, best_trials, cell_text, known_metrics
-from flopwatch.report.sweep_charts import frontier_maps
-from flopwatch.report.sweep_document import sweep_document
-from flopwatch.report.sweep_measurements import frontier_words, matrix_rows, narrowed
+from flopwatch.report.sweep.charts import frontier_maps
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed
 from support.few_results import GIB, ended, group_of, ran, summary_of
 from testbeds.documents import document_text
 

@@ -9,7 +9,7 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.report import sweep_document as document
+from flopwatch.report.sweep import document
 from support.few_results import summary_of
 from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result

@@ -12,7 +12,7 @@ import pytest
 
 from flopwatch.numbers import byte_size, percent, step_time
 from flopwatch.present.page import to_page
-from flopwatch.report.sweep_document import sweep_document
+from flopwatch.report.sweep.document import sweep_document
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import HOSTILE, OWNED, hostile_results
 from testbeds.made_up_sweep import example_specs, make_result, many_specs

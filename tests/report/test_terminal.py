@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.report.sweep_document import sweep_document
+from flopwatch.report.sweep.document import sweep_document
 from flopwatch.text import plain
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results

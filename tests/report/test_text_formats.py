@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.present.markdown import escaped, fenced, to_markdown
-from flopwatch.report.sweep_document import sweep_document, sweep_json
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result

@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.records.trial import TrialSpec
-from flopwatch.report.sweep_document import totals_sentence
+from flopwatch.report.sweep.document import totals_sentence
 from support.few_results import GIB, ended, ran, summary_of
 
 pytestmark = pytest.mark.requirement("R26")

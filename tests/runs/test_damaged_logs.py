@@ -9,8 +9,8 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.records.run import Row
-from flopwatch.report.run_contents import read_report
-from flopwatch.report.run_document import run_document, run_json
+from flopwatch.report.run.contents import read_report
+from flopwatch.report.run.document import run_document, run_json
 from flopwatch.runs import read_around, read_log
 from flopwatch.runs.advice import conclusion_of
 from flopwatch.runs.comparison import compare

@@ -2,8 +2,8 @@
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.report.run_contents import read_report
-from flopwatch.report.run_document import run_document
+from flopwatch.report.run.contents import read_report
+from flopwatch.report.run.document import run_document
 from flopwatch.runs import read_log
 from support.ledgers import write_ledger
 from testbeds.documents import document_text

@@ -20,10 +20,10 @@ from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import METRICS
-from flopwatch.report.run_contents import RunReport, read_report
-from flopwatch.report.run_document import run_document, run_json
+from flopwatch.report.run.contents import RunReport, read_report
+from flopwatch.report.run.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
-from flopwatch.report.sweep_document import sweep_document, sweep_json
+from flopwatch.report.sweep.document import sweep_document, sweep_json
 from flopwatch.report.table import Table, make_table, table_csv, table_parquet
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below

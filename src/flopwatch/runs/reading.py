@@ -48,7 +48,7 @@ class RunLog:
     def _repr_html_(self) -> str:
         """What a notebook shows if the log is the last line of a cell: MFU, tokens/s and where the rest went."""
         # What is shown is made from this class, in a package above this one.
-        table: str = import_module("flopwatch.report.run_why").log_table(self)
+        table: str = import_module("flopwatch.report.run.why").log_table(self)
         return table
 
 

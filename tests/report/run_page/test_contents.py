@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.report.run_contents import CurveMaker, Point, read_report
+from flopwatch.report.run.contents import CurveMaker, Point, read_report
 from support.hand_made_run import provenance, records, row, start, write_run
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
-from flopwatch.report.run_contents import read_report
-from flopwatch.report.run_document import run_document, run_json
+from flopwatch.report.run.contents import read_report
+from flopwatch.report.run.document import run_document, run_json
 from support.hand_made_run import provenance, row, start
 from support.hostile_sweep import HOSTILE, OWNED
 from testbeds.documents import document_text

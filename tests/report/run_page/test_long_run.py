@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 
 from flopwatch.present.page import to_page
-from flopwatch.report.run_contents import MOST_MOMENTS, MOST_POINTS, read_report
-from flopwatch.report.run_document import run_document
+from flopwatch.report.run.contents import MOST_MOMENTS, MOST_POINTS, read_report
+from flopwatch.report.run.document import run_document
 from testbeds.long_run_log import CHECKPOINT_EVERY_STEPS, EVAL_EVERY_STEPS, write_long_run
 
 MOST_BYTES = 2_000_000

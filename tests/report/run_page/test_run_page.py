@@ -10,9 +10,9 @@ from flopwatch.cli import main
 from flopwatch.present.document import Document, Grid
 from flopwatch.present.page import to_page
 from flopwatch.present.svg import LinearScale, bars_svg, linear_ticks
-from flopwatch.report.run_charts import moment_chart
-from flopwatch.report.run_contents import Moment, read_report
-from flopwatch.report.run_document import run_document
+from flopwatch.report.run.charts import moment_chart
+from flopwatch.report.run.contents import Moment, read_report
+from flopwatch.report.run.document import run_document
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.waterfall import Loss, Waterfall
 from support.hand_made_run import PEAK, provenance, records, row, start, write_run

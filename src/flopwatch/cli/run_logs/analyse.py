@@ -16,8 +16,8 @@ from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.compared import runs_compared, sweeps_compared
 from flopwatch.report.comparison import SweepComparison, compare_sweeps
-from flopwatch.report.run_why import explanation_document, where_the_time_went
-from flopwatch.report.run_why import why as why_is
+from flopwatch.report.run.why import explanation_document, where_the_time_went
+from flopwatch.report.run.why import why as why_is
 from flopwatch.runs import find_log, read_around, read_log
 from flopwatch.runs.advice import what_is_missing
 from flopwatch.runs.comparison import Comparison, speed_line

@@ -60,18 +60,26 @@ class AttentionSizes:
     note: str | None = None
 
 
-formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")(
-    lambda call: None if _has_paged_keys(call) else forward_flops(_heads_first_sizes(call))
+@formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")
+def _heads_first_forward(call: OpCall) -> OpFlops | None:
+    return None if _has_paged_keys(call) else forward_flops(_heads_first_sizes(call))
+
+
+@formula(*(name + "_backward" for name in _HEADS_FIRST))
+def _heads_first_backward(call: OpCall) -> OpFlops:
+    return backward_flops(_heads_first_sizes(call), call.needs_grad)
+
+
+@formula(
+    *_POSITIONS_FIRST, *(name + "_forward" for name in _POSITIONS_FIRST), *(name + "_fwd" for name in _POSITIONS_FIRST)
 )
-formula(*(name + "_backward" for name in _HEADS_FIRST))(
-    lambda call: backward_flops(_heads_first_sizes(call), call.needs_grad)
-)
-formula(*(name + kind for name in _POSITIONS_FIRST for kind in ("", "_forward", "_fwd")))(
-    lambda call: None if _has_paged_keys(call) else forward_flops(_positions_first_sizes(call))
-)
-formula(*(name + kind for name in _POSITIONS_FIRST for kind in ("_backward", "_bwd")))(
-    lambda call: backward_flops(_positions_first_sizes(call), call.needs_grad)
-)
+def _positions_first_forward(call: OpCall) -> OpFlops | None:
+    return None if _has_paged_keys(call) else forward_flops(_positions_first_sizes(call))
+
+
+@formula(*(name + "_backward" for name in _POSITIONS_FIRST), *(name + "_bwd" for name in _POSITIONS_FIRST))
+def _positions_first_backward(call: OpCall) -> OpFlops:
+    return backward_flops(_positions_first_sizes(call), call.needs_grad)
 
 
 def forward_flops(sizes: AttentionSizes) -> OpFlops:
@@ -85,10 +93,34 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
     return OpFlops(2 * sizes.pairs * widths, 2 * sizes.pairs * (executed - widths), sizes.note)
 
 
-def _stand_in(tensor: Any) -> torch.Tensor | None:
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def is_fused(self) -> bool:
+        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
+        with modes_off():
+            choice = FUSED_SDP_CHOICE(
+                _stand_in(self.query),
+                _stand_in(self.key),
+                _stand_in(self.value),
+                None if self.attn_mask is None else _stand_in(self.attn_mask),
+                self.dropout_p,
+                self.is_causal,
+                enable_gqa=self.enable_gqa,
+            )
+        return bool(choice != int(SDPBackend.MATH.value))
+
+
+def _stand_in(tensor: Any) -> torch.Tensor:
     """Return a real tensor of the same shape. All its rows share the memory of one row."""
-    if tensor is None:
-        return None
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
@@ -111,12 +143,8 @@ def _sizes_under(
     if attention == "full":
         return full
     if mask is not None:
-        if isinstance(mask, FakeTensor) or mask.device.type == "meta":
-            return replace(full, note=MASK_NOT_READABLE)
-        # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        # A mask with fewer heads or samples than the scores is broadcast to all of them.
-        return replace(full, pairs=int(torch.count_nonzero(allowed)) * (full.pairs // allowed.numel()))
+        pairs = _unmasked_pairs(mask, full.pairs)
+        return replace(full, note=MASK_NOT_READABLE) if pairs is None else replace(full, pairs=pairs)
     if not is_causal:
         return full
     batch, heads, queries, _ = query.shape
@@ -177,6 +205,15 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
     return [operand.shape[1]] * operand.shape[0]
 
 
+def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
+    if isinstance(mask, FakeTensor) or mask.device.type == "meta":
+        return None
+    # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    # A mask with fewer heads or samples than the scores is broadcast to all of them.
+    return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
+
+
 SCORES_MAY_MASK = "the score_mod of flex_attention may mask pairs too, but only the block mask is considered"
 
 # The largest part of a mask that is evaluated at once. Its booleans take 16 MiB.
@@ -206,12 +243,16 @@ def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int,
     pairs = 0
     for first in range(0, queries, rows_at_once):
         rows = min(rows_at_once, queries - first)
-        mask_of_rows = lambda b, h, q, k, first=first: mask_mod(b, h, q + first, k)  # noqa: E731
+        mask_of_rows = partial(_mask_from_row, mask_mod, first)
         mask = create_mask(mask_of_rows, batch, heads, rows, keys, device="cpu")
         if isinstance(mask, FakeTensor):
             return None
         pairs += int(mask.sum())
     return pairs
+
+
+def _mask_from_row(mask_mod: Any, first: int, sample: Any, head: Any, query: Any, key: Any) -> Any:
+    return mask_mod(sample, head, query + first, key)
 
 
 Add = Callable[[str, OpFlops], None]
@@ -238,37 +279,19 @@ class WholeAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            out = self._products(*args, **kwargs)
-            if out is not None:
-                return out
+            call = AttentionCall(*args, **kwargs)
+            if not call.is_fused():
+                operands = map(_under_autocast, (call.query, call.key, call.value))
+                sizes = partial(
+                    _sizes_under, self._attention, call.query, call.key, call.value, call.attn_mask, call.is_causal
+                )
+                counted = _Counted((_WHOLE_ATTENTION, _WHOLE_ATTENTION), sizes, self._add)
+                return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
         if is_flex_attention(func):
             return self._flex(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad and is_flex_device_check(sys._getframe(1)):
             return False
         return func(*args, **kwargs)
-
-    def _products(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        """Attention that torch would run as plain products; None if it has a fused kernel for it."""
-        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
-        with modes_off():
-            tensors = map(_stand_in, (query, key, value, attn_mask))
-            choice = FUSED_SDP_CHOICE(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa)
-        if choice != int(SDPBackend.MATH.value):
-            return None
-        sizes = partial(_sizes_under, self._attention, query, key, value, attn_mask, is_causal)
-        counted = _Counted((_WHOLE_ATTENTION, _WHOLE_ATTENTION), sizes, self._add)
-        operands = map(_under_autocast, (query, key, value))
-        return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
 
     def _flex(self, query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any) -> Any:
         buffers = leaves_of((rest, named))

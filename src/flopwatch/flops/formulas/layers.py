@@ -6,7 +6,6 @@ from typing import Any
 
 from flopwatch.flops.formulas.matrices import matmul_flops
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
-from flopwatch.torch_internals.ops import op_name
 
 
 @formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable", "aten::cudnn_convolution")
@@ -43,12 +42,12 @@ def _conv_tbc(call: OpCall) -> int:
     return sum(2 * max(0, count) * batch * channels_in * channels_out for count in steps)
 
 
-# The input is sampled at shifted positions; the products are those of a convolution (arXiv 1703.06211).
-formula("torchvision::deform_conv2d")(
-    lambda call: convolution_flops(
+@formula("torchvision::deform_conv2d")
+def _deformable(call: OpCall) -> int:
+    """The input is sampled at shifted positions; the products are those of a convolution (arXiv 1703.06211)."""
+    return convolution_flops(
         call.arguments["input"].shape, call.arguments["weight"].shape, call.out.shape, transposed=False
     )
-)
 
 
 @formula("torchvision::_deform_conv2d_backward")
@@ -75,18 +74,9 @@ def convolution_flops(
     return 2 * input_shape[0] * positions * prod(weight_shape)
 
 
-formula("aten::mkldnn_rnn_layer")(
-    lambda call: _rnn_flops(call.arguments["input"].shape, [call.arguments["weight0"], call.arguments["weight1"]])
-)
-formula("aten::_cudnn_rnn", "aten::miopen_rnn")(
-    lambda call: _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
-)
-formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")(
-    lambda call: (
-        (1 + int(call.arguments["output_mask"][3]))
-        * _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
-    )
-)
+@formula("aten::mkldnn_rnn_layer")
+def _mkldnn_rnn(call: OpCall) -> int:
+    return _rnn_flops(call.arguments["input"].shape, [call.arguments["weight0"], call.arguments["weight1"]])
 
 
 @formula("aten::mkldnn_rnn_layer_backward")
@@ -105,7 +95,19 @@ def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
     return OpFlops(2 * (into_gates_flops + from_state_flops) - not_needed, not_needed)
 
 
+@formula("aten::_cudnn_rnn", "aten::miopen_rnn")
+def _fused_rnn(call: OpCall) -> int:
+    return _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
+
+
+@formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
+def _fused_rnn_backward(call: OpCall) -> int:
+    weight_gradient = int(call.arguments["output_mask"][3])
+    return (1 + weight_gradient) * _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
+
+
 def _rnn_flops(input_shape: Sequence[int], weights: Sequence[Any]) -> int:
+    """Return the FLOPs of an RNN: each matrix of each layer and direction is multiplied with each token once."""
     tokens = prod(input_shape[:-1])
     return sum(2 * tokens * prod(weight.shape) for weight in weights if len(weight.shape) == 2)
 
@@ -115,9 +117,9 @@ def _rnn_flops(input_shape: Sequence[int], weights: Sequence[Any]) -> int:
 TAKE_NESTED = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
 
 
-formula("aten::_native_multi_head_attention")(
-    lambda call: _self_attention_block(_sample_lengths(call.arguments["query"]), call.arguments["embed_dim"])
-)
+@formula("aten::_native_multi_head_attention")
+def _native_attention(call: OpCall) -> int:
+    return _self_attention_block(_sample_lengths(call.arguments["query"]), call.arguments["embed_dim"])
 
 
 @formula("aten::_transformer_encoder_layer_fwd")
@@ -152,17 +154,31 @@ def _euclidean(call: OpCall) -> OpFlops:
     return OpFlops(2 * pairs * width, 2 * pairs * 2)
 
 
-# The gradient of `cdist` is that of `x1` only; each pair of `pdist` contributes to the gradients of both its points.
-formula("aten::_cdist_forward", "aten::_pdist_forward", "aten::_cdist_backward")(lambda call: _distance_products(call))
-formula("aten::_pdist_backward")(lambda call: 2 * _distance_products(call))
+@formula("aten::_cdist_forward", "aten::_pdist_forward")
+def _distances(call: OpCall) -> int:
+    return _distance_products(call, prod(call.out.shape))
 
 
-def _distance_products(call: OpCall) -> int:
-    """Each pair's product; in a backward op, each pair's gradient, the first argument, and the pair's other point."""
-    arguments = call.arguments
-    pairs = next(iter(arguments.values())) if "backward" in op_name(call.func) else call.out
-    points = arguments["x1" if "x1" in arguments else "self"]
-    return 2 * prod(pairs.shape) * points.shape[-1] if arguments["p"] == 2 else 0
+@formula("aten::_cdist_backward")
+def _cdist_backward(call: OpCall) -> int:
+    """The op computes the gradient of `x1` only: each pair's gradient is multiplied with the pair's point in `x2`."""
+    return _distance_products(call, _gradients(call))
+
+
+@formula("aten::_pdist_backward")
+def _pdist_backward(call: OpCall) -> int:
+    """Each pair contributes to the gradients of both its points."""
+    return 2 * _distance_products(call, _gradients(call))
+
+
+def _gradients(call: OpCall) -> int:
+    """The gradient of the distances is the first argument. It is called `grad`, and since torch 2.14 `grad_output`."""
+    return prod(next(iter(call.arguments.values())).shape)
+
+
+def _distance_products(call: OpCall, pairs: int) -> int:
+    points = call.arguments["x1" if "x1" in call.arguments else "self"]
+    return 2 * pairs * points.shape[-1] if call.arguments["p"] == 2 else 0
 
 
 @formula("aten::affine_grid_generator", "aten::cudnn_affine_grid_generator")

@@ -1,5 +1,6 @@
 """Formulas for products of matrices (dense, grouped, trilinear, quantised, sparse) and for factorisations."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -43,9 +44,9 @@ def _dense_product(call: OpCall) -> int:
     return int(2 * prod(left.shape) * numbers_per_element * right.shape[-1])
 
 
-formula("aten::mv", "aten::addmv", "aten::dot", "aten::vdot")(
-    lambda call: int(2 * prod(call.arguments["mat" if "mat" in call.arguments else "self"].shape))
-)
+@formula("aten::mv", "aten::addmv", "aten::dot", "aten::vdot")
+def _product_with_vector(call: OpCall) -> int:
+    return int(2 * prod(call.arguments["mat" if "mat" in call.arguments else "self"].shape))
 
 
 @formula("aten::_foreach_mm")
@@ -79,17 +80,20 @@ def _grouped_mm(call: OpCall) -> int:
 def _trilinear(call: OpCall) -> int:
     """`nn.Bilinear` multiplies the first two operands, and then the result with the third (ATen's order)."""
     arguments = call.arguments
-    operands = [list(arguments[f"i{index}"].shape) for index in (1, 2, 3)]
-    for index, sizes in enumerate(operands, 1):
-        for axis in sorted(arguments[f"expand{index}"]):
-            sizes.insert(axis, 1)
-    first, second, third = operands
+    first, second, third = (_expanded(arguments[f"i{index}"].shape, arguments[f"expand{index}"]) for index in (1, 2, 3))
     summed = set(arguments["sumdim"])
     whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
     pair = [max(a, b) for a, b in zip(first, second, strict=True)]
     # Dimensions that the third operand lacks are summed before the multiplication with the third operand.
     left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
-    return int(2 * prod(pair) + 2 * prod(left))
+    return 2 * prod(pair) + 2 * prod(left)
+
+
+def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
+    sizes = list(shape)
+    for axis in sorted(expand):
+        sizes.insert(axis, 1)
+    return sizes
 
 
 # Quantised products (torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes) are linear layers: every element
@@ -126,7 +130,9 @@ def _linear(call: OpCall) -> int:
     return int(2 * prod(call.arguments[name].shape) * call.out.shape[-1])
 
 
-formula(*_IN_INT8)(lambda call: OpFlops(2 * prod(call.arguments["X"].shape) * call.out.shape[-1], dtype="int8"))
+@formula(*_IN_INT8)
+def _linear_in_int8(call: OpCall) -> OpFlops:
+    return OpFlops(2 * prod(call.arguments["X"].shape) * call.out.shape[-1], dtype="int8")
 
 
 @formula("aten::_dyn_quant_matmul_4bit")
@@ -136,14 +142,10 @@ def _dynamic_4bit(call: OpCall) -> OpFlops:
     return OpFlops(matmul_flops(rows, arguments["in_features"], arguments["out_features"]), dtype="int8")
 
 
-# The shape of A is (..., input features), that of B is (output features, input features), and so is `shapeB`, the
-# weight's shape before packing.
-formula("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm")(
-    lambda call: int(2 * prod(call.arguments["A"].shape) * call.arguments["B"].shape[0])
-)
-formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")(
-    lambda call: int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
-)
+@formula("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm")
+def _bitsandbytes_int8(call: OpCall) -> int:
+    """The shape of A is (..., input features), that of B is (output features, input features)."""
+    return int(2 * prod(call.arguments["A"].shape) * call.arguments["B"].shape[0])
 
 
 @formula("bitsandbytes::int8_mixed_scaled_mm")
@@ -155,6 +157,12 @@ def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
     rows = prod(activation.shape[:-1])
     needed = matmul_flops(rows, activation.shape[-1], features)
     return OpFlops(needed, matmul_flops(rows, columns, features), dtype="int8")
+
+
+@formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")
+def _bitsandbytes_4bit(call: OpCall) -> int:
+    """The argument `shapeB` is the weight's shape before packing: (output features, input features)."""
+    return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
 
 
 STORED_NUMBERS = (
@@ -197,6 +205,13 @@ def _stored(matrix: Any) -> int | None:
 # ops are reported as uncounted.
 
 
+@formula("aten::linalg_solve_triangular")
+def _solve_triangular(call: OpCall) -> int:
+    return triangular_solve_flops(
+        call.out.shape, call.arguments["self"].shape[-1], unitriangular=call.arguments["unitriangular"]
+    )
+
+
 def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitriangular: bool) -> int:
     """Return the FLOPs of solving a triangular system of order n for all right-hand sides.
 
@@ -221,34 +236,41 @@ def lu_flops(shape: tuple[int, ...]) -> int:
 
 
 def lu_solve_flops(solution_shape: tuple[int, ...], order: int) -> int:
+    """Return the FLOPs of two triangular solves, of which one has a diagonal of ones."""
     return sum(triangular_solve_flops(solution_shape, order, unitriangular=ones) for ones in (True, False))
 
 
-def cholesky_flops(shape: tuple[int, ...]) -> int:
+@formula("aten::linalg_lu_factor_ex", "aten::linalg_lu", "aten::_linalg_det", "aten::_linalg_slogdet")
+def _lu(call: OpCall) -> int:
+    return lu_flops(call.arguments["A"].shape)
+
+
+@formula("aten::_linalg_solve_ex")
+def _solve(call: OpCall) -> int:
+    matrix = call.arguments["A"].shape
+    return lu_flops(matrix) + lu_solve_flops(call.out[0].shape, matrix[-1])
+
+
+@formula("aten::linalg_lu_solve")
+def _lu_solve(call: OpCall) -> int:
+    return lu_solve_flops(call.out.shape, call.arguments["LU"].shape[-1])
+
+
+@formula("aten::linalg_inv_ex")
+def _inverse(call: OpCall) -> int:
+    """Torch inverts a matrix by solving for all columns of the identity matrix, and does not skip their zeros."""
+    matrix = call.arguments["A"].shape
+    return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
+
+
+@formula("aten::linalg_cholesky_ex")
+def _cholesky(call: OpCall) -> int:
     """A factorisation takes n³/3 + n²/2 + n/6 FLOPs, including n square roots (LAPACK Working Note 41, xPOTRF)."""
-    *batch, order, _ = shape
+    *batch, order, _ = (int(size) for size in call.arguments["self"].shape)
     return prod(batch) * (order * (order + 1) * (2 * order + 1) // 6)
 
 
-formula("aten::linalg_solve_triangular")(
-    lambda call: triangular_solve_flops(
-        call.out.shape, call.arguments["self"].shape[-1], unitriangular=call.arguments["unitriangular"]
-    )
-)
-formula("aten::linalg_lu_factor_ex", "aten::linalg_lu", "aten::_linalg_det", "aten::_linalg_slogdet")(
-    lambda call: lu_flops(call.arguments["A"].shape)
-)
-formula("aten::_linalg_solve_ex")(
-    lambda call: lu_flops(call.arguments["A"].shape) + lu_solve_flops(call.out[0].shape, call.arguments["A"].shape[-1])
-)
-formula("aten::linalg_lu_solve")(lambda call: lu_solve_flops(call.out.shape, call.arguments["LU"].shape[-1]))
-# Torch inverts a matrix by solving for all columns of the identity matrix, and does not skip their zeros.
-formula("aten::linalg_inv_ex")(
-    lambda call: (
-        lu_flops(call.arguments["A"].shape) + lu_solve_flops(call.arguments["A"].shape, call.arguments["A"].shape[-1])
-    )
-)
-formula("aten::linalg_cholesky_ex")(lambda call: cholesky_flops(call.arguments["self"].shape))
-formula("aten::cholesky_solve")(
-    lambda call: 2 * triangular_solve_flops(call.out.shape, call.arguments["input2"].shape[-1], unitriangular=False)
-)
+@formula("aten::cholesky_solve")
+def _cholesky_solve(call: OpCall) -> int:
+    order = call.arguments["input2"].shape[-1]
+    return 2 * triangular_solve_flops(call.out.shape, order, unitriangular=False)

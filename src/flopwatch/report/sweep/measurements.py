@@ -7,7 +7,6 @@ from functools import partial
 
 from flopwatch.numbers import UNKNOWN, byte_size, factor
 from flopwatch.present import document as doc
-from flopwatch.report import sweep_charts as charts
 from flopwatch.report.cells import (
     ShownMetric,
     best_trials,
@@ -21,6 +20,7 @@ from flopwatch.report.cells import (
 )
 from flopwatch.report.records import CostFactor, Crossover, FrontierPoint, Group, PrivacyRow, TrialCell
 from flopwatch.report.summary import MOST_COLUMNS
+from flopwatch.report.sweep import charts
 
 _ROWS = doc.Most(24, 60, 60)
 _SIZES = (doc.Head("sequence", is_number=True, short="seq"), *doc.numbers("batch"))

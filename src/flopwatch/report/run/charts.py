@@ -8,8 +8,8 @@ from math import ceil
 from flopwatch.numbers import count, number
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Grid
-from flopwatch.report.run_contents import Curve, Kind, Moment, Point, merged
-from flopwatch.report.run_words import metric_name, moment_words, utc
+from flopwatch.report.run.contents import Curve, Kind, Moment, Point, merged
+from flopwatch.report.run.words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
 from flopwatch.text import plural
 

@@ -14,7 +14,7 @@ from flopwatch.present.small_forms import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput
 from flopwatch.report.records import Choice, Environment, Failure, Group, SweepSummary, TrainerTotals, TrialCell
-from flopwatch.report.sweep_measurements import group_parts
+from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import plural
 
 _PRIVACY_SHORT = {"not private": "no DP", "private": "DP", "unknown": "unknown"}

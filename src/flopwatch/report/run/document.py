@@ -10,9 +10,9 @@ from flopwatch.present import document as doc
 from flopwatch.present.small_forms import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.time_uses import USES
-from flopwatch.report import run_words as words
-from flopwatch.report.run_charts import KINDS, ChartStyle, line_chart, moment_chart
-from flopwatch.report.run_contents import MAIN_KEYS, Curve, RunReport, merged
+from flopwatch.report.run import words
+from flopwatch.report.run.charts import KINDS, ChartStyle, line_chart, moment_chart
+from flopwatch.report.run.contents import MAIN_KEYS, Curve, RunReport, merged
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
@@ -35,7 +35,7 @@ def run_document(report: RunReport) -> doc.Document:
 
     Example:
         >>> from flopwatch.present.page import to_page
-        >>> from flopwatch.report.run_contents import read_report
+        >>> from flopwatch.report.run.contents import read_report
         >>> Path("run.html").write_text(to_page(run_document(read_report("outputs"))))  # doctest: +SKIP
     """
     folder = str(report.start.output_dir) if report.start else str(Path(report.log).parent)

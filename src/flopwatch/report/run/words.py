@@ -7,7 +7,7 @@ from typing import Any
 from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
-from flopwatch.report.run_contents import Moment, RunReport
+from flopwatch.report.run.contents import Moment, RunReport
 from flopwatch.runs.explain import what_ran
 from flopwatch.text import one_line, plural
 
