@@ -166,9 +166,9 @@ class LiveStep:
 
 _under_way: "weakref.WeakSet[LiveStep]" = weakref.WeakSet()
 
-
 # A forked process, such as a worker of a data loader, ends the counts whose mode it has inherited.
-os.register_at_fork(after_in_child=lambda: [step._stop() for step in list(_under_way)])
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: [step._stop() for step in list(_under_way)])
 
 _left_behind: list[Any] = []
 """Our finished dispatch modes that lie below the training's modes on torch's stack; removed once they are on top.
