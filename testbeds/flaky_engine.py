@@ -12,7 +12,7 @@ from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import STARTED, trial_folder
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
-from testbeds.fakes import InProcessEngine
+from flopwatch.testing import InProcessEngine
 
 
 class FlakyEngine(InProcessEngine):

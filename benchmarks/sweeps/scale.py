@@ -18,7 +18,7 @@ from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.sweep.runner.run import run_plan
-from testbeds.fakes import InProcessEngine
+from flopwatch.testing import InProcessEngine
 
 _TRAINERS = ("standard", "dpsgd", "ghost", "fast")
 

@@ -5,8 +5,8 @@ import pytest
 
 import flopwatch as package
 from flopwatch.hardware import measure_peak
+from flopwatch.testing import FakeClock
 from support.fakes import FakeMatmul
-from testbeds.fakes import FakeClock
 
 
 def test_a_product_is_shown_with_all_its_types_where_they_come_from_and_how_sure_that_is(flopwatch):

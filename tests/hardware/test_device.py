@@ -4,8 +4,8 @@ import torch
 from flopwatch import InputError
 from flopwatch.hardware import DeviceFacts, read_device
 from flopwatch.hardware.device import find_device
+from flopwatch.testing import FAKE_DEVICES, fake_device
 from support.fakes import fake_torch
-from testbeds.fakes import FAKE_DEVICES, fake_device
 
 WITH_A_DEVICE_TYPE_HERE = [key for key, facts in FAKE_DEVICES.items() if facts.kind != "npu"]
 

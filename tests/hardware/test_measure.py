@@ -6,8 +6,8 @@ import torch
 from flopwatch import InputError, MeasurementError, measure_peak
 from flopwatch.hardware.measure import SHAPES, matmul_flops, plain_matmuls, search_best_matmul
 from flopwatch.hardware.peaks import cache_path
+from flopwatch.testing import FakeClock
 from support.fakes import FakeMatmul
-from testbeds.fakes import FakeClock
 
 FASTEST = (4096, 1024, 4096)
 

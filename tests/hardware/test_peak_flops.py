@@ -8,7 +8,7 @@ import torch
 
 from flopwatch import InputError, Peak
 from flopwatch.hardware import DeviceFacts, explain_unknown, list_peaks, peak_flops, product_notes
-from testbeds.fakes import fake_device
+from flopwatch.testing import fake_device
 
 
 def test_an_h100_does_989_teraflops_in_bf16():

@@ -4,7 +4,7 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import hf_trainer, logged_rows, quick_callback
 

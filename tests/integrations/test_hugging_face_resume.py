@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import hf_trainer, logged_rows, quick_callback
 

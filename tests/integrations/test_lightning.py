@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from flopwatch.integrations.lightning import FlopwatchCallback
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import logged_rows
 from testbeds.frameworks.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback

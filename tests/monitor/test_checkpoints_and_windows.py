@@ -9,8 +9,8 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.runs import read_log, rows_from_end
+from flopwatch.testing import FakeClock, RecordingSink
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch, train
-from testbeds.fakes import FakeClock, RecordingSink
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import flopwatch
+from flopwatch.testing import FakeClock, RecordingSink
 from testbeds.architectures import BY_NAME, causal_batch
-from testbeds.fakes import FakeClock, RecordingSink
 
 TOKENS = 4 * 16
 

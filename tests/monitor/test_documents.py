@@ -11,8 +11,8 @@ import yaml
 import flopwatch
 from flopwatch import TrainingMonitor, calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu
 from flopwatch.monitor.config import PRESETS, read_config
+from flopwatch.testing import RecordingSink
 from testbeds.architectures import BY_NAME, causal_batch, true_flops
-from testbeds.fakes import RecordingSink
 
 PEAK = 1e12
 R6_KEYS = {

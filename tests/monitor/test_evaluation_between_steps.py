@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flopwatch.monitor.training_monitor import TrainingMonitor
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 STEP_FLOPS = 2 * (2 * 4 * 8 * 8)
 """Forward pass and weight gradient of a linear layer with 4 samples; its input needs no gradient."""

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import flopwatch
+from flopwatch.testing import FakeClock
 from support.quick import for_each
 from testbeds.architectures import BY_NAME, causal_batch, image_batch, qwen_vl_batch, true_flops
-from testbeds.fakes import FakeClock
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import read_shape
+from flopwatch.testing import RecordingSink
 from support.small_models import TinyText, text_batch
 from support.small_models import train as train_step
-from testbeds.fakes import RecordingSink
 
 
 def notices_of(sink):

@@ -15,7 +15,7 @@ from flopwatch import process
 from flopwatch.monitor import totals as wall_clock
 from flopwatch.monitor.environment import describe_environment
 from flopwatch.records.metrics import LOST, carried_seconds, goodput_of, loss_in_step
-from testbeds.fakes import FakeClock, RecordingSink
+from flopwatch.testing import FakeClock, RecordingSink
 
 FIRST_START = 1_000_000.0
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flopwatch import TrainingMonitor
-from testbeds.fakes import RecordingSink
+from flopwatch.testing import RecordingSink
 
 pytestmark = pytest.mark.requirement("R20")
 

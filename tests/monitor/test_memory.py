@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwatch import TrainingMonitor
-from testbeds.fakes import RecordingSink
+from flopwatch.testing import RecordingSink
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flopwatch
+from flopwatch.testing import FakeClock, RecordingSink
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch, train
-from testbeds.fakes import FakeClock, RecordingSink
 
 pytestmark = pytest.mark.requirement("R20")
 

@@ -6,8 +6,8 @@ import torch
 import flopwatch
 from flopwatch.monitor.arrival import LateValues
 from flopwatch.monitor.timing.tape import EventTimer
+from flopwatch.testing import FakeClock, RecordingSink
 from support.fakes import FakeEvents
-from testbeds.fakes import FakeClock, RecordingSink
 
 
 @pytest.fixture

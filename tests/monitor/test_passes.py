@@ -10,7 +10,7 @@ from torch import nn
 from flopwatch import TrainingMonitor
 from flopwatch.records.metrics import goodput_of
 from flopwatch.runs.reading import read_log
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 clock: FakeClock
 

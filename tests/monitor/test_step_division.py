@@ -11,7 +11,7 @@ from flopwatch import TrainingMonitor
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.timing.divide import TapeDivision, times_of
 from flopwatch.monitor.timing.tape import HostTimer, Tape
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 
 class Loop:

@@ -10,7 +10,7 @@ from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.timing.divide import TapeDivision, UsualGaps, times_of
 from flopwatch.monitor.timing.hooks import PassHooks
 from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, HostTimer, Tape
-from testbeds.fakes import FakeClock, RecordingSink
+from flopwatch.testing import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
 

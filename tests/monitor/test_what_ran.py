@@ -12,7 +12,7 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.cli import main
 from flopwatch.records.what_ran import git_state
-from testbeds.fakes import RecordingSink
+from flopwatch.testing import RecordingSink
 
 
 @pytest.fixture

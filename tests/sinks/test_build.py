@@ -6,7 +6,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.sinks.thread import SINK_NAMES, build_sinks
-from testbeds.fakes import RecordingSink
+from flopwatch.testing import RecordingSink
 
 
 def test_every_name_makes_its_sink(tmp_path):
@@ -18,8 +18,8 @@ def test_every_name_makes_its_sink(tmp_path):
 
 def test_objects_are_taken_as_they_are_and_classes_by_their_path(tmp_path):
     mine = RecordingSink("mine")
-    options = {"testbeds.fakes:RecordingSink": {"name": "made here"}}
-    sinks, failures = build_sinks([mine, "testbeds.fakes:RecordingSink"], tmp_path, options)
+    options = {"flopwatch.testing:RecordingSink": {"name": "made here"}}
+    sinks, failures = build_sinks([mine, "flopwatch.testing:RecordingSink"], tmp_path, options)
     assert sinks[0] is mine
     assert (sinks[1].name, failures) == ("made here", {})
 
@@ -35,8 +35,8 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
         ("prometheus:x", {}, "is not a port"),
         ("tensorboard", {"tensorboard": {"colour": "red"}}, "colour"),
         ("no_such_module:Sink", {}, "no_such_module"),
-        ("testbeds.fakes:NoSuchSink", {}, "NoSuchSink"),
-        ("testbeds.fakes:FakeClock", {}, "lacks write, flush, close"),
+        ("flopwatch.testing:NoSuchSink", {}, "NoSuchSink"),
+        ("flopwatch.testing:FakeClock", {}, "lacks write, flush, close"),
     ],
 )
 def test_one_that_cannot_be_made_does_not_lose_the_others(tmp_path, bad, options, why):

@@ -11,9 +11,9 @@ from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.prometheus import PrometheusSink
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.sinks.wandb import WandbSink
+from flopwatch.testing import RecordingSink
 from support.sinks.sample_run import ORIGIN, START, WARNING, records, rows, summary
 from support.sinks.servers import free_port
-from testbeds.fakes import RecordingSink
 
 MAKERS = {
     "console": lambda folder: ConsoleSink(io.StringIO()),

@@ -210,7 +210,7 @@ def test_20_000_rows_are_changed_in_a_moment(path):
 
 
 def test_the_monitor_sends_every_doubt_to_the_log_but_repeats_no_message_elsewhere(path):
-    from testbeds.fakes import RecordingSink
+    from flopwatch.testing import RecordingSink
 
     other = RecordingSink()
     outlets = Outlets([JsonlSink(path), other], is_quiet=True)

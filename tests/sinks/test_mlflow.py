@@ -12,9 +12,9 @@ from flopwatch.library_internals import mlflow_client
 from flopwatch.records.run import Row
 from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.thread import SinkThread
+from flopwatch.testing import FakeClock
 from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
 from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
-from testbeds.fakes import FakeClock
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ import pytest
 
 from flopwatch.records.run import Row, Summary
 from flopwatch.sinks.thread import SinkThread
+from flopwatch.testing import RecordingSink
 from support.sinks.sample_run import START, WARNING, basic_row, records, rows
 from support.sinks.servers import wait_until
-from testbeds.fakes import RecordingSink
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 from flopwatch.hardware.measure import Shape, matmul_flops
 from flopwatch.hardware.peaks import DeviceFacts
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 
 def fake_torch(facts: DeviceFacts) -> Any:

@@ -18,8 +18,8 @@ from flopwatch.sweep import lease as leases
 from flopwatch.sweep.folder import StillRunsError
 from flopwatch.sweep.lease import Lease, own_identity
 from flopwatch.sweep.runner import run
+from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
-from testbeds.fakes import InProcessEngine
 from testbeds.wait_until import wait_until
 
 OTHER_BOOT = "11111111-2222-3333-4444-555555555555"

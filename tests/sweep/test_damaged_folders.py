@@ -12,8 +12,8 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.summary import summarise
 from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
-from testbeds.fakes import InProcessEngine
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 ONE, TWO, FOUR = (f"standard_bs{batch}_seq64" for batch in (1, 2, 4))

@@ -26,8 +26,8 @@ from flopwatch.sweep.lease import Lease, create_exclusively, own_identity, trial
 from flopwatch.sweep.runner.endings import Endings
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.guard import group_name
+from flopwatch.testing import FakeClock
 from support.sweeping import left_behind
-from testbeds.fakes import FakeClock
 from testbeds.wait_until import wait_until
 
 SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor"]

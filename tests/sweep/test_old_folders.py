@@ -15,8 +15,8 @@ from flopwatch.process import pid_scope, start_ticks
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.folder import held_folder, is_supervised
+from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
-from testbeds.fakes import InProcessEngine
 
 OLD = Path(__file__).parents[1] / "data/sweep_of_f953919"
 COMMAND = "echo trial {batch_size}; test {batch_size} = 1 || sleep 60"

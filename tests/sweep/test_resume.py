@@ -9,8 +9,8 @@ from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.host import environment
 from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
-from testbeds.fakes import InProcessEngine
 
 pytestmark = pytest.mark.requirement("R27")
 

@@ -9,8 +9,8 @@ from flopwatch.process import start_ticks
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.observing import Follower, RunnerFile, find_runner
+from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
-from testbeds.fakes import InProcessEngine
 
 WHOLE = {"pid": os.getpid(), "host": "here", "start_ticks": start_ticks(os.getpid()), "running": {"a": 1.0}}
 

@@ -17,7 +17,7 @@ from flopwatch.sweep.worker import measure as worker_clock
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
 from flopwatch.sweep.worker.main import lost_peer
 from flopwatch.sweep.worker.measure import measure_trial, peak_bytes, reset_peak, timed_step
-from testbeds.fakes import FakeClock
+from flopwatch.testing import FakeClock
 
 CPU = torch.device("cpu")
 

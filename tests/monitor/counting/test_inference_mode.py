@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import flopwatch
-from testbeds.fakes import RecordingSink
+from flopwatch.testing import RecordingSink
 
 FLOPS = 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8
 """Of a step: forward, and the gradient of the weight."""

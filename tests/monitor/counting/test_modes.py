@@ -6,8 +6,8 @@ import pytest
 
 import flopwatch
 from flopwatch.monitor.counting import step_counter
+from flopwatch.testing import FakeClock, RecordingSink
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
-from testbeds.fakes import FakeClock, RecordingSink
 
 
 class Attentive(TinyText):

@@ -24,8 +24,8 @@ from flopwatch.sinks.prometheus import PrometheusSink
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.sinks.wandb import WandbSink
+from flopwatch.testing import RecordingSink
 from support.sinks.sample_run import ORIGIN, START, basic_row, summary
-from testbeds.fakes import RecordingSink
 
 ROWS = 400
 _PATIENCE_SECONDS = 200

@@ -7,8 +7,8 @@ from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import exit_status, make_plan
 from flopwatch.sweep.runner.run import run_plan
+from flopwatch.testing import InProcessEngine
 from support.sweeping import Listener
-from testbeds.fakes import InProcessEngine
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 3)]
 

@@ -6,8 +6,8 @@ from rich.errors import MarkupError
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.observing import RunnerFile, Stop, find_runner
+from flopwatch.testing import InProcessEngine
 from support.sweeping import Listener, run_sweep
-from testbeds.fakes import InProcessEngine
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 ERRORS = [

@@ -12,9 +12,9 @@ from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import exit_status, make_plan
 from flopwatch.sweep.runner.run import run_plan
+from flopwatch.testing import FakeClock, InProcessEngine
 from support.sweeping import Listener
 from support.warm_sweep import WITHOUT_TORCH, flopwatch_warm
-from testbeds.fakes import FakeClock, InProcessEngine
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 NAME = "standard_bs2_seq64"

@@ -19,8 +19,8 @@ from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import RetryPolicy, hosts_to_avoid, make_plan, retry_policy
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.parsing import parse_seconds
+from flopwatch.testing import FakeClock, InProcessEngine
 from support.sweeping import Listener
-from testbeds.fakes import FakeClock, InProcessEngine
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 OUTCOMES = ("ok", "oom_device", "oom_host", "crash", "timeout", "hang", "error", "unsupported", "invalid", "cancelled")

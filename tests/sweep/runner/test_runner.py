@@ -11,8 +11,8 @@ from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import is_larger, make_plan
 from flopwatch.sweep.runner.run import run_plan
+from flopwatch.testing import InProcessEngine
 from support.sweeping import Listener, run_sweep
-from testbeds.fakes import InProcessEngine
 
 
 def grid(trainers=("standard", "ghost")):

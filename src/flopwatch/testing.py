@@ -1,4 +1,4 @@
-"""Fakes of devices, of a clock, of a sink, and of an engine that starts no processes."""
+"""For your own tests: fakes of devices, of a clock, of a sink, and of an engine that starts no processes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULT, trial_folder
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
+
+__all__ = ["FAKE_DEVICES", "FakeClock", "InProcessEngine", "RecordingSink", "fake_device"]
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
