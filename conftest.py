@@ -56,6 +56,8 @@ LONGEST = (
     "tests/sinks/test_mlflow.py",
 )
 """The files that take longest by `pytest --durations=0`. They start first, so that the workers end together."""
+CAMPAIGN = ROOT / "tests" / "campaign.txt"
+"""Tests that `make test-all` leaves to `make campaign`, by their ids, because others show the same in less time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_LISTED = {line for line in CAMPAIGN.read_text("utf-8").splitlines() if line and not line.startswith("#")}
 _ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -122,6 +125,13 @@ def pytest_runtest_setup() -> None:
         live.regions.state.missed = None
         # A monitor leaves its hook when code was compiled beside it, and torch warns of it in the next compiling test.
         sys.modules["torch"].nn.modules.module._global_forward_pre_hooks.clear()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of the list; a line may name a file, a function, or one case of it."""
+    names = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0], item.nodeid
+    if not _LISTED.isdisjoint(names):
+        item.add_marker(pytest.mark.campaign)
 
 
 @pytest.hookimpl(trylast=True)
