@@ -1,6 +1,5 @@
 """Runs the command line: `flopwatch`, or `python -m flopwatch`."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -28,10 +27,11 @@ def _leave(number: int, frame: object) -> None:
 
     A KeyboardInterrupt would print a traceback, and is lost if it is raised in a callback of the garbage collector.
     """
-    with contextlib.suppress(Exception):
+    try:
         sys.stdout.flush()
         os.write(2, b"flopwatch: stopped by Ctrl-C\n")
-    os._exit(130)
+    finally:  # also if stdout is closed, or is being written to
+        os._exit(130)
 
 
 if __name__ == "__main__":

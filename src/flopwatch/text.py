@@ -46,7 +46,7 @@ def first_line(said: object, most: int | None = None) -> str:
     nothing = type(said).__name__ if isinstance(said, BaseException) else ""
     try:
         text = str(said)
-    except Exception:  # the __str__ of a user's exception may raise
+    except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise
         text = ""
     return (text.strip().splitlines() or [nothing])[0][:most]
 

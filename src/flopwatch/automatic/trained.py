@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from flopwatch.clock import monotonic_seconds
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, is_capturing, may_compile, obstacle
+from flopwatch.guard import Guard
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
 from flopwatch.monitor.counting.call_kinds import CallKind
 from flopwatch.monitor.counting.calls import CallListener, RootCalls, batch_of_call
@@ -125,7 +126,7 @@ class TrainedCalls:
         """Keep the sizes of a batch until the optimizer of its module has stepped."""
         if not kind.has_parameters or self.names or len(self._unclear) >= _MOST_BATCHES:
             return None
-        with suppress(Exception):  # if this fails, the monitor reports it when it reads the next batch
+        with Guard("a kept batch"):  # if this fails, the monitor reports it when it reads the next batch
             reading, _ = self._reader.read_checked(batch())
             self._unclear.append((kind, weakref.ref(module), reading))
             return reading

@@ -146,7 +146,7 @@ class Watcher:
             return
         try:
             hook(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the border to the training: the watcher stops and reports it
             self.handle(Event.FAILED, error)
 
     def about_to_call(self) -> None:

@@ -78,6 +78,6 @@ def _start(command: list[str], is_module: bool, output_dir: Path | None, options
         tell_children(folder, options)
     try:
         (run_module if is_module else run_script)(command[0], command[1:])
-    except BaseException as error:
+    except BaseException as error:  # raised again
         watched.note_failure(error)
         raise

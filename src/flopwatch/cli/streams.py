@@ -140,5 +140,5 @@ class PatientLines:
 
     def _print(self) -> None:
         while (line := self._lines.get()) is not None:
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(OSError, SystemExit, ValueError):  # rich raises SystemExit if its pipe is closed
                 self._say(line)

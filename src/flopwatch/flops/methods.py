@@ -140,12 +140,9 @@ def count_as_is(model: nn.Module, batch: Any, options: CountOptions) -> FlopCoun
     method = options.method
     if callable(method):
         return _count_by_user(method, batch, options.attention)
-    if method == "trace":
-        return count_by_trace(model, batch, options)
-    if method == "step":
-        return count_by_step(model, batch, options)
-    if method == "estimate":
-        return count_by_estimate(model, batch, options)
+    by_name = {"trace": count_by_trace, "step": count_by_step, "estimate": count_by_estimate}
+    if method in by_name:
+        return by_name[method](model, batch, options)
     if method != "auto":
         choices = ", ".join(map(repr, get_args(MethodChoice)))
         raise InputError(f"method must be one of {choices}, or a function that takes a batch, got {method!r}")

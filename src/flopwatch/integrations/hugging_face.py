@@ -193,7 +193,7 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def _ending_on_error(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return part(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # raised again
             self.end()
             raise
 

@@ -88,7 +88,7 @@ def _from_factory(spec: str, device: str) -> nn.Module:
     try:
         with torch.device(device):
             model = factory()
-    except Exception as error:
+    except Exception as error:  # a function of the user
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"the function {spec!r} must work without arguments, but it raised {reason}") from error
     if not isinstance(model, nn.Module):

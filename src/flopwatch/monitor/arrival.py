@@ -69,7 +69,7 @@ def keep(value: Any) -> Any:
             except RuntimeError:  # Tensors of inference mode have no version counter.
                 pass
         return _keep_copy(value)
-    except Exception as error:  # code of the user, such as a tensor class, has raised; only this value is lost
+    except Exception as error:  # noqa: BLE001 - code of a tensor class has raised; only this value is lost
         caught("a logged value", error)
         return _NOT_A_NUMBER
 

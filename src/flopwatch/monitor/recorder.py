@@ -15,6 +15,7 @@ from flopwatch.guard import Guard, caught
 from flopwatch.monitor.arrival import RecordedStep, keep
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import Reading
+from flopwatch.monitor.counting.calls import failure_of
 from flopwatch.monitor.counting.evidence import NOTHING
 from flopwatch.monitor.counting.step_counter import StepCounter
 from flopwatch.monitor.timing.tape import Tape
@@ -120,7 +121,7 @@ class Recorder:
         self.tells_missing = True
         self._failed = failed
 
-    def record(
+    def record(  # noqa: PLR0913, PLR0917 - what `log_step` is given
         self,
         step: int,
         epoch: Any,
@@ -136,9 +137,11 @@ class Recorder:
         trace = NOTHING
         try:
             if batch is not None:
-                self._try_to_add(batch, lengths)
+                error = failure_of(self.add_batch, batch, lengths)
+                if error is not None:  # the ops of the step are counted all the same
+                    self._failed("batch", error)
             trace = self.counter.end_step(self._readings, step)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the training goes on; a `Guard` would cost two more calls
             caught("flops", error)
             self._failed("flops", error)
         finally:
@@ -157,13 +160,6 @@ class Recorder:
             self.steps.append(recorded)
             self._readings, self._user_flops = [], None
             self.last_step = step
-
-    def _try_to_add(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        try:  # on the step's path, a `Guard` would cost two more calls
-            self.add_batch(batch, lengths)
-        except Exception as error:
-            caught("batch", error)
-            self._failed("batch", error)
 
     def take(self) -> list[RecordedStep]:
         steps, self.steps = self.steps, []

@@ -57,7 +57,7 @@ _CLOSE_AFTER_ERROR_SECONDS = 0.5
 class MonitoredRun:
     """One monitored run: owns the order in which its parts work. `TrainingMonitor` catches what its methods raise."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what `TrainingMonitor` is given and finds out
         self,
         config: MonitorConfig,
         output_dir: Path,

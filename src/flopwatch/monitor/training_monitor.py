@@ -139,7 +139,7 @@ class TrainingMonitor:
     """
 
     @same_random_states()
-    def __init__(
+    def __init__(  # noqa: PLR0913 - public
         self,
         output_dir: str | Path = "outputs",
         config: "Mapping[str, Any] | str | Path | MonitorConfig | None" = None,
@@ -225,7 +225,7 @@ class TrainingMonitor:
             self.set_model(model)
         atexit.register(_close_forgotten, weakref.ref(self))
 
-    def log_step(
+    def log_step(  # noqa: PLR0913 - public
         self,
         step: int,
         epoch: float | None = None,
@@ -267,7 +267,7 @@ class TrainingMonitor:
             run.note_step(*step)
             if run.ranks.is_off:
                 self._run = None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the border to the training
             caught("log_step", error)
             run.failed("log_step", error)
         self._own_seconds += self._clock() - entered
@@ -303,7 +303,7 @@ class TrainingMonitor:
             try:
                 run.tape.start_step(has_batch)
                 run.counter.begin_step(batch)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the border to the training
                 caught("start_step", error)
                 run.failed("start_step", error)
 

@@ -123,9 +123,8 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
     """
     spec, limits = result.spec, result.spec.limits
     if hint := result.evidence.get("hint"):
-        use = f"use a batch below {spec.batch_size}."
-        if spec.trainer == "command":
-            use = 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.'
+        own = 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.'
+        use = own if spec.trainer == "command" else f"use a batch below {spec.batch_size}."
         yield (
             f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
             f"as out of memory, and larger trials ran too. If memory did run out, {use}"

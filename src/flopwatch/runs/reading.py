@@ -128,7 +128,7 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _current_run(path: Path) -> Iterator[_Found]:
+def _current_run(path: Path) -> Iterator[_Found]:  # noqa: C901 - what a line means depends on those after it
     """Yield the records of the last run in the file, newest first, without those that a later session replaced."""
     last_valid_step = inf
     superseded: _RowLine | None = None  # The row read last, if a later session ran some of its steps again.

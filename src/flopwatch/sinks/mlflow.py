@@ -109,7 +109,7 @@ class MlflowSink:
             return
         try:
             self._send(self._run)
-        except Exception:
+        except (require("mlflow.exceptions", "mlflow").MlflowException, OSError, ValueError):
             away_seconds = self._clock() - self._reached_at
             if away_seconds >= self._patience_seconds or len(self._points) > _MOST_WAITING:
                 raise
@@ -151,7 +151,7 @@ class MlflowSink:
                 found = client.get_experiment_by_name(experiment)
                 experiment_id = str(found.experiment_id if found else client.create_experiment(experiment))
             run = client.create_run(experiment_id, run_name=name)
-        except Exception as error:
+        except (require("mlflow.exceptions", "mlflow").MlflowException, OSError, ValueError) as error:
             raise unusable(f"no run could be started at {uri}", error) from error
         return _OpenRun(client, str(run.info.run_id), is_ours=True)
 

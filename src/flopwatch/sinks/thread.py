@@ -109,7 +109,7 @@ class SinkThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # BaseException, because SystemExit would end the thread without a report
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread without a report
             self._switch_off(error)
         self.cpu_seconds = time.thread_time()
 
@@ -148,10 +148,11 @@ class SinkThread:
                 waiting = self._queue.get_nowait()
                 if isinstance(waiting, Event):
                     waiting.set()
-        with suppress(Exception):
+        with Guard("the report of a sink's failure"):
             self._on_failure(self.name, error)
-        # A sink that failed may still have an open file or port.
-        with suppress(BaseException):
+        with suppress(
+            BaseException
+        ):  # a sink that failed may still have an open file or port; its code may do anything
             self._sink.close()
 
 

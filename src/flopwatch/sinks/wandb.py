@@ -75,7 +75,7 @@ class WandbSink(Sink):
         finally:
             if self._connection_lost:
                 # W&B's exit handler would fail with a traceback, because its background process has exited.
-                with suppress(BaseException):
+                with suppress(BaseException):  # `teardown` calls `sys.exit` if that process has failed
                     require("wandb", "wandb").teardown()
 
     @contextmanager

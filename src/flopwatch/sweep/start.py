@@ -22,7 +22,7 @@ from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
 from flopwatch.sweep.spec.names import check_names
 
 
-def run(
+def run(  # noqa: PLR0913 - public
     matrix: Mapping[str, Any] | str | Path,
     folder: str | Path = "flopwatch-sweep",
     *,

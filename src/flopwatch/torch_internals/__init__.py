@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from flopwatch.errors import MeasurementError
+from flopwatch.guard import Guard
 
 _Answer = TypeVar("_Answer")
 
@@ -51,7 +52,7 @@ def apart(work: Callable[[], _Answer]) -> _Answer:
     def run() -> None:
         try:
             answers.append(work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
             errors.append(error)
         finally:
             is_done.release()
@@ -68,10 +69,9 @@ def why_not_countable() -> str | None:
     """Why this release of torch cannot count ops; None if it can."""
     failed: list[str] = []
     for names, probe in CHECKS.items():
-        try:
+        is_passed = False
+        with Guard(f"the check of {', '.join(names)}"):
             is_passed = apart(probe)
-        except Exception:
-            is_passed = False
         failed += [] if is_passed else [f"`{name}`" for name in names]
     return f"torch {torch.__version__} has no usable {', '.join(failed)}" if failed else None
 

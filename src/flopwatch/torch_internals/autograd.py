@@ -3,7 +3,6 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from operator import methodcaller
 from types import CodeType, FrameType
@@ -13,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from flopwatch.guard import Guard
 from flopwatch.torch_internals import CHECKS, apart, declare
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def engine_code() -> CodeType | None:
         product.register_hook(look)
         torch.autograd.backward(product, torch.ones(1))  # not `Tensor.backward`, which trainings replace
 
-    with suppress(Exception):
+    with Guard("the search for the frame of a backward pass"):
         apart(run)
     return found[0] if found else None
 

@@ -86,8 +86,7 @@ def compare(
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
-    if is_sweep(run_a) != is_sweep(run_b):
-        _refuse_mixed(run_a, run_b)
+    _refuse_mixed(run_a, run_b)
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     if is_sweep(run_a):
@@ -131,6 +130,8 @@ def is_sweep(path: str) -> bool:
 
 
 def _refuse_mixed(a: str, b: str) -> None:
+    if is_sweep(a) == is_sweep(b):
+        return
     sweep, other = (a, b) if is_sweep(a) else (b, a)
     if not Path(other).expanduser().exists():
         raise InputError(f"{other!r} does not exist; name the folder of a sweep to compare with the sweep {sweep!r}")

@@ -166,7 +166,7 @@ class LiveTable:
         """The table, or a message if drawing fails, because an exception in rich's thread would end the display."""
         try:
             return self.render()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - see above
             return Text(one_line(f"the table cannot be drawn ({type(error).__name__}: {error})", _LONGEST_LINE))
 
     def render(self) -> Group:

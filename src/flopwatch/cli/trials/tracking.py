@@ -158,7 +158,7 @@ def log_trials(runs: Iterable[TrialRun], log: Callable[[TrialRun], None]) -> Log
     for run in runs:
         try:
             log(run)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - W&B and MLflow raise errors of many libraries
             failures.append(f"{run.name}: {str(error) or type(error).__name__}")
             in_a_row += 1
             if in_a_row == MOST_FAILURES:
@@ -366,7 +366,7 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # printing fails if the pipe is closed
+            with contextlib.suppress(OSError, ValueError):  # printing fails if the pipe is closed
                 status, message = _finish(follower, said)
                 click.echo(message, err=status != 0)
                 if status != 0:
@@ -412,7 +412,7 @@ def main() -> int:
         pass
     try:
         services = open_services(folder, wandb, mlflow)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - W&B and MLflow raise errors of many libraries
         _print_line(f"nothing was logged: {error}")
         return 1
     name, created = folder.resolve().name, read_trial_list(folder).created

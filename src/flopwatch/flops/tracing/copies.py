@@ -149,16 +149,17 @@ class Copies:
         if kind is tuple:
             items = tuple(map(self.value, value))
             return value if all(map(operator.is_, items, value)) else items
-        if kind in _CONTAINERS:
-            twin = self._remember(value, type(value)())
-            if isinstance(value, list):
-                twin.extend(value if _ATOMIC.issuperset(map(type, value)) else map(self.value, value))
-            elif isinstance(value, set | weakref.WeakSet):
-                twin.update(map(self.value, value))
-            else:
-                twin.update({self.value(key): self.value(item) for key, item in value.items()})
-            return twin
-        return self._object(value)
+        return self._container(value) if kind in _CONTAINERS else self._object(value)
+
+    def _container(self, value: Any) -> Any:
+        twin = self._remember(value, type(value)())
+        if isinstance(value, list):
+            twin.extend(value if _ATOMIC.issuperset(map(type, value)) else map(self.value, value))
+        elif isinstance(value, set | weakref.WeakSet):
+            twin.update(map(self.value, value))
+        else:
+            twin.update({self.value(key): self.value(item) for key, item in value.items()})
+        return twin
 
     def _object(self, value: Any) -> Any:
         kind = type(value)
@@ -190,7 +191,7 @@ class Copies:
             return self._remember(value, value) if isinstance(parts, str) else self._rebuilt(value, *parts)
         except (FlopwatchError, RecursionError):
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - a class of the user, whose objects cannot be pickled
             return self._remember(value, _NotCopied(kind)) if _is_read_on(value) else self._share(value)
 
     def _share(self, value: Any) -> Any:

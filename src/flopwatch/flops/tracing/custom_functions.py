@@ -255,7 +255,8 @@ class CustomFunctions:
             return False
         try:
             return self._look_at(func, args, kwargs, out, is_product)
-        except Exception:  # a tensor subclass without storage, or with an unknown layout
+        # A tensor subclass may have no storage, or an unknown layout.
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             self.doubt = NOT_FOLLOWED
             return False
 

@@ -24,6 +24,7 @@ from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.live import StepCount, may_compile
 from flopwatch.flops.tracing.recorded import BEGIN, CLOSURE, TAKEN, RecordedOps
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes
+from flopwatch.guard import Guard
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.text import first_line
 from flopwatch.torch_internals import apart, check_countable
@@ -141,12 +142,13 @@ class ObservedStep:
 
     def _guarded(self, action: Callable[[], object]) -> None:
         """Do something of the recording, unless it has failed."""
-        try:
-            if self._failure is None:
+        if self._failure is None:
+            with Guard("the recording of ops", self._note_failure):
                 action()
-        except Exception as error:
-            is_ours = isinstance(error, MeasurementError)
-            self._failure = first_line(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+
+    def _note_failure(self, _: str, error: Exception) -> None:
+        is_ours = isinstance(error, MeasurementError)
+        self._failure = first_line(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
 
     def _meet_kernel(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
         if not self._is_paused and kernels.flops_of(kernel, arguments) != 0:

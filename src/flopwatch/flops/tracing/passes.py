@@ -287,7 +287,7 @@ def failures_named(stack: ModuleStack) -> Iterator[None]:
         yield
     except FlopwatchError:
         raise
-    except Exception as error:
+    except Exception as error:  # code of the user
         what = first_line(error)
         where = f"module {stack.failed_in!r}" if stack.failed_in else "the model itself"
         if needs_values(error):

@@ -44,7 +44,7 @@ def with_regions(
     for each in seen:
         try:
             region = count_region(each.region, each.sizes, has_grad=each.has_grad, attention=attention)
-        except Exception as error:  # a graph that fake tensors cannot run
+        except Exception as error:  # noqa: BLE001 - a graph that fake tensors cannot run
             why = f"compiled code could not be counted ({type(error).__name__}: {first_line(error)})"
             return replace(count, failure=count.failure or why)
         count = _added(count, each, region, each.axes or axes)

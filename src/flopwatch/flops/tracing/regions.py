@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from flopwatch.flops.tracing.passes import AutocastState, current_autocast
+from flopwatch.guard import Guard
 from flopwatch.torch_internals.autograd import compiled_graphs, wrap_backend_calls
 from flopwatch.torch_internals.ops import FakeTensor, OpOverload
 
@@ -168,10 +169,11 @@ def listen(listener: Listener | None) -> Listener | None:
 
 def _compiled(module: fx.GraphModule, compile_graph: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """Keep a graph before its backend may change it, and add a listener to the compiled function."""
-    try:
-        region: Region | None = Region(module)
-    except Exception:  # a graph of another form: its calls are not seen
-        state.missed, region = UNSEEN, None
+    region: Region | None = None
+    with Guard("a graph of another form"):
+        region = Region(module)
+    if region is None:
+        state.missed = UNSEEN
     was_compiling, state.is_compiling = state.is_compiling, True
     try:
         compiled = compile_graph()
@@ -187,7 +189,7 @@ def _listening(region: Region, compiled: Callable[..., Any]) -> Callable[..., An
             state.is_calling = True
             try:
                 leave = listener(region, args)
-            except Exception:  # must not reach the training
+            except Exception:  # noqa: BLE001 - nothing may reach the training, and a `Guard` would cost two more calls
                 state.missed = UNSEEN
             state.is_calling = False
         if leave is None:

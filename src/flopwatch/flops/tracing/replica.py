@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.outside import names_in
+from flopwatch.guard import Guard
 from flopwatch.optional import same_random_states
 from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import hook_tables
@@ -149,11 +150,9 @@ def left_hooks_note(left_behind: list[str]) -> str | None:
 
 
 def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
-    try:
+    with Guard("a hook of the model", lambda *_: left_behind.append(name)):
         return hook(*args, **kwargs)
-    except Exception:
-        left_behind.append(name)
-        return None
+    return None
 
 
 def _home(hook: Any) -> str:

@@ -141,7 +141,7 @@ def _divided(facts: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     return structure, tuple(size for fact in facts if isinstance(fact, torch.Size) for size in fact)
 
 
-def _add_facts(
+def _add_facts(  # noqa: C901 - one case for each kind of argument
     value: Any, facts: list[Any], numbers: list[float], shape_of: Callable[[Tensor], torch.Size], depth: int
 ) -> None:
     """Add what the cost of a call depends on in this argument; texts and the values of numbers are left out."""

@@ -44,7 +44,7 @@ def failure_of(action: Callable[..., object], *arguments: Any) -> Exception | No
     """Call a function that may run code of the user. Returns the exception, which must not stop the training."""
     try:
         action(*arguments)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - code of the user may raise anything
         caught("what may run code of the user", error)
         return error
     return None
@@ -200,7 +200,7 @@ class _GlobalHook:
             return
         try:
             calls.note(module, args, 1)
-        except Exception as error:  # autograd's number of operations still shows that the step differs
+        except Exception as error:  # noqa: BLE001 - autograd's number of operations still shows the difference
             caught("a call of a module", error)
 
 

@@ -201,11 +201,7 @@ class Evidence:
         self.coverage = min(self.coverage, count.coverage)
         self.ops |= count.by_op.keys()
         predicted = self._predicted_count(kind)
-        known = self._known.get(kind)
-        if known is None:
-            if len(self._known) >= _MOST_KINDS:
-                self._known.clear()
-            known = self._known[kind] = _Known(count, changes=self._changed.get(_families(kind), 0))
+        known = self._known.get(kind) or self._begun(kind, count)
         before, was_settled = known.count, known.is_settled
         agrees = known.add(count)
         doubt = None
@@ -219,11 +215,8 @@ class Evidence:
             known.claims.add(step)
         if predicted is not None and not predicted.agrees(count):
             # The formula was wrong here, so all steps that are called exact because of it are in doubt.
-            claims = [self._fit_of(key)[1] for key in _keys(kind)]
-            doubted = [each for claim in claims for each in claim.take()]
-            for claim in (*claims, known.claims):
-                claim.broken_at = step
-            if doubted:
+            known.claims.broken_at = step
+            if doubted := self._claimed_by_formula(kind, step):
                 known_doubted = () if doubt is None else doubt.steps
                 doubt = Doubt(tuple(sorted({*known_doubted, *doubted})), _shown(step, predicted, count))
         if predicted is not None and predicted.agrees(count) and not was_settled:
@@ -233,6 +226,20 @@ class Evidence:
         if kind.calls:
             (self.settled_calls.add if known.is_settled else self.settled_calls.discard)(kind.calls[0])
         return doubt
+
+    def _begun(self, kind: StepKind, count: StepCount) -> _Known:
+        if len(self._known) >= _MOST_KINDS:
+            self._known.clear()
+        known = self._known[kind] = _Known(count, changes=self._changed.get(_families(kind), 0))
+        return known
+
+    def _claimed_by_formula(self, kind: StepKind, broken_at: int) -> list[tuple[int, int]]:
+        doubted: list[tuple[int, int]] = []
+        for key in _keys(kind):
+            claims = self._fit_of(key)[1]
+            doubted += claims.take()
+            claims.broken_at = broken_at
+        return doubted
 
     def _compared(self, known: _Known, step: int, before: StepCount, count: StepCount) -> Doubt | None:
         ranges = known.claims.take()

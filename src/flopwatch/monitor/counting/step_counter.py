@@ -419,9 +419,9 @@ class StepCounter:
         if self._opens_steps and (may_compile() or (opened is not None and not opened.may_count)):
             self._calls.stop()  # so that calls of evaluations are not recorded
         can_count = self._can_count()
-        if opened is None and can_count:  # the first step of a loop that opens no steps
-            self._schedule.futile += self._schedule.steps == 1
         if opened is None or not can_count:
+            # The first step of a loop that opens no steps is futile too.
+            self._schedule.futile += can_count and self._schedule.steps == 1
             return self._estimate()
         kind, had_evaluation = self._kind_of(opened, now, readings)
         has_evaluated |= had_evaluation

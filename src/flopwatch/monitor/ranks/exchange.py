@@ -188,7 +188,7 @@ class RankLink:
     def _run(self) -> None:
         try:
             self._exchange.run()
-        except Exception as error:  # for example, the store has died, or the logging rank has no monitor
+        except Exception as error:  # noqa: BLE001 - such as a dead store, or a logging rank without a monitor
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()

@@ -207,7 +207,7 @@ class Driver:
         try:
             returned: Returned = self._ray.get(reference, timeout=_GET_SECONDS)
             return returned
-        except Exception as error:  # Ray has many errors for a dead task, and a task may raise anything
+        except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead task, and a task may raise anything
             cause = getattr(error, "cause", None)  # Ray wraps it in a generated class: `RayTaskError(ValueError)`
             cause = cause if isinstance(cause, Exception) else error
             return Returned({"error": type(cause).__name__, "detail": first_line(cause, 300)})
@@ -239,7 +239,7 @@ def drive(pipe: "Connection[Any, Any]") -> None:
                 getattr(driver, method)(*arguments)
                 calls.popleft()
             driver.report()
-        except Exception as error:  # Ray has many errors for an outage; the runner decides
+        except Exception as error:  # noqa: BLE001 - Ray has many errors for an outage; the runner decides
             pipe.send(("failed", type(error).__name__, first_line(error, 300)))
             if not driver.is_connected:
                 return
@@ -386,7 +386,7 @@ def _placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # Ray may not answer; the result of the trial is already written
             left = ray.wait(list(references), num_returns=len(references), timeout=_LEAVE_SECONDS)[1]
             for reference in left:
                 ray.cancel(reference, force=True)
@@ -400,7 +400,7 @@ def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
         (ready, *_), left = ray.wait(left, num_returns=1, fetch_local=False)
         try:
             ray.get(ready)
-        except Exception as error:
+        except ray.exceptions.RayError as error:
             is_own = isinstance(error, ray.exceptions.RayTaskError)
             message = first_line(getattr(error, "cause", None) or error, 300)
             report = {"token": token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}

@@ -459,7 +459,7 @@ class SlurmEngine:
 
     name = "slurm"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the options of the engine
         self,
         partition: str | None = None,
         time_minutes: int | None = None,
@@ -582,11 +582,11 @@ class SlurmEngine:
         self._silent_since = None
         gone = self._update_tasks(queue, now)
         known = _accounted(task.task for task in gone)
-        ended = []
-        for task in gone:
-            if (evidence := self._evidence(task, known.get(task.task), now)) is not None:
-                ended.append(self._tasks.pop(task.trial.name).ended(evidence))
-        return ended
+        return [
+            self._tasks.pop(task.trial.name).ended(evidence)
+            for task in gone
+            if (evidence := self._evidence(task, known.get(task.task), now)) is not None
+        ]
 
     def _update_tasks(self, queue: Sequence[Queued], now: float) -> list[_SlurmTask]:
         """Note which tasks are pending; return those that have left the queue."""

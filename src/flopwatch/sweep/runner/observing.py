@@ -79,9 +79,9 @@ class SafeObserver:
         try:
             if (call := getattr(self._observer, event, None)) is not None:
                 call(*facts)
-        except (Exception, SystemExit) as error:  # rich raises SystemExit if its output pipe is closed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - rich raises SystemExit if its output pipe is closed
             self._observer = None
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be None, full or closed
                 text = one_line(f"{type(error).__name__}: {error}", 300)
                 sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep continues without a display\n")
 

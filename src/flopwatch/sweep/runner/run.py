@@ -45,7 +45,7 @@ _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine
 Refusal = Callable[[Trial], str | None]
 
 
-def run_plan(
+def run_plan(  # noqa: PLR0913 - the choices of the user, each with a default
     plan: Plan,
     engine: Engine,
     observer: Observer | SafeObserver,

@@ -112,7 +112,7 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
         try:
             finds = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
             found = next(filter(None, (find(part, place) for find in finds)), None)
-        except Exception:  # an import hook of another package may raise anything
+        except Exception:  # noqa: BLE001 - an import hook of another package may raise anything
             return None
         if found is None:
             where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
@@ -164,16 +164,20 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
     for spec in {repr(spec.options): spec for spec in ours if spec.trainer in LABELS}.values():
         read_options(spec.options)
     if with_modules:
-        for trainer in dict.fromkeys(spec.trainer for spec in ours if spec.trainer not in LABELS):
-            check_attribute("trainer", trainer)
-        for model in dict.fromkeys(spec.model for spec in ours):
-            check_model_name(model)
-            if model not in PRESETS and image_preset(model) is None and not is_config(model):
-                check_attribute("model", model)
-        for batch in dict.fromkeys(spec.batch for spec in ours if spec.batch is not None):
-            check_attribute("batch", batch)
+        _check_modules(ours)
     for spec in {str(spec.command): spec for spec in specs if spec.trainer == COMMAND}.values():
         _check_placeholders(spec)
+
+
+def _check_modules(specs: Sequence[TrialSpec]) -> None:
+    for trainer in dict.fromkeys(spec.trainer for spec in specs if spec.trainer not in LABELS):
+        check_attribute("trainer", trainer)
+    for model in dict.fromkeys(spec.model for spec in specs):
+        check_model_name(model)
+        if model not in PRESETS and image_preset(model) is None and not is_config(model):
+            check_attribute("model", model)
+    for batch in dict.fromkeys(spec.batch for spec in specs if spec.batch is not None):
+        check_attribute("batch", batch)
 
 
 def _check_placeholders(spec: TrialSpec) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.decode import BrokenRecordError, clean_value, read_or_none, read_record
+from flopwatch.errors import FlopwatchError
 from flopwatch.files import UnreadableError, load_json, read_json, read_lines, tail
 from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
@@ -342,7 +343,7 @@ def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
     try:
         log = read_log(find_log(trial_dir))
         summary, seconds = log.summary, [step.seconds for step in steady_steps(log)]
-    except Exception:  # an unreadable log must not prevent the trial's result
+    except (FlopwatchError, ArithmeticError, OSError, ValueError):  # such a log must not prevent the trial's result
         return {}
     if summary is None:
         return {}

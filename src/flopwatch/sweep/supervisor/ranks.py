@@ -369,7 +369,7 @@ class _Agent:
                 return self._failures({rank: failure.exitcode for rank, failure in error.failures.items()})
             except SignalException as error:
                 return {"code": 128 + error.sigval, "ranks": {}}
-            except Exception as error:  # such as a failed rendezvous
+            except Exception as error:  # noqa: BLE001 - torchrun has many, as for a failed rendezvous
                 return {"code": 1, "ranks": {}, "error": f"{type(error).__name__}: {error}"[:2000]}
         return {"code": 0, "ranks": {}}
 

@@ -132,7 +132,7 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
             found = _spent(training)
     except MissingDependencyError:
         raise
-    except Exception as error:  # scipy and Opacus raise various errors for extreme settings
+    except Exception as error:  # noqa: BLE001 - scipy and Opacus raise various errors for extreme settings
         return _noted(training, f"Opacus's accountant {accountant} failed: {first_line(error)}")
     for message in dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning)):
         # The PRV accountant uses the RDP accountant only for the width of its grid, where this warning does not matter.

@@ -57,12 +57,12 @@ def _read(part: str, source: str, read: Callable[[], str]) -> str:
 def result_or_error(
     action: Callable[[], _Result], *passed_on: type[Exception]
 ) -> tuple[_Result | None, Exception | None]:
-    """What the action returns, or what it raises: a user's trainer, model or exception may raise anything."""
+    """What the action returns, or what it raises: a user's trainer, model, exception or stream may raise anything."""
     try:
         return action(), None
     except passed_on:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - see above
         return None, error
 
 

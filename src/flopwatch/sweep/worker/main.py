@@ -7,7 +7,6 @@ Phases: import, build, warmup, measure, memory, flops, privacy, trace. Results a
 crash does not lose the results of earlier phases.
 """
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -22,7 +21,7 @@ from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.progress import Heartbeat, when_there_is_space
-from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
+from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of, result_or_error
 
 # Parts of the messages of RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13).
 _LOST_PEER = ("gloo", "NCCL", "ncclUnhandled", "ncclRemote", "Connection closed by peer", "Connection reset by peer")
@@ -44,13 +43,12 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         from flopwatch.sweep.worker.measure import measure_trial
 
         measure_trial(trial_dir, read_record(TrialSpec, job["spec"]), heartbeat)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever the trainer raises is the result of the trial
         content = describe_exception(error)
         file = trial_dir / (EXCEPTION if rank is None else exception_file(rank))
         facts = {} if rank is None else {"rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
         heartbeat.written(lambda: write_json(file, content | facts))
-        with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
-            sys.stderr.write(content["traceback"])
+        result_or_error(lambda: sys.stderr.write(content["traceback"]))
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
@@ -65,9 +63,8 @@ def lost_peer(error: BaseException) -> bool:
 
 def leave(status: int) -> None:
     """End this process at once, because threads of the trainer would otherwise keep a finished trial alive."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the trainer may have closed or replaced the stream
-            stream.flush()
+    result_or_error(lambda: sys.stdout.flush())  # the trainer may have closed or replaced the stream
+    result_or_error(lambda: sys.stderr.flush())
     os._exit(status)
 
 

@@ -1,6 +1,5 @@
 """Measures a trial in phases (build, steps, memory, FLOPs, privacy, trace), and what of it depends on the device."""
 
-import contextlib
 import json
 import os
 import random
@@ -43,7 +42,7 @@ from flopwatch.sweep.trainers.protocol import (
     run_step,
     step_parts,
 )
-from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
+from flopwatch.sweep.worker.exception_outcome import message_of, result_or_error, traceback_of
 from flopwatch.sweep.worker.rank_group import RankGroup, job_cost, job_memory, slowest_rows
 from flopwatch.sweep.worker.step_cost import count_step
 
@@ -155,11 +154,11 @@ class _TrialRun:
         """Run a phase after the steps; if it fails, record the reason and go on, because the steps are measured."""
         try:
             action()
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a trainer may raise anything, and the steps are measured
             if needs_all_ranks and self.ranks.size > 1:  # the other ranks wait for this rank in a collective
                 raise
-            with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
-                sys.stderr.write(traceback_of(error))
+            text = traceback_of(error)
+            result_or_error(lambda: sys.stderr.write(text))
             self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
 
     def _note_missing(self, phase: str, why: str) -> None:
@@ -340,6 +339,6 @@ def describe_worker(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
-        with contextlib.suppress(Exception):  # `clock_rate` fails without nvidia-ml-py or a working driver
-            found["clock_mhz"] = torch.cuda.clock_rate(device)
+        # `clock_rate` fails without nvidia-ml-py or a working driver.
+        found["clock_mhz"], _ = result_or_error(lambda: torch.cuda.clock_rate(device))
     return {name: value for name, value in found.items() if value is not None}
