@@ -324,6 +324,29 @@ def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_p
     assert "wrote no heartbeat for 19" in told.evidence["stuck"]
 
 
+def test_the_time_in_the_queue_is_no_silence_of_the_supervisor_that_starts_then(sweep, monkeypatch):
+    monkeypatch.setattr(leases, "own_identity", elsewhere)
+    trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(time.monotonic()), []
+    lease = trial_lease(trial.folder)
+    lease.clock = clock
+
+    class Engine:
+        end = staticmethod(ended.extend)
+
+    endings = Endings()
+    for _ in range(100):  # queued for longer than the patience
+        endings.end_silent(Engine(), {"one": trial})
+        clock.advance(10.0)
+    assert lease.take({"attempt": "a"})  # its heartbeat is not visible yet
+    endings.end_silent(Engine(), {"one": trial})
+    assert lease.holder().life == "unknown"
+    clock.advance(10.0)
+    lease.beat()
+    endings.end_silent(Engine(), {"one": trial})
+    assert lease.holder().life == "alive"
+    assert ended == []
+
+
 def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
     holder = "import os; from pathlib import Path; from flopwatch.sweep.folder import held_folder\n"
     holder += f"with held_folder(Path({str(tmp_path / 's')!r})): os.kill(os.getpid(), 9)"

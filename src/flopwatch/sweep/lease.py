@@ -158,7 +158,7 @@ class Lease:
         self._written: Mapping[str, Any] = {}
         self._marks: Mapping[str, Any] = {}
         self._beats, self._next_beat = 0, 0.0
-        self._seen: Mapping[str, Any] | None = None
+        self._seen: tuple[Any, Mapping[str, Any]] | None = None
         self._seen_since, self._has_changed = -math.inf, False
 
     def take(self, facts: Mapping[str, Any], **marks: Any) -> bool:
@@ -220,9 +220,9 @@ class Lease:
     def holder(self) -> Holder:
         """Who holds the lease. One whose heartbeat has stopped stays `gone` until its heartbeat changes."""
         content, said, now = read_json(self.file), read_object(self.heartbeat), self.clock()
-        if said != self._seen:
-            self._has_changed = self._seen is not None
-            self._seen, self._seen_since = said, now
+        if (content, said) != self._seen:  # with `content`, because the time before a lease is taken is no silence
+            self._has_changed = self._seen is not None and said != self._seen[1]
+            self._seen, self._seen_since = (content, said), now
         silent, state = now - self._seen_since, str(said.get("state", ""))
         facts: dict[str, Any] = content if isinstance(content, dict) else {}
         is_alive = is_alive_here(facts) if isinstance(content, dict) else None
