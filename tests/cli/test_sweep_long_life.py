@@ -79,14 +79,16 @@ def test_a_detached_sweep_runs_in_a_session_of_its_own_and_says_how_to_see_it(tm
     until(lambda: left_behind(tmp_path / "s"))
     seen = " ".join(flopwatch("report", "s").split())
     assert "3 trials have no result yet; the sweep is running; to see it: flopwatch sweep attach s" in seen
-    state = json.loads((tmp_path / "s" / "runner.json").read_text())
-    for change, told in (
-        ({"host": "far"}, f"if process {runner.pid} on far still runs"),
-        ({"stopping": "over"}, resume),
+    far = {"host": "far", "boot_id": "of another host"}
+    for files, change, told in (
+        (("runner.json", "runners/*.runner"), far, f"if process {runner.pid} on far still runs"),
+        (("runner.json",), {"stopping": "over"}, resume),
     ):
         copy = tmp_path / "copy"
-        shutil.copytree(tmp_path / "s", copy, dirs_exist_ok=True)
-        (copy / "runner.json").write_text(json.dumps({**state, **change}))
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(tmp_path / "s", copy)
+        for file in (found for pattern in files for found in copy.glob(pattern)):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
         assert told in " ".join(flopwatch("report", "copy").split())
     (tmp_path / "go").touch()
     seen = flopwatch("sweep", "attach", "s")
