@@ -346,19 +346,16 @@ class FirstStep:
         """Begin the step if it has not begun, and note a call. False if it has too many calls for one step."""
         if self._began is None:
             self._began, self._nodes = monotonic_seconds(), recorded_operations()
-            self._begin_count()
+            is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
+            if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
+                self._live = LiveStep(self._attention)
+                if self._optimizer is not None:  # the call comes from the optimizer's closure
+                    self._live.enter_optimizer(*self._optimizer)
         if module is None or self._calls is None:
             return True
         if self._live is not None:
             self._live.note_call()
         return len(self._calls.calls) <= _MOST_CALLS
-
-    def _begin_count(self) -> None:
-        is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
-        if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
-            self._live = LiveStep(self._attention)
-            if self._optimizer is not None:  # the call comes from the optimizer's closure
-                self._live.enter_optimizer(*self._optimizer)
 
     def note_batch(self, kind: CallKind, batch: Reading | None) -> None:
         if batch is not None:

@@ -82,7 +82,7 @@ class WandbSink(Sink):
     def _noticing_a_lost_connection(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the errors of a lost connection have no common class
             if not is_lost_wandb_service(error):
                 raise
             self._connection_lost = True

@@ -71,7 +71,11 @@ class Rank:
             self.is_off = not self.is_logging
             self._notify(*notices.notice("ranks_unknown", rank=self.rank, world_size=self.world_size))
             return
-        key, by_launcher = _run_key(self._logging_rank, log), ranks_by_launcher(device.type)
+        _runs_of[self._logging_rank] += 1
+        _runs_in[log] += 1
+        numbered, by_launcher = f"{log}/{_runs_in[log]}", ranks_by_launcher(device.type)
+        _known_logs.add(numbered)
+        key = RunKey(self._logging_rank, _runs_of[self._logging_rank], numbered, _known_logs)
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
         if self.busy is not None:
             self.busy.sample(worker)
@@ -181,14 +185,6 @@ class Rank:
             self._notify(*notices.notice("ranks_lost", rank=self.rank, why=why))
         self.leave()
         self.link = None
-
-
-def _run_key(logging_rank: int, log: str) -> RunKey:
-    _runs_of[logging_rank] += 1
-    _runs_in[log] += 1
-    numbered = f"{log}/{_runs_in[log]}"
-    _known_logs.add(numbered)
-    return RunKey(logging_rank, _runs_of[logging_rank], numbered, _known_logs)
 
 
 def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:

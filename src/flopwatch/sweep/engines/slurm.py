@@ -522,15 +522,12 @@ class SlurmEngine:
             options = {**self._requests.options(trial.spec), "exclude": ",".join(trial.avoid) or None}
             arrays.setdefault(tuple(options.values()), (options, []))[1].append(trial)
         for options, alike in arrays.values():
-            self._submissions.add(self._array(options, alike))
+            names = self._sweep / "slurm" / f"{uuid.uuid4().hex[:12]}.names"
+            names.write_text("".join(f"{trial.name} {attempt_of(self._sweep, trial.name)}\n" for trial in alike))
+            command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
+            text = self._requests.script(self._job_name, names, len(alike), command, options)
+            self._submissions.add(Array(self._job_name, alike, names, text))
         self._send()
-
-    def _array(self, options: Options, trials: Sequence[Trial]) -> Array:
-        names = self._sweep / "slurm" / f"{uuid.uuid4().hex[:12]}.names"
-        names.write_text("".join(f"{trial.name} {attempt_of(self._sweep, trial.name)}\n" for trial in trials))
-        command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
-        text = self._requests.script(self._job_name, names, len(trials), command, options)
-        return Array(self._job_name, trials, names, text)
 
     def _send(self) -> None:
         for array, job in self._submissions.send():

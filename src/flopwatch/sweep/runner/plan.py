@@ -89,7 +89,10 @@ def make_plan(
 
     trials = tuple(Trial(sweep, name, key_of(spec), spec) for name, spec in zip(trial_names(specs), specs, strict=True))
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
-    earlier = _without_unbegun(sweep, earlier)
+    # Trials that were planned, but never prepared, may be planned again with other settings.
+    known, prepared = earlier.trial_list.trials.items(), {folder.name for folder in (sweep / TRIALS).glob("*")}
+    begun = {name: entry for name, entry in known if name in earlier.results or name in prepared}
+    earlier = replace(earlier, trial_list=replace(earlier.trial_list, trials=begun))
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
     check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
@@ -101,14 +104,6 @@ def make_plan(
         )
     plan = _choose(trials, earlier, asked, only, raised, shuffle_seed, repeats)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
-
-
-def _without_unbegun(sweep: Path, earlier: SweepResults) -> SweepResults:
-    """Remove the trials that were planned, but never prepared: they may be planned again with other settings."""
-    folders = {folder.name for folder in (sweep / TRIALS).glob("*")}
-    known = earlier.trial_list.trials.items()
-    begun = {name: entry for name, entry in known if name in earlier.results or name in folders}
-    return replace(earlier, trial_list=replace(earlier.trial_list, trials=begun))
 
 
 def _outdated(todo: Sequence[Trial], earlier: Mapping[str, TrialResult]) -> tuple[str, ...]:

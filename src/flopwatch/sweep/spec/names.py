@@ -46,7 +46,12 @@ def check_label(label: str) -> str:
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     """A unique name for each trial: trainer, batch size, length, and every other setting that varies among them."""
-    settings = [_other_settings(spec) for spec in specs]
+    axes = [name for name, setting in SETTINGS.items() if setting.axis is not None and name not in _ALWAYS_NAMED]
+    settings = [
+        {name: getattr(spec, name) for name in axes}
+        | {f"options.{name}": value for name, value in spec.options.items()}
+        for spec in specs
+    ]
     values: dict[str, set[str]] = defaultdict(set)
     for key, value in itertools.chain.from_iterable(each.items() for each in settings):
         values[key].add(str(value))
@@ -61,12 +66,6 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     while digits < _WHOLE_KEY and len({(names[place], key[:digits]) for place, key in keys.items()}) < len(keys):
         digits += 2
     return [f"{name}_{keys[place][:digits]}" if place in keys else name for place, name in enumerate(names)]
-
-
-def _other_settings(spec: TrialSpec) -> dict[str, Any]:
-    axes = [name for name, setting in SETTINGS.items() if setting.axis is not None and name not in _ALWAYS_NAMED]
-    options = {f"options.{name}": value for name, value in spec.options.items()}
-    return {name: getattr(spec, name) for name in axes} | options
 
 
 def _part(key: str, value: Any) -> str:
