@@ -129,6 +129,16 @@ def test_while_squeue_is_silent_too_nothing_is_submitted_again(tmp_path, slurm):
     assert len(slurm.calls("sbatch")) == 1
 
 
+def test_a_controller_that_was_away_for_days_is_still_asked(tmp_path, slurm):
+    slurm.say("sbatch", 1, err=STANDBY)
+    engine, trials = opened(tmp_path, patience_hours=1000)
+    engine.submit(trials)
+    (array,) = engine._submissions._arrays
+    array.tries, array.next_try = 2000, 0.0
+    assert engine.wait(0.1) == []
+    assert array.tries > 2000
+
+
 def test_patience_ends_and_the_trials_are_lost_with_slurms_last_words(tmp_path, slurm):
     engine, trials = opened(tmp_path, patience_hours=0.3 / 3600)
     slurm.say("sbatch", 1, err=STANDBY)

@@ -401,7 +401,7 @@ class Submissions:
             array.next_try = now + _FULL_PAUSE_SECONDS
             return None
         array.since = array.since if array.tries else now
-        array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
+        array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(array.tries, 30))
         array.tries += 1
         if now - array.since <= self._patience:
             return None
