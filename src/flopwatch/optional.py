@@ -1,17 +1,15 @@
 """Imports modules when they are first needed: optional packages, and modules that define public names.
 
-What flopwatch does in a training leaves its random numbers as they are. Standard library only.
+Standard library only.
 """
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from flopwatch.errors import MissingDependencyError
+from flopwatch.random_state import same_random_states
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -60,38 +58,3 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
         return home if homes[name] == f"{package}.{name}" else getattr(home, name)
 
     return getattr_of_package
-
-
-@contextmanager
-def same_random_states() -> Iterator[None]:
-    """When the block ends, restore the default generators of Python, NumPy and torch, as far as they are loaded.
-
-    Even an import can draw: `rich` numbers its styles from a random start. Never use this in a thread of flopwatch,
-    because what the training draws meanwhile would be drawn again.
-
-    >>> random.seed(0)
-    >>> with same_random_states():
-    ...     first = random.random()
-    >>> random.random() == first
-    True
-    """
-    states = list(_states())
-    try:
-        yield
-    finally:
-        for restore, state in states:
-            restore(state)
-
-
-def _states() -> Iterator[tuple[Callable[[Any], object], Any]]:
-    yield random.setstate, random.getstate()
-    numpy: Any = sys.modules.get("numpy.random")
-    if hasattr(numpy, "get_state"):
-        yield numpy.set_state, numpy.get_state(legacy=False)
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "get_rng_state"):  # not while torch is being imported
-        yield torch.set_rng_state, torch.get_rng_state()
-        # Only of the current device, because reading the state of another one could create a context on it.
-        for device in (torch.cuda, torch.xpu):
-            if device.is_initialized():
-                yield device.set_rng_state, device.get_rng_state()

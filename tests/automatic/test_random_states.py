@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.optional import same_random_states
+from flopwatch.random_state import same_random_states
 from support.sinks.servers import free_port
 
 TRAINING = """

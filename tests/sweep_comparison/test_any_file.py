@@ -6,8 +6,8 @@ import random
 import pytest
 
 from flopwatch.cli.trials.tracking import trial_run
+from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
-from flopwatch.present.small_forms import to_json
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.compared import sweeps_compared
 from flopwatch.report.comparison import compare_sweeps

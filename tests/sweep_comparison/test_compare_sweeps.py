@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.present.json_form import to_json
 from flopwatch.present.markdown import to_markdown
-from flopwatch.present.small_forms import to_json
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture

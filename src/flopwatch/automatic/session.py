@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from flopwatch.automatic.script import when_imported
 from flopwatch.clock import note_cells
 from flopwatch.guard import Guard
-from flopwatch.optional import same_random_states
-from flopwatch.present.small_forms import html_table
+from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off
+from flopwatch.random_state import same_random_states
 
 if TYPE_CHECKING:
     from flopwatch.automatic.watcher import Watcher

@@ -12,7 +12,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.present.small_forms import strict_json
+from flopwatch.present.json_form import strict_json
 from flopwatch.text import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)

@@ -20,9 +20,9 @@ from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.timing.hooks import Batch, TimedBatches
 from flopwatch.monitor.timing.tape import OWN_END
-from flopwatch.optional import same_random_states
-from flopwatch.present.small_forms import html_table
+from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off
+from flopwatch.random_state import same_random_states
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line

@@ -6,7 +6,7 @@ from typing import Literal
 
 from flopwatch.decode import Stored
 from flopwatch.numbers import percent
-from flopwatch.present.small_forms import html_table
+from flopwatch.present.notebook import html_table
 
 Method = Literal["trace", "step", "estimate", "flops_fn"]
 AttentionConvention = Literal["full", "causal"]

@@ -147,3 +147,14 @@ def test_an_error_inside_the_block_is_the_one_that_is_raised(tmp_path, monkeypat
     monkeypatch.setattr(sweep_tracking, "FOLLOWER", "no_such_module_at_all")
     with pytest.raises(ZeroDivisionError), sweep_tracking.tracked(tmp_path, "x", None):
         raise ZeroDivisionError
+
+
+def test_a_follower_that_cannot_be_started_is_told_and_the_trials_run(tmp_path, monkeypatch, capsys):
+    from flopwatch.cli.trials import tracking as sweep_tracking
+
+    monkeypatch.setattr(sweep_tracking.sys, "executable", str(tmp_path / "no-such-python"))
+    ran = []
+    with sweep_tracking.tracked(tmp_path, "x", None):
+        ran.append("trial")
+    assert ran
+    assert "the process that logs trials could not be started" in capsys.readouterr().err

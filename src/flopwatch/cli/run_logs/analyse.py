@@ -9,8 +9,8 @@ import click
 from flopwatch.cli import argument, flag, print_json, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
+from flopwatch.present.json_form import strict_json, to_json
 from flopwatch.present.markdown import to_markdown
-from flopwatch.present.small_forms import strict_json, to_json
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import SWEEP
 from flopwatch.report.capture import capture_sweep

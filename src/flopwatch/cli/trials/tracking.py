@@ -356,13 +356,15 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
     results = folder / RESULTS
     offset = results.stat().st_size if results.exists() else 0
     with tempfile.TemporaryFile() as said:
-        follower = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, str(folder), str(offset), wandb or "", mlflow or ""],
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C does not end the process that logs the trials
-        )
+        follower = None
+        with contextlib.suppress(OSError):
+            follower = subprocess.Popen(
+                [sys.executable, "-m", FOLLOWER, str(folder), str(offset), wandb or "", mlflow or ""],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that Ctrl-C does not end the process that logs the trials
+            )
         try:
             yield
         finally:
@@ -375,7 +377,9 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
                     click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
-def _finish(follower: "subprocess.Popen[bytes]", said: IO[bytes]) -> tuple[int, str]:
+def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
+    if follower is None:
+        return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
         with contextlib.suppress(OSError):  # raised if the follower has exited
             follower.stdin.close()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwatch.flops.tracing.outside import names_in
 from flopwatch.guard import Guard
-from flopwatch.optional import same_random_states
+from flopwatch.random_state import same_random_states
 from flopwatch.torch_internals.autograd import compiled_original
 from flopwatch.torch_internals.modules import hook_tables
 from flopwatch.torch_internals.ops import modes_off

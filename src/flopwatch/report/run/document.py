@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.present.small_forms import record_fields, to_json
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.time_uses import USES
 from flopwatch.report.run import words

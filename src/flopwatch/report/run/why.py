@@ -11,7 +11,7 @@ from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
-from flopwatch.present.small_forms import html_table
+from flopwatch.present.notebook import html_table
 from flopwatch.records import metrics
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES

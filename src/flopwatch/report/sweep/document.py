@@ -10,7 +10,7 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
-from flopwatch.present.small_forms import record_fields, to_json
+from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput
 from flopwatch.report.records import Choice, Environment, Failure, Group, SweepSummary, TrainerTotals, TrialCell

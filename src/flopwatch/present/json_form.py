@@ -1,12 +1,8 @@
-"""Forms that need no document: JSON for other programs, with all digits, and a small HTML table for notebooks.
-
-Standard library only.
-"""
+"""Write what a report contains as JSON, for other programs: numbers are not rounded. Standard library only."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from html import escape
 from math import isfinite
 from typing import Any
 
@@ -47,20 +43,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def html_table(title: str, lines: Iterable[tuple[str, str]]) -> str:
-    """A table of two columns below a title, for an object with `_repr_html_`.
-
-    It sets no colours, so it is readable on light and dark pages.
-
-    >>> html_table("a <b>", [])
-    '<table><caption style="text-align:left;font-weight:bold">a &lt;b&gt;</caption></table>'
-    """
-    style = "text-align:left;vertical-align:top"
-    rows = "".join(
-        f'<tr><th scope="row" style="{style};white-space:nowrap;font-weight:normal">{escape(label)}</th>'
-        f'<td style="{style}">{escape(text)}</td></tr>'
-        for label, text in lines
-    )
-    return f'<table><caption style="text-align:left;font-weight:bold">{escape(title)}</caption>{rows}</table>'
