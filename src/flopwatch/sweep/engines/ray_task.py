@@ -337,19 +337,21 @@ def _call(
 ) -> int:
     """Run a supervisor or an agent. It survives, if Ray ends this worker and kills the worker's children.
 
-    Ray sends SIGKILL to them (seen with Ray 2.60), but this child is only a guard (see `supervisor/guard.py`). When the
-    guard is killed, the supervisor or agent below it receives SIGTERM and ends its trial.
+    Ray sends SIGKILL to them (seen with Ray 2.60). The child is therefore a shell, and the guard (see
+    `supervisor/guard.py`) is its child, which receives SIGTERM when the shell is killed. Without the shell, Ray would kill
+    the guard, and nothing would end the trial if its supervisor was killed in the same moment.
     """
-    return subprocess.call(
-        [sys.executable, "-m", module, *words],
+    status = subprocess.call(
+        ["/bin/sh", "-c", f'{PARENT}=$$ "$@"; exit $?', "sh", sys.executable, "-m", module, *words],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         cwd=order.cwd if os.path.isdir(order.cwd) else None,
-        env={**os.environ, **order.environment, PARENT: str(os.getpid()), **variables},
+        env={**os.environ, **order.environment, **variables},
         pass_fds=sockets,
         start_new_session=True,  # so that this process survives Ray's SIGKILL to the process group of the worker
     )
+    return 128 - status if status > 128 else status  # a shell adds 128 to the number of a signal
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:

@@ -6,8 +6,7 @@ the guard. If the supervisor is killed, or writes nothing to their pipe for long
 processes of the trial and exits only after that. So an engine never sees the end of a trial while one of its processes
 still runs. A supervisor also clears what earlier attempts left, before it starts its worker.
 
-If the guard itself is killed, the kernel sends SIGTERM to the supervisor, which then ends the trial. This happens with
-Ray, which sends SIGKILL to the children of its workers (seen with Ray 2.60).
+If the guard itself is killed, the kernel sends SIGTERM to the supervisor, which then ends the trial.
 """
 
 import contextlib
