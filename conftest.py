@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _LISTED = {line for line in CAMPAIGN.read_text("utf-8").splitlines() if line and not line.startswith("#")}
+_ONE_OF = {line.partition(" 1/")[0]: int(line.partition(" 1/")[2]) for line in _LISTED if " 1/" in line}
+_seen_cases: Counter[str] = Counter()
 _ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -128,9 +131,14 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of the list; a line may name a file, a function, or one case of it."""
-    names = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0], item.nodeid
-    if not _LISTED.isdisjoint(names):
+    """Mark the tests of the list.
+
+    A line names a file, a function, or one case of it. With `1/4` behind a function, every fourth case stays.
+    """
+    file, function = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]
+    is_left_out = _seen_cases[function] % _ONE_OF.get(function, 1)
+    _seen_cases[function] += 1
+    if is_left_out or not _LISTED.isdisjoint((file, function, item.nodeid)):
         item.add_marker(pytest.mark.campaign)
 
 
