@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pages.chinese_tables import carry_over
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "loops.md"
 _MOST_WORDS = 180
@@ -36,7 +38,9 @@ def main() -> None:
     for loop in loops:
         with tempfile.TemporaryDirectory() as folder:
             audited.append((loop, audit(loop, Path(folder))))
-    PAGE.write_text(page(audited), encoding="utf-8")
+    old, new = PAGE.read_text(encoding="utf-8"), page(audited)
+    PAGE.write_text(new, encoding="utf-8")
+    carry_over(PAGE, old, new)
     print(f"wrote {PAGE}: {summary(audited)}")
 
 
