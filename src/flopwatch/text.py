@@ -5,6 +5,7 @@ stored. They are printed with rich as `Text`, never as markup, because they may 
 """
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -71,6 +72,41 @@ def listed(names: Sequence[str], at_most: int = 5) -> str:
     """
     more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
     return ", ".join(names[:at_most]) + more
+
+
+def cells(text: str) -> int:
+    """How many columns of a terminal the text takes: Chinese characters take two.
+
+    >>> cells("12 ms"), cells("单步时间")
+    (5, 8)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - cells(text))
+
+
+_WIDE = r"\u2e80-\u9fff\uac00-\ud7ff\uff00-\uffef“”"
+_NOT_FIRST = r"[，。：；、！？）”》%]*"
+_PIECES = re.compile(rf"\s+|[{_WIDE}]{_NOT_FIRST}|[^\s{_WIDE}]+{_NOT_FIRST}")
+"""A space, a wide character, or a word; with the punctuation that must not begin a line."""
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a paragraph. Words are not broken; between wide characters, a line may end.
+
+    >>> wrapped("as wide as this", 8), wrapped("每行最多 8 格。", 8)
+    (['as wide', 'as this'], ['每行最多', '8 格。'])
+    """
+    lines = [""]
+    for piece in _PIECES.findall(text):
+        if cells((lines[-1] + piece).rstrip()) > width and lines[-1].strip():
+            lines.append("")
+        lines[-1] += piece if lines[-1] else piece.lstrip()
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def plural(amount: int, word: str) -> str:

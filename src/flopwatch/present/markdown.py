@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from flopwatch.language import shown
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
@@ -23,7 +24,7 @@ def escaped(text: str) -> str:
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
     # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
-    return _SPECIAL.sub(r"\\\1", one_line(text)).replace("@", "@\u200b")
+    return _SPECIAL.sub(r"\\\1", one_line(shown(text))).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
@@ -39,7 +40,8 @@ class _Markdown(doc.Renderer[str]):
 
     def text(self, part: doc.Text) -> Iterator[str]:
         text = escaped(part.text)
-        looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
+        note = shown("Note:")
+        looks = {"warn": f"> **{note}** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
         yield f"{looks.get(part.tone, text)}\n"
 
     def items(self, part: doc.Items) -> Iterator[str]:
@@ -83,7 +85,7 @@ class _Markdown(doc.Renderer[str]):
         yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
         if left_out := part.left_out("markdown"):
-            yield f"{self.with_rest(left_out)}.\n"
+            yield shown(f"{self.with_rest(left_out)}.") + "\n"
         yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
 

@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.language import shown
 from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
@@ -171,14 +172,15 @@ class ConsoleSink(Sink):
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
             self._start, self._first_row, self._last_row = record, None, None
-            self._show(Text(start_line(record), style="dim"))
+            self._show(Text(shown(start_line(record)), style="dim"))
         elif isinstance(record, Provenance):
-            self._show(Text(provenance_line(record), style="dim"))
+            self._show(Text(shown(provenance_line(record)), style="dim"))
         elif isinstance(record, Notice):
             if not self._is_plain:
                 style = _NOTICE_STYLES[record.level]
                 where = "" if record.step is None else f" at step {record.step:,}"
-                self._show(Text.assemble((f"{record.level}{where}: ", f"bold {style}"), (record.message, style)))
+                begin = shown(f"{record.level}{where}:") + " "
+                self._show(Text.assemble((begin, f"bold {style}"), (shown(record.message), style)))
         elif isinstance(record, Row):
             if self.shows_rows:
                 self._first_row, self._last_row = self._first_row or record, record
@@ -189,7 +191,7 @@ class ConsoleSink(Sink):
             has_log = "jsonl" not in record.failed_parts  # without the local log there is nothing to read
             if self._start is not None and has_log and record.values.get("total/steps"):
                 where = shlex.quote(str(self._start.output_dir))
-                self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
+                self._show(shown(f"Next: flopwatch why {where}"))  # as it is, because a wrapped path cannot be copied
 
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""

@@ -1,6 +1,5 @@
 """Draws the screen of `flopwatch watch` for a terminal of a given size: cards with one number each, curves and bars."""
 
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import floor, isfinite
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from flopwatch.language import shown
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
@@ -17,7 +17,7 @@ from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import State, WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
-from flopwatch.text import one_line, plain
+from flopwatch.text import cells, one_line, padded, plain, wrapped
 
 _STATES: Mapping[State, tuple[str, str]] = {
     "no log": ("○", "yellow"),
@@ -113,7 +113,15 @@ def draw_frame(
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     """Join texts, plain or with a style. The result never wraps, because each line gets one row of the screen."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+    styled = ((part, "") if isinstance(part, str) else part for part in parts)
+    own = ((_in_its_place(text), style) for text, style in styled)
+    return Text.assemble(*own, no_wrap=True, overflow="ellipsis")
+
+
+def _in_its_place(text: str) -> str:
+    """The text in the reader's language, with as many spaces behind it as keep what follows in its column."""
+    said = shown(text)
+    return padded(said.rstrip(), cells(text)) if said != text and text.endswith("  ") else said
 
 
 def _spread(left: Text, right: Text, width: int) -> Text:
@@ -135,7 +143,8 @@ def _beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Tex
 
 
 def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
-    return [_line((piece, style)) for piece in textwrap.wrap(plain(text), max(width, 10)) or [""]]
+    lines = wrapped(plain(shown(text)), max(width, 10)) or [""]
+    return [Text(line, style, no_wrap=True, overflow="ellipsis") for line in lines]
 
 
 # What runs, and how far it is
