@@ -42,7 +42,7 @@ def section(results: Results) -> str:
     parts = [_provenance(results)]
     for title, rows in _tables(results):
         parts += [f"### {title}", _markdown(rows)]
-    parts += ["### How each was run", _how()]
+    parts += ["### How each was run", _how(results)]
     return "\n\n".join(parts)
 
 
@@ -172,8 +172,11 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _how() -> str:
-    by_title = {tool.title: tool.how for tool in [*MONITORS, *WAYS] if tool.how != "As above."}
+def _how(results: Results) -> str:
+    """How the tools in the tables were run; flopwatch is in all of them."""
+    monitors = MONITORS if "rivals" in results or "frequency" in results else MONITORS[:1]
+    tools = [*monitors, *(WAYS if "frequency" in results else [])]
+    by_title = {tool.title: tool.how for tool in tools if tool.how != "As above."}
     return "\n".join(f"- **{title}**: {how}" for title, how in by_title.items())
 
 

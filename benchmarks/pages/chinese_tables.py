@@ -15,8 +15,9 @@ _LAST_COMMENT = re.compile(r"\n*(<!--[^\n]*-->\s*)?\Z")
 
 def carry_over(page: Path, old: str, new: str, markers: tuple[str, str] | None = None) -> None:
     """Write into the Chinese page, between the markers or all of it, what has become of `old` in the English page."""
-    chinese = page.parent / "zh" / page.name
-    if not chinese.exists():
+    candidates = (docs / "zh" / page.relative_to(docs) for docs in page.parents)
+    chinese = next(filter(Path.exists, candidates), None)
+    if chinese is None:
         return
     text = chinese.read_text(encoding="utf-8")
     begin, end = 0, _LAST_COMMENT.search(text).start()  # type: ignore[union-attr]  # matches the empty end too

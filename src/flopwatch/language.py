@@ -15,20 +15,27 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 ENGLISH, CHINESE = "en", "zh"
 LANGUAGES = (ENGLISH, CHINESE)
 _SETTING = "FLOPWATCH_LANG"
+_FOLDER = Path(__file__).parent / "translations"
+_chosen: dict[str, str] = {}
 _LOCALES = ("LC_ALL", "LC_MESSAGES", "LANG")
 """The order in which POSIX reads them: the first that is set decides."""
 
 
 def language() -> str:
-    """`zh` or `en`: the environment variable FLOPWATCH_LANG, or else the locale."""
-    asked = os.environ.get(_SETTING) or next(filter(None, map(os.environ.get, _LOCALES)), "")
+    """`zh` or `en`: the environment variable FLOPWATCH_LANG, or else what was chosen, or else the locale."""
+    asked = os.environ.get(_SETTING) or _chosen.get(_SETTING) or next(filter(None, map(os.environ.get, _LOCALES)), "")
     return CHINESE if asked.lower().startswith(CHINESE) else ENGLISH
+
+
+def choose(language: str) -> None:
+    """The language of this process, as the setting `language` of the monitor says; `auto` is that of the locale."""
+    _chosen[_SETTING] = "" if language == "auto" else language
 
 
 def shown(text: str) -> str:
@@ -59,6 +66,7 @@ _ENDS = {".": "。", ":": "：", "?": "？"}
 _BETWEEN_SENTENCES = (("\n", "\n"), (". ", "。"))
 _WITHIN_SENTENCES = (("; ", "；"), (": ", "："), (", ", "，"))
 _IN_BRACKETS = re.compile(r"(.*?) ?\((.*)\)(.*)", re.DOTALL)
+_HAN = re.compile("[\u4e00-\u9fff]")
 _MOST_LETTERS = 4000
 _DEEPEST = 8
 _SHORT = 16
@@ -78,6 +86,7 @@ class _Sentence:
         parts = _HOLE.split(english)
         self._literals, self._order = parts[::2], [int(number) for number in parts[1::2]]
         self._anchor = max(self._literals, key=len)
+        self.size = sum(map(len, self._literals))
         self.translation = translation
 
     def values(self, text: str) -> Mapping[int, str] | None:
@@ -89,9 +98,11 @@ class _Sentence:
 
     @cached_property
     def _pattern(self) -> "re.Pattern[str]":
-        """In a short sentence, such as `{0} trials`, a hole is one word. Of adjacent holes, the first takes all."""
-        hole = r"(\S+)" if sum(map(len, self._literals)) < _SHORT else "(.*?)"
+        """In a short sentence, a hole is a word; in `{0} trials`, a number. Of adjacent holes, the first takes all."""
+        hole = r"(\S+)" if self.size < _SHORT else "(.*?)"
         first, *others = self._literals
+        if not first and len(others) == 1 and others[0].strip().isalpha():
+            hole = r"(\d\S*)"
         pattern = re.escape(first)
         for place, literal in enumerate(others):
             pattern += ("()" if place and not self._literals[place] else hole) + re.escape(literal)
@@ -105,15 +116,16 @@ class _Table(NamedTuple):
 
 @cache
 def _table(to: str) -> _Table:
-    content = json.loads(files("flopwatch").joinpath(f"translations/{to}.json").read_text("utf-8"))
+    content = json.loads((_FOLDER / f"{to}.json").read_text("utf-8"))
     known = {
         _core(english)[0]: own.rstrip("".join(_ENDS.values()))
         for part in content.values()
         for english, own in part.items()
         if own
     }
-    with_holes = tuple(_Sentence(english, own) for english, own in known.items() if _HOLE.search(english))
-    return _Table({english: own for english, own in known.items() if not _HOLE.search(english)}, with_holes)
+    with_holes = [_Sentence(english, own) for english, own in known.items() if _HOLE.search(english)]
+    with_holes.sort(key=lambda sentence: sentence.size, reverse=True)  # of two readings, that with more fixed letters
+    return _Table({english: own for english, own in known.items() if not _HOLE.search(english)}, tuple(with_holes))
 
 
 def _core(text: str) -> tuple[str, str]:
@@ -157,13 +169,28 @@ def _readings(text: str, to: str, depth: int) -> Iterator[_Translation]:
 
 
 def _filled(translation: str, values: Mapping[int, str]) -> str:
-    return _HOLE.sub(lambda match: values[int(match[1])], translation)
+    """The translation with its values: a space between Chinese and other words, none between Chinese and Chinese.
+
+    >>> _filled("在 {0} 阶段", {0: "构建"}), _filled("{0}不稳定", {0: "ghost"})
+    ('在构建阶段', 'ghost 不稳定')
+    """
+    filled = ""
+    for place, part in enumerate(_HOLE.split(translation)):
+        piece = values[int(part)] if place % 2 else part
+        left, right = filled.rstrip(" ")[-1:], piece.lstrip(" ")[:1]
+        chinese = [_HAN.match(letter) is not None for letter in (left, right)]
+        if all(chinese):
+            filled, piece = filled.rstrip(" "), piece.lstrip(" ")
+        elif any(chinese) and filled[-1:].isalnum() and piece[:1].isalnum():
+            filled += " "
+        filled += piece
+    return filled
 
 
 def _by_parts(text: str, to: str, depth: int) -> Iterator[_Translation]:
     for joint, own in _BETWEEN_SENTENCES:
         if joint in text.rstrip():
-            parts = [_translation(part, to, depth) for part in text.split(joint)]
+            parts = [_translation(part, to, depth) for part in _sentences(text.split(joint), joint, to)]
             yield _joined(own, parts)
             return
     for joint, own in _WITHIN_SENTENCES:
@@ -171,10 +198,23 @@ def _by_parts(text: str, to: str, depth: int) -> Iterator[_Translation]:
             before, after, with_joint = (
                 _translation(part, to, depth) for part in (text[:place], text[place + 2 :], text[place:])
             )
-            yield min(_joined("", [before, with_joint]), _joined(own, [before, after]), key=lambda each: each.left)
+            as_it_is, in_chinese = _joined("", [before, with_joint]), _joined(own, [before, after])
+            is_chinese = _HAN.search(before.text.rpartition(joint)[2]) or _HAN.search(after.text.partition(joint)[0])
+            candidates = (in_chinese, as_it_is) if is_chinese else (as_it_is, in_chinese)
+            yield min(candidates, key=lambda each: each.left)
     if (match := _IN_BRACKETS.fullmatch(text)) is not None:
         before, inside, after = (_translation(part, to, depth) for part in match.groups())
         yield _Translation(before.left + inside.left + after.left, f"{before.text}（{inside.text}）{after.text}")
+
+
+def _sentences(parts: Sequence[str], joint: str, to: str) -> Iterator[str]:
+    """The sentences. Those that are one text of the table stay together."""
+    start, whole = 0, _table(to).whole
+    while start < len(parts):
+        together = (joint.join(parts[start:end]) for end in range(len(parts), start, -1))
+        found = next((text for text in together if _core(text)[0] in whole), parts[start])
+        yield found
+        start += found.count(joint) + 1
 
 
 def _joined(joint: str, parts: Sequence[_Translation]) -> _Translation:

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "flopwatch"
@@ -17,12 +18,12 @@ _FORMAT_FIELD = re.compile(r"\{[a-z_]\w*(?:[.:][^{}\s]*)?\}")
 _WORDS = re.compile(r"(?<![\w/.{<$-])[A-Za-z][a-z]+(?![\w/}>=]|-\w)")
 
 
-def texts() -> dict[str, str]:
+def texts(source: Path = SOURCE) -> dict[str, str]:
     """Each text, with values as {0}, {1}, and the file that has it."""
     found: dict[str, str] = {}
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in sorted(source.rglob("*.py")):
         for text in _texts_of(file):
-            found.setdefault(text, str(file.relative_to(SOURCE)))
+            found.setdefault(text, str(file.relative_to(source)))
     return found
 
 
@@ -66,10 +67,15 @@ def _pieces(tree: ast.Module) -> set[int]:
     return {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
 
 
+@cache
+def _commands() -> frozenset[str]:
+    return frozenset(re.findall(r'^    "(\w+)": \("', (SOURCE / "cli" / "app.py").read_text("utf-8"), re.MULTILINE))
+
+
 def _help_texts(tree: ast.Module) -> Iterator[str]:
     """The docstrings of commands, by paragraph as `--help` shows them."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+        if isinstance(node, ast.FunctionDef) and node.name in _commands() and (text := ast.get_docstring(node)):
             parts = (" ".join(part.split()) for part in text.split("\n\n"))
             yield from (part for part in parts if not part.startswith((">>>", "Args:", "Returns:")))
 
@@ -100,7 +106,7 @@ def update() -> None:
     old = json.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {"texts": {}, "words": {}}
     found = texts()
     new = {text: old["texts"].get(text, "") for text in sorted(found, key=lambda text: (found[text], text))}
-    print(f"{len(new)} texts, {sum(own == '' for own in new.values())} without a translation")
+    sys.stdout.write(f"{len(new)} texts, {sum(own == '' for own in new.values())} without a translation\n")
     TABLE.write_text(json.dumps({"texts": new, "words": old["words"]}, ensure_ascii=False, indent=0) + "\n", "utf-8")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.files import is_full_disk
-from flopwatch.language import shown
+from flopwatch.language import choose, shown
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.environment import what_ran
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -151,6 +151,7 @@ class Outlets:
 
 def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
     """Open the local log and the configured sinks; a sink that cannot be opened is reported and left out."""
+    choose(config.language)
     sinks: list[Sink] = []
     failures: dict[str, str] = {}
     for want in wanted:
