@@ -7,12 +7,14 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from flopwatch import TrainingMonitor
-from flopwatch.language import language, shown, translated
+from flopwatch.language import language, shown
+from flopwatch.translations import translated
 from support.chinese_pages import CHINESE, ENGLISH_ONLY, PAGES, STATE, fingerprint, outline
 from support.texts import TABLE, texts
 
@@ -23,7 +25,7 @@ _HOLE = re.compile(r"\{\d+\}")
 
 def table() -> dict[str, str | None]:
     content = json.loads(TABLE.read_text("utf-8"))
-    return {**content["texts"], **content["words"]}
+    return {**content["texts"], **content["words"], **content["headings"]}
 
 
 def test_every_sentence_of_the_source_has_chinese() -> None:
@@ -171,7 +173,25 @@ def run(command: str, language: str) -> "subprocess.CompletedProcess[str]":
 def numbers(text: str) -> Counter[str]:
     """Counted without the digits inside markup, whose places depend on widths of texts."""
     text = re.sub(r"<(style|script).*?</\1>|<svg.*?</svg>|<[^>]*>|`[^`]*`", " ", text, flags=re.DOTALL)
-    return Counter(re.findall(r"\d[\d,.]*\d|\d", text))
+    return Counter(re.findall(r"\d[\d,.]*\d|\d", unescape(text)))
+
+
+def test_a_word_in_a_sentence_may_be_the_name_of_a_setting() -> None:
+    assert translated("memory") == "内存"
+    assert translated("no value for steps; there are wall_seconds, memory").endswith("wall_seconds, memory")
+
+
+def test_sentences_that_are_one_text_are_found_among_others() -> None:
+    english = (
+        "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not "
+        "support the model. The device has 24.0 GiB."
+    )
+
+    assert translated(english).endswith("n/a：训练器不支持这个模型。这台设备有 24.0 GiB。")
+
+
+def test_the_words_of_an_exception_are_no_number_of_trials() -> None:
+    assert translated("OutOfMemoryError: CUDA out of memory") == "OutOfMemoryError: CUDA out of memory"
 
 
 # Words of two letters and more that are no name, unit, flag, path or key.

@@ -13,12 +13,12 @@ import flopwatch.flops.formulas  # noqa: F401  # registers the formulas
 from flopwatch.automatic.watcher import ROWS, Rule, Seen
 from flopwatch.flops.formulas.registry import _formulas
 from flopwatch.hardware.peaks import Accelerator, load_accelerators
-from flopwatch.language import translated
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.metrics import METRICS
 from flopwatch.records.settings import SETTINGS
 from flopwatch.spellings import MONITOR
 from flopwatch.sweep.spec.matrix import Matrix
+from flopwatch.translations import translated
 from pages.chinese_tables import carry_over
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
 from pages.schemas import KINDS
@@ -172,8 +172,9 @@ def write(page: str, docs: Path = DOCS) -> None:
 
 def _with_chinese_descriptions(table: str) -> str:
     """The Chinese page describes settings and metrics in the words of the commands; its other words are its own."""
-    fields = [*MonitorConfig.model_fields.values(), *Matrix.model_fields.values(), *METRICS.values()]
-    chinese = {field.description: translated(str(field.description)) for field in fields}
+    fields = [*MonitorConfig.model_fields.values(), *Matrix.model_fields.values()]
+    described = [str(field.description) for field in fields] + [metric.description for metric in METRICS.values()]
+    chinese = {description: translated(description) for description in described}
     return re.sub(r"(?<=\| )[^|\n]+(?= \|)", lambda cell: chinese.get(cell[0], cell[0]), table)
 
 

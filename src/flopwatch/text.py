@@ -5,8 +5,7 @@ stored. They are printed with rich as `Text`, never as markup, because they may 
 """
 
 import re
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
@@ -82,6 +81,8 @@ def cells(text: str) -> int:
     """
     if text.isascii():
         return len(text)
+    import unicodedata  # loads a library, which few texts need
+
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
@@ -91,8 +92,8 @@ def padded(text: str, width: int) -> str:
 
 _WIDE = r"\u2e80-\u9fff\uac00-\ud7ff\uff00-\uffef“”"
 _NOT_FIRST = r"[，。：；、！？）”》%]*"
-_PIECES = re.compile(rf"\s+|[{_WIDE}]{_NOT_FIRST}|[^\s{_WIDE}]+{_NOT_FIRST}")
-"""A space, a wide character, or a word; with the punctuation that must not begin a line."""
+_PIECES = rf"[{_WIDE}]{_NOT_FIRST}|[^{_WIDE}]+{_NOT_FIRST}"
+"""A wide character, or a word; with the punctuation that must not begin a line."""
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -102,11 +103,20 @@ def wrapped(text: str, width: int) -> list[str]:
     (['as wide', 'as this'], ['每行最多', '8 格。'])
     """
     lines = [""]
-    for piece in _PIECES.findall(text):
+    for piece in _pieces(text):
         if cells((lines[-1] + piece).rstrip()) > width and lines[-1].strip():
             lines.append("")
         lines[-1] += piece if lines[-1] else piece.lstrip()
     return [line.rstrip() for line in lines if line.strip()]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """What must not be broken, and the spaces between."""
+    for word in re.split(r"(\s+)", text):
+        if max(word, default="") < "\u2e80":  # the pattern takes long to compile, and English does not need it
+            yield word
+        else:
+            yield from re.findall(_PIECES, word)
 
 
 def plural(amount: int, word: str) -> str:

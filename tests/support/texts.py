@@ -103,11 +103,11 @@ def _text(node: ast.AST) -> str | None:
 
 
 def update() -> None:
-    old = json.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {"texts": {}, "words": {}}
+    old = json.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {"texts": {}, "words": {}, "headings": {}}
     found = texts()
     new = {text: old["texts"].get(text, "") for text in sorted(found, key=lambda text: (found[text], text))}
     sys.stdout.write(f"{len(new)} texts, {sum(own == '' for own in new.values())} without a translation\n")
-    TABLE.write_text(json.dumps({"texts": new, "words": old["words"]}, ensure_ascii=False, indent=0) + "\n", "utf-8")
+    TABLE.write_text(json.dumps({**old, "texts": new}, ensure_ascii=False, indent=0) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

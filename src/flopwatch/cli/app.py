@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from flopwatch.cli import say
-from flopwatch.cli.help import Context
 from flopwatch.errors import InputError
+from flopwatch.language import ENGLISH, language
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
@@ -38,8 +38,17 @@ _COMMANDS = {
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
+class _Context(click.Context):
+    def make_formatter(self) -> click.HelpFormatter:
+        if language() == ENGLISH:
+            return super().make_formatter()
+        from flopwatch.cli.help import Formatter
+
+        return Formatter(width=self.terminal_width, max_width=self.max_content_width)
+
+
 class _Commands(click.Group):
-    context_class = Context
+    context_class = _Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # click's own order is that of the alphabet
@@ -48,7 +57,7 @@ class _Commands(click.Group):
 class Command(click.Command):
     """A command whose file is imported when its arguments are read."""
 
-    context_class = Context
+    context_class = _Context
 
     def __init__(self, name: str, module: str, summary: str) -> None:
         # Options after the script's name belong to the script.

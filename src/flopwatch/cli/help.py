@@ -4,18 +4,11 @@ from collections.abc import Iterable
 
 import click
 
-from flopwatch.language import ENGLISH, language, shown
+from flopwatch.language import shown
 from flopwatch.text import cells, padded, wrapped
 
 
-class Context(click.Context):
-    def make_formatter(self) -> click.HelpFormatter:
-        if language() == ENGLISH:
-            return super().make_formatter()
-        return _Formatter(width=self.terminal_width, max_width=self.max_content_width)
-
-
-class _Formatter(click.HelpFormatter):
+class Formatter(click.HelpFormatter):
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         super().write_usage(prog, args, prefix or f"{shown('Usage:')} ")
 

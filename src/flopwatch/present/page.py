@@ -46,7 +46,7 @@ def to_page(document: doc.Document) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{esc(title)}</title><style>{style}</style></head><body>
-<header><h1><small>{esc(kind)}</small>{esc(document.title)}</h1>
+<header><h1><small>{esc(kind)}</small>{(verbatim if document.kind else esc)(document.title)}</h1>
 {lead}</header>
 <nav>{"".join(links)}</nav>
 <main>
@@ -112,13 +112,18 @@ class _Html(doc.Renderer[str]):
 
     def strip(self, part: doc.Strip) -> Iterator[str]:
         if part.shares:
-            legend = "".join(f'<span><i class="{tone}"></i>{esc(name)} {n:,}</span>' for name, n, tone in part.shares)
+            legend = "".join(
+                f'<span><i class="{tone}"></i>{verbatim(name)} {n:,}</span>' for name, n, tone in part.shares
+            )
             yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
 
     def section(self, part: doc.Section) -> Iterator[str]:
         key = f' id="{verbatim(part.key)}"' if part.key else ""
         remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
-        lead = "".join(f"<b>{esc(str(c))}</b> " if c.tone != "chip" else f"{_content(c)} " for c in part.lead)
+        lead = "".join(
+            f"{_content(cell)} " if cell.tone == "chip" else f"<b>{(verbatim if cell.is_name else esc)(str(cell))}</b> "
+            for cell in part.lead
+        )
         title = f"{lead}{esc(part.title)}{remark}"
         if part.is_open is None:
             head = f"<h{self.level}>{title}</h{self.level}>" if part.title else ""
@@ -167,7 +172,7 @@ class _Html(doc.Renderer[str]):
         )
         legend = f'<span class="keys">{"".join(keys)}</span>' if part.legend else ""
         small = f" <small>{esc(part.remark)}</small>" if part.remark else ""
-        label = esc(f"{part.title} {part.remark}".strip())
+        label = f"{esc(part.title)} {esc(part.remark)}".strip()
         drawn = (
             f"<figure><figcaption>{esc(part.title)}{small}{legend}</figcaption>"
             f'<svg viewBox="0 0 {part.width:.0f} {part.height:.0f}" role="img" aria-label="{label}">{part.svg}</svg>'
@@ -213,7 +218,8 @@ class _Html(doc.Renderer[str]):
 def _strip(shares: Sequence[doc.Share]) -> str:
     total = sum(share.amount for share in shares)
     bars = "".join(
-        f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{esc(name)}: {n:,}"></i>' for name, n, tone in shares
+        f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{verbatim(name)}: {n:,}"></i>'
+        for name, n, tone in shares
     )
     return f'<div class="strip">{bars}</div>'
 
@@ -246,7 +252,7 @@ def _cell(cell: doc.Cell, side: str) -> str:
 
 
 def _content(cell: doc.Cell) -> str:
-    text = esc(cell.text)
+    text = verbatim(cell.text) if cell.is_name else esc(cell.text)
     if cell.shares:
         return _strip(cell.shares)
     if cell.bar is not None:
@@ -254,7 +260,8 @@ def _content(cell: doc.Cell) -> str:
     if cell.tone == "chip":
         return f'<span class="chip">{text}</span>'
     dot = f'<span class="dot k{cell.colour % COLOURS}"></span>' if cell.colour is not None else ""
-    detail = f' <span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
+    gap = "" if text.endswith("；") else " "
+    detail = f'{gap}<span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
     return f"{dot}{text}{detail}"
 
 
@@ -273,7 +280,7 @@ def _data(part: doc.Records) -> dict[str, Any]:
     return {
         "columns": [
             {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
-            | ({"words": list(own)} if kind == "words" else {})
+            | ({"words": [word if field.is_shown else shown(word) for word in own]} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
             for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],

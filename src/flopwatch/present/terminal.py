@@ -57,7 +57,8 @@ class _Terminal(doc.Renderer[RenderableType]):
         return 2 if self.level else 0  # not more, so that tables of subsections have room
 
     def lines(self) -> Iterator[RenderableType]:
-        title, kind = _said(self.document.title), _said(self.document.kind)
+        kind, title = _said(self.document.kind), self.document.title
+        title = one_line(title) if kind else _said(title)  # after a kind, it is the name of a folder
         if title:
             yield self.indented(Text.assemble((f"{kind} " if kind else "", "bold"), (title, "" if kind else "bold")))
         if self.document.source and self.document.source != self.document.title:
@@ -79,7 +80,7 @@ class _Terminal(doc.Renderer[RenderableType]):
 
     def text(self, part: doc.Text) -> Iterator[RenderableType]:
         if part.tone == "command":
-            return iter([Text(" " * self.indent + one_line(part.text))])
+            return iter([Text(" " * self.indent + _said(part.text))])
         return self.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
 
     def items(self, part: doc.Items) -> Iterator[RenderableType]:
@@ -95,7 +96,7 @@ class _Terminal(doc.Renderer[RenderableType]):
                 yield Text()
 
     def facts(self, part: doc.Facts) -> Iterator[RenderableType]:
-        pairs = [(_said(name), _said(str(value))) for name, value in part.pairs if str(value)]
+        pairs = [(_said(name), _said_cell(doc.as_cell(value))) for name, value in part.pairs if str(value)]
         label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
         if pairs:
             yield self.indented(_grid(pairs, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
@@ -113,7 +114,7 @@ class _Terminal(doc.Renderer[RenderableType]):
     def section(self, part: doc.Section) -> Iterator[RenderableType]:
         title = Text()
         for cell in part.lead:
-            title.append(f"{_said(str(cell))} ", f"bold {STYLES[cell.tone]}")
+            title.append(f"{_said_cell(cell._replace(short=None))} ", f"bold {STYLES[cell.tone]}")
         title.append(_said(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
         yield Text()
         if title:
@@ -165,6 +166,11 @@ def _said(text: str) -> str:
     return one_line(shown(text))
 
 
+def _said_cell(cell: doc.Cell) -> str:
+    text = str(cell) if cell.short is None else cell.short
+    return one_line(text) if cell.is_name else _said(text)
+
+
 def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(**left)
@@ -176,10 +182,7 @@ def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapp
 
 def _joined(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[doc.Head], list[list[Text]]]:
     """Join the columns of one group to one column, because a terminal is narrow."""
-    texts = [
-        [Text(_said(str(cell) if cell.short is None else cell.short), STYLES[cell.tone]) for cell in row]
-        for row in rows
-    ]
+    texts = [[Text(_said_cell(cell), STYLES[cell.tone]) for cell in row] for row in rows]
     heads: list[doc.Head] = []
     joined: list[list[Text]] = [[] for _ in rows]
     for _, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):

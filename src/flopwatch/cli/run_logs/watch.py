@@ -11,7 +11,7 @@ from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use,
 from flopwatch.errors import InputError
 from flopwatch.language import shown
 from flopwatch.numbers import number, percent
-from flopwatch.present.document import Document, Grid, Most, numbers
+from flopwatch.present.document import Cell, Document, Grid, Most, numbers
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
 from flopwatch.runs.state import OVER, WatchedRun, WatchFeed
@@ -71,7 +71,7 @@ def _list_of_runs(folder: str) -> Document:
         mfu, loss = run.value("perf/mfu_percent"), None if run.loss is None else run.loss[1]
         rows.append(
             (
-                os.path.relpath(place, os.path.expanduser(folder)),
+                Cell(os.path.relpath(place, os.path.expanduser(folder)), is_name=True),
                 run.state(time.time()),
                 "" if run.row is None else f"{run.row.step:,}",
                 "" if loss is None else number(loss, digits=4),

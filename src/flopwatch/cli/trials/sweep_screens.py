@@ -44,7 +44,7 @@ def outcome_text(outcome: str) -> Text:
 
 
 def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
-    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
+    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail, is_name=not detail)
 
 
 class CommandScreen(Screen):
@@ -188,7 +188,7 @@ class LiveTable:
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
             phase, step = _progress(trial)
             seconds = self._clock() - self._since.get(name, self._began)
-            words = (Text(one_line(word, _LONGEST_LINE)) for word in (name, phase))
+            words = (Text(one_line(word, _LONGEST_LINE)) for word in (name, shown(phase)))
             running.add_row(*words, step, duration(seconds, rough=True))
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
@@ -258,7 +258,8 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         kept = plan.kept.get(trial.name)
         left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
         state = "will run" if trial.name in todo else outcome_cell(kept.outcome) if kept else left
-        return trial.name, one_line(trial.spec.model, 200), state
+        names = (trial.name, one_line(trial.spec.model, 200))
+        return *(doc.Cell(name, is_name=True) for name in names), state
 
     trials = plural(len(plan.trials), "trial")
     parts: list[doc.Part] = [
