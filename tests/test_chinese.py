@@ -204,7 +204,10 @@ def test_a_command_says_the_same_numbers_in_both_languages(command: str) -> None
     english, chinese = (run(command, language) for language in ("en", "zh"))
 
     assert chinese.returncode == english.returncode
-    assert numbers(chinese.stdout) == numbers(english.stdout)
+    if command.startswith("watch"):  # its line of losses has as many as fit, and Chinese is shorter
+        assert not numbers(english.stdout) - numbers(chinese.stdout)
+    else:
+        assert numbers(chinese.stdout) == numbers(english.stdout)
     assert re.search("[\u4e00-\u9fff]", chinese.stdout + chinese.stderr)
     assert not re.search("[\u4e00-\u9fff]", english.stdout + english.stderr)
 
