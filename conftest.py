@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Child processes find the modules that `pythonpath` in pyproject.toml gives to this one, and take Ctrl-C."""
     folders = [str(ROOT / folder) for folder in config.getini("pythonpath")]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["FLOPWATCH_LANG"] = "en"  # whatever the developer's locale is
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*inherited, *folders])))
     with suppress(ImportError):  # the portable suite runs without it
         from hypothesis import settings

@@ -22,6 +22,7 @@ from support.warm_python import TRANSFORMERS, start_warm
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CHINESE_PAGES = {ROOT / "README.zh-CN.md", *ROOT.glob("docs/zh/**/*.md")}
 _BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]*) -->\n)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = {
     "CONTRIBUTING.md": ["the targets of the Makefile, run by CI"],
@@ -33,8 +34,8 @@ NOT_RUN = {
     "docs/sweep.md": ["needs a W&B account and an MLflow server"],
     "docs/versions.md": ["builds environments for hours"],
     "docs/why.md": ["needs a training that runs meanwhile"],
-    "docs/zh/why.md": ["needs a training that runs meanwhile"],
 }
+NOT_RUN |= {page.replace("docs/", "docs/zh/"): reasons for page, reasons in NOT_RUN.items() if page.startswith("docs/")}
 RUN_ELSEWHERE = {
     "flopwatch sweep ": "tests/sweep/test_page.py",
     "flopwatch trial ": "tests/sweep/test_page.py",
@@ -83,8 +84,8 @@ def test_every_block_is_of_a_kind_that_is_run(page: Path) -> None:
 @with_id
 def test_python_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     snippets = list(snippets_with_output(page))
-    if page.name == "README.zh-CN.md":
-        pytest.skip("the same code as README.md: see below")
+    if page in CHINESE_PAGES:
+        pytest.skip("the same code as on the English page: see below, and test_chinese.py")
     if not snippets:
         pytest.skip("no python on this page")
     # One process per page: later snippets build on earlier ones, as a reader's session does.
@@ -106,7 +107,7 @@ _MARK = "--- end of snippet ---"
 @with_id
 def test_console_snippets_print_what_the_page_says(page: Path) -> None:
     sessions = [block.code for block in blocks(page) if block.language == "console"]
-    if not sessions:
+    if not sessions or page in CHINESE_PAGES:
         pytest.skip("no console session on this page")
     for command, expected in (step for session in sessions for step in _steps(session)):
         done = subprocess.run(
@@ -219,8 +220,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(_BLOCK, "", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    text = re.sub(_BLOCK, "", page.read_text(encoding="utf-8"))
+    headings, named = (
+        re.findall(r"^#+ (.*)$", text, re.MULTILINE),
+        re.findall(r'^<a id="([^"]*)"></a>$', text, re.MULTILINE),
+    )
+    return {*named} | {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_both_readmes_have_the_same_headings_code_pictures_and_numbers() -> None:

@@ -15,6 +15,7 @@ from overhead.contenders.tools import MONITORS, WAYS
 from overhead.intervals import Interval
 from overhead.results import CALL_BAR_SECONDS, OWN_TIME_BAR, CallTimes, Free, bare_step_seconds, overheads, side_effects
 from overhead.results import free as free_figures
+from pages.chinese_tables import carry_over
 
 START = "<!-- table: python benchmarks/overhead/monitor_overhead.py -->"
 END = "<!-- end -->"
@@ -41,16 +42,17 @@ def section(results: Results) -> str:
     parts = [_provenance(results)]
     for title, rows in _tables(results):
         parts += [f"### {title}", _markdown(rows)]
-    parts += ["### How each was run", _how()]
+    parts += ["### How each was run", _how(results)]
     return "\n\n".join(parts)
 
 
 def write_section(page: Path, text: str) -> None:
     before, start, rest = page.read_text().partition(START)
-    _, end, after = rest.partition(END)
+    old, end, after = rest.partition(END)
     if not start or not end:
         raise SystemExit(f"{page} has no {START} ... {END} to write between")
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
+    carry_over(page, old, text, (START, END))
 
 
 def percent(interval: Interval) -> str:
@@ -170,8 +172,11 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _how() -> str:
-    by_title = {tool.title: tool.how for tool in [*MONITORS, *WAYS] if tool.how != "As above."}
+def _how(results: Results) -> str:
+    """How the tools in the tables were run; flopwatch is in all of them."""
+    monitors = MONITORS if "rivals" in results or "frequency" in results else MONITORS[:1]
+    tools = [*monitors, *(WAYS if "frequency" in results else [])]
+    by_title = {tool.title: tool.how for tool in tools if tool.how != "As above."}
     return "\n".join(f"- **{title}**: {how}" for title, how in by_title.items())
 
 

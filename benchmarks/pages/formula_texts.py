@@ -5,7 +5,7 @@ METRIC_FORMULAS = {
     "training/lr": "last value",
     "training/epoch": "last value",
     "training/grad_norm": "mean over the steps that logged it",
-    "perf/mfu": "Σ model FLOPs / Σ (seconds × peak), [below](#mfu-and-hfu)",
+    "perf/mfu": "Σ model FLOPs / Σ (seconds × peak), [above](#mfu-and-hfu)",
     "perf/mfu_percent": "100 × `perf/mfu`",
     "perf/hfu": "Σ hardware FLOPs / Σ (seconds × peak)",
     "perf/hfu_percent": "100 × `perf/hfu`",
@@ -75,7 +75,8 @@ METRIC_FORMULAS = {
     "time/host_seconds": "end of the step − end of its last optimizer",
     "time/passes_timed_seconds": "sum over the steps whose optimizer and passes were timed, without warm-up and stalls",
     "time/outside_passes_seconds": "step − input wait − forward and backward passes − optimizer − what follows it",
-    "time/between_seconds": "productive time × `time/outside_passes_seconds` / `time/passes_timed_seconds`",
+    "time/between_seconds": "(`time/train_seconds` − input wait − compile − stall) × `time/outside_passes_seconds` / "
+    "`time/passes_timed_seconds`",
     "time/straggler_seconds": "Σ (`ranks/straggler_excess_percent` × time of the window)",
     "time/straggler_input_seconds": "Σ (`ranks/straggler_input_percent` × time of the window / ranks)",
     "time/ranks_wait_seconds": "Σ (`ranks/waiting_percent` × time of the window) − waiting for the straggler",

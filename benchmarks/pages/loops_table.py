@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pages.chinese_tables import carry_over
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "loops.md"
 _MOST_WORDS = 180
@@ -36,7 +38,9 @@ def main() -> None:
     for loop in loops:
         with tempfile.TemporaryDirectory() as folder:
             audited.append((loop, audit(loop, Path(folder))))
-    PAGE.write_text(page(audited), encoding="utf-8")
+    old, new = PAGE.read_text(encoding="utf-8"), page(audited)
+    PAGE.write_text(new, encoding="utf-8")
+    carry_over(PAGE, old, new)
     print(f"wrote {PAGE}: {summary(audited)}")
 
 
@@ -46,7 +50,7 @@ def page(audited: list[tuple[Any, Any]]) -> str:
     for loop, outcome in audited:
         wrong = sum(row.is_wrong_and_exact for row in outcome.rows)
         not_exact = len(outcome.rows) - outcome.exact_rows
-        why = f"known hole: {loop.hole}" if loop.hole else _why(outcome)
+        why = f"known gap: {loop.gap}" if loop.gap else _why(outcome)
         cells = [_in_cell(loop.what), len(outcome.rows), outcome.exact_rows, not_exact, wrong, why]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
@@ -57,9 +61,10 @@ def summary(audited: list[tuple[Any, Any]]) -> str:
     in_the_end = sum(outcome.rows[-1].is_exact is True for outcome in outcomes)
     wrong = sum(any(row.is_wrong_and_exact for row in outcome.rows) for outcome in outcomes)
     same = sum(outcome.is_same_training for outcome in outcomes)
+    have = "has" if wrong == 1 else "have"
     return (
         f"{len(outcomes)} loops: the last row is exact in {in_the_end} and not exact in {len(outcomes) - in_the_end}; "
-        f"{wrong} have a row that is called exact and is wrong; {same} end with the same weights."
+        f"{wrong} {have} a row that is called exact and is wrong; {same} end with the same weights."
     )
 
 

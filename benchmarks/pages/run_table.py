@@ -26,13 +26,15 @@ flopwatch written into the script.
   parameters and, where code is compiled, the number of graphs.
 - **FLOPs**, **tokens, samples**: each step that `flopwatch run` measures has the values of the monitor that is written
   in.
-- **steps not measured**: the first step is missing if the script has several optimizers, because which of them ends a
-  step is known only when they step again. The callbacks of the frameworks measure all steps.
+- **steps not measured**: their numbers, if there are any. Only the first step, number 0, can be missing: if the script
+  has several optimizers, because which of them ends a step is known only when they step again; and if the step calls
+  no module, because then nothing shows where it began. The callbacks of the frameworks measure all steps.
 - **exact**: whether the log calls the FLOPs of all steps exact, the same in both ways of measuring unless noted.
 - **what the log says**: the notice or the reason with which the log names what it could not see.
 
-`flopwatch run` never knows the loss of a plain loop, nor the input wait between micro-batches; these values are absent.
-[Quick starts](quickstart.md) shows how to use it, and how to write a monitor into the script instead.
+`flopwatch run` never knows the loss of a plain loop, nor its input wait if the batches of a step are fetched inside
+of it; that is part of the time [between the passes](why.md), or of stalled steps if a batch comes far later than
+usual. [Quick starts](quickstart.md) shows how to use it, and how to write a monitor into the script instead.
 
 The page is written by `python benchmarks/pages/run_table.py`; the same comparison is a test
 (`tests/automatic/test_unchanged_scripts.py`).

@@ -76,7 +76,7 @@ def _counts(name: str, rows: list[Outcome]) -> tuple[str, ...]:
 
 def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
     """All of docs/zoo.md; `not_tried` are families and names without a row."""
-    parts = ["# The zoo", _introduction(), _provenance(rows), "## In short", _markdown_summary(rows)]
+    parts = ["# The zoo", _introduction(rows), _provenance(rows), "## In short", _markdown_summary(rows)]
     for state, title in (("wrong", "## Wrong"), ("told", "## Reported")):
         parts += [title, *(_cells_section(rows, column, state) for column in COLUMNS)]
     parts += [
@@ -90,10 +90,12 @@ def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _introduction() -> str:
+def _introduction(rows: list[Outcome]) -> str:
+    tried = [family for family in FAMILIES if any(row.family == family for row in rows)]
+    sources = " and ".join(filter(None, [", ".join(tried[:-1]), *tried[-1:]]))
     return f"""This page compares the FLOPs that flopwatch counts with those of real steps on a CPU, for small
 models of many architectures. The models are made automatically from the configuration classes and model lists of
-transformers, torchvision, timm and diffusers.
+{sources}. What was not tried and what could not be built stands below.
 `{COMMAND}` writes this page again; `--only`, `--family` and `--resume` run a part.
 The first run installs torchvision, timm and diffusers into `.cache/zoo`, without their dependencies.
 
@@ -107,7 +109,9 @@ The first run installs torchvision, timm and diffusers into `.cache/zoo`, withou
   encoder-decoders, source and target are padded separately.
 
 *Equal* means equal to the FLOP. *Reported* means not equal, but the count or the law says that it is not exact. *Wrong*
-means not equal without such a report, or an exception that is not one of flopwatch's errors."""
+means not equal without such a report, or an exception that is not one of flopwatch's errors. A model that was built is
+in none of the three where there is nothing to compare: in padding if it takes no attention mask over a sequence, and in
+law or padding if the real step fails with such a batch."""
 
 
 def _provenance(rows: list[Outcome]) -> str:

@@ -5,7 +5,7 @@ stored. They are printed with rich as `Text`, never as markup, because they may 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
@@ -71,6 +71,52 @@ def listed(names: Sequence[str], at_most: int = 5) -> str:
     """
     more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
     return ", ".join(names[:at_most]) + more
+
+
+def cells(text: str) -> int:
+    """How many columns of a terminal the text takes: Chinese characters take two.
+
+    >>> cells("12 ms"), cells("单步时间")
+    (5, 8)
+    """
+    if text.isascii():
+        return len(text)
+    import unicodedata  # loads a library, which few texts need
+
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - cells(text))
+
+
+_WIDE = r"\u2e80-\u9fff\uac00-\ud7ff\uff00-\uffef“”"
+_NOT_FIRST = r"[，。：；、！？）”》%]*"
+_PIECES = rf"[{_WIDE}]{_NOT_FIRST}|[^{_WIDE}]+{_NOT_FIRST}"
+"""A wide character, or a word; with the punctuation that must not begin a line."""
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a paragraph. Words are not broken; between wide characters, a line may end.
+
+    >>> wrapped("as wide as this", 8), wrapped("每行最多 8 格。", 8)
+    (['as wide', 'as this'], ['每行最多', '8 格。'])
+    """
+    lines = [""]
+    for piece in _pieces(text):
+        if cells((lines[-1] + piece).rstrip()) > width and lines[-1].strip():
+            lines.append("")
+        lines[-1] += piece if lines[-1] else piece.lstrip()
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """What must not be broken, and the spaces between."""
+    for word in re.split(r"(\s+)", text):
+        if max(word, default="") < "\u2e80":  # the pattern takes long to compile, and English does not need it
+            yield word
+        else:
+            yield from re.findall(_PIECES, word)
 
 
 def plural(amount: int, word: str) -> str:

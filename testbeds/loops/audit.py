@@ -119,7 +119,7 @@ class Loop:
         exact_from: From this step on every row is exact; None when that is not promised.
         told: What the notes of rows that are not exact say, where exactness is not promised.
         is_compiled: Compiled code is run eagerly while it is counted.
-        hole: Why a row of it is wrong and called exact: the gap between counts that docs/exactness.md describes.
+        gap: Why a row of it is wrong and called exact: the gap between counts that docs/exactness.md describes.
         is_slow: Takes more than a second or two, most of it for the law of a transformer.
     """
 
@@ -127,7 +127,7 @@ class Loop:
     exact_from: int | None = 4
     told: str | None = None
     is_compiled: bool = False
-    hole: str | None = None
+    gap: str | None = None
     is_slow: bool = False
 
     @property

@@ -143,7 +143,7 @@ LOOPS = [
     Loop(outside.growing_queue, exact_from=None, told=NOT_YET),
     Loop(
         outside.products_of_hand_over_masked_positions,
-        hole="the sizes of products outside of any module differ, but not in the steps that are counted",
+        gap="the sizes of products outside of any module differ, but not in the steps that are counted",
     ),
     Loop(outside.divergence_on_generated_text, exact_from=None, told=NOT_YET),
     Loop(outside.teacher_after_a_failed_call, exact_from=12),

@@ -25,7 +25,7 @@ CAMPAIGN = {
 def marks_of(loop: Loop) -> list[pytest.MarkDecorator]:
     marks = [] if loop.name in QUICK else [pytest.mark.slow]
     marks += [pytest.mark.campaign] if loop.name in CAMPAIGN else []
-    return marks if loop.hole is None else [*marks, pytest.mark.xfail(strict=True, reason=loop.hole)]
+    return marks if loop.gap is None else [*marks, pytest.mark.xfail(strict=True, reason=loop.gap)]
 
 
 every_loop = pytest.mark.parametrize("loop", [pytest.param(loop, id=loop.name, marks=marks_of(loop)) for loop in LOOPS])

@@ -318,9 +318,9 @@ mistake and writes this page.
 
 def _cell(texts: tuple[str, ...]) -> str:
     text = " ".join(texts).removeprefix("flopwatch: ")
-    for sign in "\\*_[]<>|":
-        text = text.replace(sign, f"\\{sign}")
-    return "<br>".join(text.splitlines())
+    parts = re.split(r"(`[^`\n]*`)", text)  # every second part is code, in which a backslash would be shown
+    parts[::2] = [re.sub(r"[\\*_\[\]<>]", r"\\\g<0>", part) for part in parts[::2]]
+    return "<br>".join("".join(parts).replace("|", "\\|").splitlines())
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main() -> None:
 def _stand_still() -> None:
     time.time = lambda: UNIX_TIME
     for name in list(os.environ):
-        if name.startswith("FLOPWATCH_") or name in ("NO_COLOR", "FORCE_COLOR"):
+        if (name.startswith("FLOPWATCH_") and name != "FLOPWATCH_LANG") or name in ("NO_COLOR", "FORCE_COLOR"):
             del os.environ[name]
     os.environ |= {"TZ": "UTC", "LINES": "50", "TERM": "dumb", "XDG_CACHE_HOME": tempfile.mkdtemp()}
 

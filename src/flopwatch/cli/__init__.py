@@ -12,6 +12,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.language import shown
 from flopwatch.present.json_form import strict_json
 from flopwatch.text import plain
 
@@ -56,9 +57,9 @@ def _print_usage_error(error: click.UsageError) -> None:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):  # its message is the help
         error.show()
         return
-    click.secho(error.format_message(), fg="red", err=True)
+    say(error.format_message(), fg="red", err=True)
     command = error.ctx.command_path if error.ctx is not None else "flopwatch"
-    click.echo(f"Run '{command} --help' to see its arguments and options.", err=True)
+    say(f"Run '{command} --help' to see its arguments and options.", err=True)
 
 
 def _leave_without_output(error: OSError) -> None:
@@ -97,6 +98,11 @@ def flops_per_s(peak_tflops: float) -> float:
     return peak_tflops * 1e12
 
 
+def say(text: str, **style: Any) -> None:
+    """Print a text in the reader's language, as `click.secho` does."""
+    click.secho(shown(text), **style)
+
+
 def print_json(content: Any) -> None:
     click.echo(strict_json(content, indent=2))
 
@@ -115,4 +121,4 @@ def write_file(path: str, content: str | bytes) -> None:
 
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
-    click.secho(plain(message), fg="red", err=True)
+    say(plain(message), fg="red", err=True)

@@ -12,7 +12,9 @@ from typing import Any, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from flopwatch.cli import say
 from flopwatch.errors import InputError
+from flopwatch.language import ENGLISH, language
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
@@ -36,13 +38,26 @@ _COMMANDS = {
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
+class _Context(click.Context):
+    def make_formatter(self) -> click.HelpFormatter:
+        if language() == ENGLISH:
+            return super().make_formatter()
+        from flopwatch.cli.help import Formatter
+
+        return Formatter(width=self.terminal_width, max_width=self.max_content_width)
+
+
 class _Commands(click.Group):
+    context_class = _Context
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # click's own order is that of the alphabet
 
 
 class Command(click.Command):
     """A command whose file is imported when its arguments are read."""
+
+    context_class = _Context
 
     def __init__(self, name: str, module: str, summary: str) -> None:
         # Options after the script's name belong to the script.
@@ -143,8 +158,8 @@ def _install_completion(shell: str, script: str) -> None:
         if line not in (start.read_text(encoding="utf-8") if start.exists() else ""):
             with start.open("a", encoding="utf-8") as stream:
                 stream.write(f"\n{line}\n")
-    click.secho(f"{shell} completion installed in {target}", fg="green")
-    click.echo("Completion will take effect once you restart the terminal")
+    say(f"{shell} completion installed in {target}", fg="green")
+    say("Completion will take effect once you restart the terminal")
 
 
 def _shell() -> str:

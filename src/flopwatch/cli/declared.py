@@ -6,6 +6,7 @@ import click
 
 from flopwatch.cli import argument, flag
 from flopwatch.cli.run_logs import PEAK_TFLOPS
+from flopwatch.language import shown
 from flopwatch.records.settings import SETTINGS
 
 
@@ -69,6 +70,6 @@ def selftest() -> None:
         except Exception as error:  # noqa: BLE001 - whatever goes wrong on this machine is the result of the check
             passed, detail = False, f"{type(error).__name__}: {error}"
         failed += not passed
-        click.echo(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}")
+        click.echo(f"{'ok  ' if passed else 'FAIL'}  {shown(name)}: {shown(detail)}")
     if failed:
         raise SystemExit(1)

@@ -4,10 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import click
-
-from flopwatch.cli import argument, flag
+from flopwatch.cli import argument, flag, say
 from flopwatch.errors import InputError
+from flopwatch.language import shown
 from flopwatch.records.settings import SECTIONS
 
 
@@ -30,7 +29,7 @@ def init(
         raise InputError(f"cannot write {target}: {error.strerror}; name another file") from None
     name = shlex.quote(str(target))
     use = f"flopwatch sweep {name} --dry-run" if sweep else f"flopwatch run --config {name} train.py"
-    click.echo(f"Wrote {target}. Use it with: {use}")
+    say(f"Wrote {target}. Use it with: {use}")
 
 
 _MONITOR_HEAD = """\
@@ -73,12 +72,12 @@ def _template(is_sweep: bool) -> str:
         defaults = {name: field.default for name, field in fields.items()}
         groups = {title: tuple(name for name in fields if fields[name].title == title) for title in SECTIONS}
         groups["Which trials run, and when they are ended"] = ()
-        return _SWEEP_HEAD + _settings(fields, defaults, groups, indent="")
+        return shown(_SWEEP_HEAD) + _settings(fields, defaults, groups, indent="")
     from flopwatch.monitor.config import MonitorConfig
 
     defaults = MonitorConfig.model_validate({}).model_dump(mode="json")
     groups = {**_MONITOR_GROUPS, "Other settings": ()}
-    return _MONITOR_HEAD + _settings(MonitorConfig.model_fields, defaults, groups, indent="  ")
+    return shown(_MONITOR_HEAD) + _settings(MonitorConfig.model_fields, defaults, groups, indent="  ")
 
 
 def _settings(fields: dict[str, Any], defaults: dict[str, Any], groups: dict[str, tuple[str, ...]], indent: str) -> str:
@@ -89,14 +88,14 @@ def _settings(fields: dict[str, Any], defaults: dict[str, Any], groups: dict[str
     grouped = {name for names in groups.values() for name in names}
     lines: list[str] = []
     for title, names in groups.items():
-        lines += ["", f"{indent}# {title}"]
+        lines += ["", f"{indent}# {shown(title)}"]
         names = names or tuple(name for name in fields if name not in grouped)
         mark = "" if "trainers" in names else "#"
         settings = [_yaml(name, defaults[name]) for name in names]
         width = max(map(len, settings))
         for field, setting in zip((fields[name] for name in names), settings, strict=True):
             comment = " ".join(filter(None, [field.description, _choices(field.annotation)]))
-            lines.append(f"{indent}{mark}{setting:<{width}}  # {comment}")
+            lines.append(f"{indent}{mark}{setting:<{width}}  # {shown(comment)}")
     return "\n".join(lines) + "\n"
 
 

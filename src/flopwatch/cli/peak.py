@@ -1,19 +1,20 @@
 """`flopwatch peak` prints the peak FLOP/s of a device."""
 
 import shutil
-import textwrap
 from typing import Annotated
 
 import click
 
-from flopwatch.cli import RUNS_FOLDER, flag, print_error, print_json
+from flopwatch.cli import RUNS_FOLDER, flag, print_error, print_json, say
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import explain_unknown, list_peaks, peak_flops, product_notes
 from flopwatch.hardware.peaks import MEASURABLE
+from flopwatch.language import shown
 from flopwatch.numbers import percent
 from flopwatch.records.flops import Peak
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
+from flopwatch.text import cells, padded, wrapped
 
 
 def peak(
@@ -71,7 +72,7 @@ def _types_to_measure() -> list[str | None]:
         if dtypes:
             left_out = [dtype for dtype in dtypes if dtype not in MEASURABLE]
             not_measured = f"; {', '.join(left_out)} cannot be measured" if left_out else ""
-            click.secho(f"For the compute types of {run}: {', '.join(dtypes)}{not_measured}", dim=True, err=True)
+            say(f"For the compute types of {run}: {', '.join(dtypes)}{not_measured}", dim=True, err=True)
             return [dtype for dtype in dtypes if dtype in MEASURABLE] or [None]
     return [None]
 
@@ -85,16 +86,17 @@ def print_peaks(peaks: list[Peak], notes: str = "") -> None:
     click.secho(f"\n{peaks[0].device}\n", bold=True)
     in_tflops = max(peak.flops_per_s for peak in peaks) >= _SMALLEST_IN_TFLOPS
     unit, heading = (1e12, "dense TFLOP/s") if in_tflops else (1e9, "dense GFLOP/s")
+    heading = shown(heading)
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
     click.secho(f"  {'dtype':<{width}}  {heading}", dim=True)
     for peak in peaks:
         rate = peak.flops_per_s / unit
-        click.echo(f"  {peak.dtype:<{width}}  {rate:>{len(heading)},.{1 if rate >= 10 else 3}f}")
+        click.echo(f"  {peak.dtype:<{width}}  {rate:>{cells(heading)},.{1 if rate >= 10 else 3}f}")
     click.echo()
     room = max(min(shutil.get_terminal_size().columns, _WIDEST_TEXT) - _INDENT, 20)
     for label, text in _explanations(peaks, notes):
-        click.secho(f"  {label:<{_INDENT - 2}}", dim=True, nl=False)
-        click.echo(f"\n{'':{_INDENT}}".join(textwrap.wrap(text, room, break_on_hyphens=False)))
+        click.secho("  " + padded(shown(label), _INDENT - 2), dim=True, nl=False)
+        click.echo(f"\n{'':{_INDENT}}".join(wrapped(shown(text), room)))
     click.echo()
 
 

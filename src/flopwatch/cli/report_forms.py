@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from flopwatch.cli import STANDARD_OUTPUT, write_file
+from flopwatch.cli import STANDARD_OUTPUT, say, write_file
 from flopwatch.cli.run_logs import chosen_run, peak_to_use
 from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
@@ -68,7 +68,7 @@ def put_out_report(
         print_document(document(metrics))
     for path in paths.values():
         if path != STANDARD_OUTPUT:
-            click.echo(f"Written: {path}", err=as_json or is_printed)
+            say(f"Written: {path}", err=as_json or is_printed)
     if capture is not None and (wandb is not None or mlflow is not None):
         log_capture(capture, wandb, mlflow)
 
@@ -80,7 +80,7 @@ def _forms_of_sweep(folder: Path, capture: Capture) -> _Forms:
     def table() -> Table:
         made = make_table(capture)
         for trouble in made.troubles:
-            click.echo(one_line(trouble), err=True)
+            say(one_line(trouble), err=True)
         return made
 
     return {
@@ -95,7 +95,7 @@ def _forms_of_run(log: Path, choose_peak: ChoosePeak) -> _Forms:
     def report() -> RunReport:
         traces, problems = usable_traces(log.parent)
         for problem in problems:
-            click.echo(problem, err=True)
+            say(problem, err=True)
         return read_report(log, traces, choose_peak)
 
     return {

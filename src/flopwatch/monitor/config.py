@@ -72,6 +72,9 @@ class MonitorConfig(BaseModel):
         return (value,) if isinstance(value, str) else value
 
     quiet: bool = Field(False, description="True: print no lines to stderr, unless sinks has console.")
+    language: Literal["auto", "en", "zh"] = Field(
+        "auto", description="Of what is printed; auto is FLOPWATCH_LANG, or else the locale."
+    )
     sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of each sink, by the sink's name.")
     log_what_ran: bool = Field(
         True, description="False: the log does not say script, arguments, folder, git commit, user, job and packages."

@@ -79,6 +79,7 @@ class Cell(NamedTuple):
         tip: What a page shows below the pointer.
         colour: Number of the colour of a dot before the text on a page.
         bar: Length of a bar on a page, as a share of the longest; `shares` are drawn as a strip.
+        is_name: It is a name of the user or of a file format, which stays as it is in every language.
     """
 
     text: str
@@ -89,6 +90,7 @@ class Cell(NamedTuple):
     colour: int | None = None
     bar: float | None = None
     shares: tuple[Share, ...] = ()
+    is_name: bool = False
 
     def __str__(self) -> str:
         return f"{self.text} {self.detail}" if self.detail else self.text

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from flopwatch.language import shown
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
@@ -16,14 +17,14 @@ def to_markdown(document: doc.Document) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def escaped(text: str) -> str:
+def escaped(text: str, *, is_name: bool = False) -> str:
     r"""Escape text so that it is one line and Markdown shows it unchanged.
 
     >>> escaped("a|b <script> @user #12")
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
     # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
-    return _SPECIAL.sub(r"\\\1", one_line(text)).replace("@", "@\u200b")
+    return _SPECIAL.sub(r"\\\1", one_line(text if is_name else shown(text))).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
@@ -39,7 +40,8 @@ class _Markdown(doc.Renderer[str]):
 
     def text(self, part: doc.Text) -> Iterator[str]:
         text = escaped(part.text)
-        looks = {"warn": f"> **Note:** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
+        note = shown("Note:")
+        looks = {"warn": f"> **{note}** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
         yield f"{looks.get(part.tone, text)}\n"
 
     def items(self, part: doc.Items) -> Iterator[str]:
@@ -64,7 +66,8 @@ class _Markdown(doc.Renderer[str]):
         return self.grid(part.behind or doc.Grid(("", ""), rows, part.title))
 
     def section(self, part: doc.Section) -> Iterator[str]:
-        lead = "".join(f"{escaped(str(cell))}{', ' if cell is not part.lead[-1] else ': '}" for cell in part.lead)
+        texts = [escaped(str(cell), is_name=cell.is_name) for cell in part.lead]
+        lead = f"{', '.join(texts)}: " if texts else ""
         if part.title:
             yield f"{'#' * self.level} {lead}{escaped(part.title + part.remark)}\n"
         yield from self.below(part.parts)
@@ -77,19 +80,19 @@ class _Markdown(doc.Renderer[str]):
         columns, rows = part.shown("markdown")
         if part.title:
             yield f"**{escaped(part.title)}**\n"
-        heads = [escaped(f"{column.group} {column.head}".strip()) for column in columns]
+        heads = [f"{escaped(column.group)} {escaped(column.head)}".strip() for column in columns]
         yield f"| {' | '.join(heads)} |"
         yield f"| {' | '.join('--:' if column.is_number else ':--' for column in columns)} |"
         yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
         if left_out := part.left_out("markdown"):
-            yield f"{self.with_rest(left_out)}.\n"
+            yield shown(f"{self.with_rest(left_out)}.") + "\n"
         yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
 
 def _cell(cell: doc.Cell | str) -> str:
     if isinstance(cell, str):
         return escaped(cell)
-    text, detail = escaped(cell.text), escaped(cell.detail)
+    text, detail = escaped(cell.text, is_name=cell.is_name), escaped(cell.detail)
     bold = f"**{text}**" if cell.tone in ("best", "better", "worse") and text else text
-    return f"{bold} {detail}" if detail else bold
+    return bold + ("" if text.endswith("；") else " ") + detail if detail else bold

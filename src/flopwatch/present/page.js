@@ -49,7 +49,9 @@
       body.append(tr);
     }
     table.tBodies[0].replaceWith(body);
-    told.textContent = Math.min(limit, kept.length).toLocaleString("en") + " of " + kept.length.toLocaleString("en") + (kept.length < order.length ? " that match, " + order.length.toLocaleString("en") + " in all" : "");
+    const numbers = [Math.min(limit, kept.length), kept.length, order.length];
+    const said = kept.length < order.length ? data.texts.found : data.texts.shown;
+    told.textContent = said.replace(/\{(\d)\}/g, (_, place) => numbers[place].toLocaleString("en"));
     more.hidden = kept.length <= limit;
   };
   const filter = () => {
@@ -79,7 +81,7 @@
     if (tr.nextSibling && tr.nextSibling.className === "more") { tr.nextSibling.remove(); return; }
     const row = data.rows[Number(tr.dataset.place)], line = document.createElement("tr"), td = document.createElement("td");
     line.className = "more"; td.colSpan = tr.children.length;
-    td.textContent = data.columns.map((c, i) => c.shown ? "" : value(row, i)).filter((t) => typeof t === "string" && t).join("\n") || "no further details";
+    td.textContent = data.columns.map((c, i) => c.shown ? "" : value(row, i)).filter((t) => typeof t === "string" && t).join("\n") || data.texts.nothing;
     line.append(td); tr.after(line);
   });
   box.addEventListener("input", filter); choice.addEventListener("change", filter);

@@ -9,12 +9,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from flopwatch.language import language, shown
 from flopwatch.present import document as doc
-from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped
+from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped, verbatim
 from flopwatch.text import plain
 from flopwatch.version import __version__
 
 _FOLDER = Path(__file__).parent
+_LOCALES = {"en": "en", "zh": "zh-CN"}
+_RECORD_TEXTS = {
+    "shown": "{0} of {1}",
+    "found": "{0} of {1} that match, {2} in all",
+    "nothing": "no further details",
+}
+"""What page.js says. It puts numbers into the holes."""
 _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-failed", "not-run": "f-not-run"}
 
 
@@ -32,19 +40,19 @@ def to_page(document: doc.Document) -> str:
     kind, title = f"flopwatch {document.kind.lower()}{document.about}", f"{document.kind} {document.title}".strip()
     lead = "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead)
     linked = [section for section in html.sections(document.parts) if section.key]
-    links = (f'<a href="#{esc(section.key)}">{esc(section.link or section.title)}</a>' for section in linked)
+    links = (f'<a href="#{verbatim(section.key)}">{esc(section.link or section.title)}</a>' for section in linked)
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
+<html lang="{_LOCALES[language()]}"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{esc(title)}</title><style>{style}</style></head><body>
-<header><h1><small>{esc(kind)}</small>{esc(document.title)}</h1>
+<header><h1><small>{esc(kind)}</small>{(verbatim if document.kind else esc)(document.title)}</h1>
 {lead}</header>
 <nav>{"".join(links)}</nav>
 <main>
 {body}
 </main>
-<footer>flopwatch {esc(__version__)}, from {esc(document.source)}. The page loads no files.</footer>
+<footer>{esc(f"flopwatch {__version__}, from {document.source}. The page loads no files.")}</footer>
 <script>{script}</script></body></html>
 """
 
@@ -96,7 +104,7 @@ class _Html(doc.Renderer[str]):
 
     def verbatim(self, part: doc.Verbatim) -> Iterator[str]:
         title = f'<span class="soft small">{esc(part.title)}</span>' if part.title else ""
-        yield f"{title}<pre>{esc(part.text)}</pre>"
+        yield f"{title}<pre>{verbatim(part.text)}</pre>"
 
     def tiles(self, part: doc.Tiles) -> Iterator[str]:
         tiles = (f'<div class="tile"><b>{esc(value)}</b><span>{esc(words)}</span></div>' for value, words in part.pairs)
@@ -104,13 +112,18 @@ class _Html(doc.Renderer[str]):
 
     def strip(self, part: doc.Strip) -> Iterator[str]:
         if part.shares:
-            legend = "".join(f'<span><i class="{tone}"></i>{esc(name)} {n:,}</span>' for name, n, tone in part.shares)
+            legend = "".join(
+                f'<span><i class="{tone}"></i>{verbatim(name)} {n:,}</span>' for name, n, tone in part.shares
+            )
             yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
 
     def section(self, part: doc.Section) -> Iterator[str]:
-        key = f' id="{esc(part.key)}"' if part.key else ""
+        key = f' id="{verbatim(part.key)}"' if part.key else ""
         remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
-        lead = "".join(f"<b>{esc(str(c))}</b> " if c.tone != "chip" else f"{_content(c)} " for c in part.lead)
+        lead = "".join(
+            f"{_content(cell)} " if cell.tone == "chip" else f"<b>{(verbatim if cell.is_name else esc)(str(cell))}</b> "
+            for cell in part.lead
+        )
         title = f"{lead}{esc(part.title)}{remark}"
         if part.is_open is None:
             head = f"<h{self.level}>{title}</h{self.level}>" if part.title else ""
@@ -159,14 +172,14 @@ class _Html(doc.Renderer[str]):
         )
         legend = f'<span class="keys">{"".join(keys)}</span>' if part.legend else ""
         small = f" <small>{esc(part.remark)}</small>" if part.remark else ""
-        label = esc(f"{part.title} {part.remark}".strip())
+        label = f"{esc(part.title)} {esc(part.remark)}".strip()
         drawn = (
             f"<figure><figcaption>{esc(part.title)}{small}{legend}</figcaption>"
             f'<svg viewBox="0 0 {part.width:.0f} {part.height:.0f}" role="img" aria-label="{label}">{part.svg}</svg>'
             "</figure>"
         )
         if part.behind:
-            summary = "<summary>The numbers as a table</summary>"
+            summary = f"<summary>{esc('The numbers as a table')}</summary>"
             drawn += f'<details class="behind">{summary}{"".join(self.parts(part.behind))}</details>'
         yield f'<div class="chart">{drawn}</div>' if part.behind else drawn
 
@@ -178,7 +191,8 @@ class _Html(doc.Renderer[str]):
 
     def legend(self, part: doc.Legend) -> Iterator[str]:
         marks = (
-            f'<i class="{esc(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind) for _, kind in part.names
+            f'<i class="{verbatim(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind)
+            for _, kind in part.names
         )
         names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
         yield f'<div class="legend">{"".join(names)}</div>' if part.names else ""
@@ -190,21 +204,22 @@ class _Html(doc.Renderer[str]):
             for place, (_, heading, kind, is_shown, _) in enumerate(part.fields)
             if is_shown
         )
-        options = "".join(f'<option value="{esc(name)}">{esc(name)}</option>' for name in part.tones)
-        hints = 'placeholder="Filter: ghost 512 oom" aria-label="Filter the rows"'
+        options = "".join(f'<option value="{verbatim(name)}">{verbatim(name)}</option>' for name in part.tones)
+        hints = f'placeholder="{esc("Filter: ghost 512 oom")}" aria-label="{esc("Filter the rows")}"'
         yield f'<div class="filter"><input id="record-filter" type="search" {hints}>'
         yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
-        yield f'<option value="">every {esc(part.choice)}</option>{options}</select>'
+        yield f'<option value="">{esc(f"every {part.choice}")}</option>{options}</select>'
         yield '<span class="soft small" id="record-count"></span></div>'
         yield f'<div class="scroll"><table id="records"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
-        yield f'<p><button id="more-records" hidden>Show 200 more</button></p>{_paragraph(part.hint)}'
+        yield f'<p><button id="more-records" hidden>{esc("Show 200 more")}</button></p>{_paragraph(part.hint)}'
         yield f'<script type="application/json" id="record-data">{embedded(_data(part))}</script>'
 
 
 def _strip(shares: Sequence[doc.Share]) -> str:
     total = sum(share.amount for share in shares)
     bars = "".join(
-        f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{esc(name)}: {n:,}"></i>' for name, n, tone in shares
+        f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{verbatim(name)}: {n:,}"></i>'
+        for name, n, tone in shares
     )
     return f'<div class="strip">{bars}</div>'
 
@@ -237,7 +252,7 @@ def _cell(cell: doc.Cell, side: str) -> str:
 
 
 def _content(cell: doc.Cell) -> str:
-    text = esc(cell.text)
+    text = verbatim(cell.text) if cell.is_name else esc(cell.text)
     if cell.shares:
         return _strip(cell.shares)
     if cell.bar is not None:
@@ -245,7 +260,8 @@ def _content(cell: doc.Cell) -> str:
     if cell.tone == "chip":
         return f'<span class="chip">{text}</span>'
     dot = f'<span class="dot k{cell.colour % COLOURS}"></span>' if cell.colour is not None else ""
-    detail = f' <span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
+    gap = "" if text.endswith("；") else " "
+    detail = f'{gap}<span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
     return f"{dot}{text}{detail}"
 
 
@@ -264,12 +280,13 @@ def _data(part: doc.Records) -> dict[str, Any]:
     return {
         "columns": [
             {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
-            | ({"words": list(own)} if kind == "words" else {})
+            | ({"words": [word if field.is_shown else shown(word) for word in own]} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
             for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],
         "rows": rows,
         "choice": choice,
+        "texts": {name: shown(text) for name, text in _RECORD_TEXTS.items()},
         "tones": [part.tones.get(word, "") for word in words[choice]],
     }
 

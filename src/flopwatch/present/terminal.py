@@ -1,21 +1,21 @@
 """Show a document in a terminal, with rich. Text of users is never markup here, and steers no terminal."""
 
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.language import shown
 from flopwatch.present import document as doc
-from flopwatch.text import one_line, plain
+from flopwatch.text import one_line, plain, wrapped
 
 STYLES = {
     **dict.fromkeys(("", "chip", "verdict"), ""),
@@ -57,7 +57,8 @@ class _Terminal(doc.Renderer[RenderableType]):
         return 2 if self.level else 0  # not more, so that tables of subsections have room
 
     def lines(self) -> Iterator[RenderableType]:
-        title, kind = one_line(self.document.title), self.document.kind
+        kind, title = _said(self.document.kind), self.document.title
+        title = one_line(title) if kind else _said(title)  # after a kind, it is the name of a folder
         if title:
             yield self.indented(Text.assemble((f"{kind} " if kind else "", "bold"), (title, "" if kind else "bold")))
         if self.document.source and self.document.source != self.document.title:
@@ -68,21 +69,18 @@ class _Terminal(doc.Renderer[RenderableType]):
 
     def paragraph(self, text: str, style: str = "", hang: str = "") -> Iterator[Text]:
         """Wrap a text; `hang` stands before its first line, and its other lines are as far to the right."""
-        wrapper = textwrap.TextWrapper(
-            width=max(min(self.width, _WIDEST_TEXT), 20),
-            initial_indent=" " * self.indent + hang,
-            subsequent_indent=" " * (self.indent + len(hang)),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        return (Text(line, style, no_wrap=True, overflow="ignore") for line in wrapper.wrap(one_line(text)))
+        room, first = max(min(self.width, _WIDEST_TEXT), 20), " " * self.indent + hang
+        lines = wrapped(_said(text), room - len(first))
+        indents = [first, *[" " * len(first)] * len(lines)]
+        drawn = (indent + line for indent, line in zip(indents, lines, strict=False))
+        return (Text(line, style, no_wrap=True, overflow="ignore") for line in drawn)
 
     def indented(self, content: RenderableType, indent: int | None = None) -> RenderableType:
         return Padding(content, (0, 0, 0, self.indent if indent is None else indent))
 
     def text(self, part: doc.Text) -> Iterator[RenderableType]:
         if part.tone == "command":
-            return iter([Text(" " * self.indent + one_line(part.text))])
+            return iter([Text(" " * self.indent + _said(part.text))])
         return self.paragraph(part.text, STYLES[part.tone], "! " if part.tone == "warn" else "")
 
     def items(self, part: doc.Items) -> Iterator[RenderableType]:
@@ -98,7 +96,7 @@ class _Terminal(doc.Renderer[RenderableType]):
                 yield Text()
 
     def facts(self, part: doc.Facts) -> Iterator[RenderableType]:
-        pairs = [(one_line(name), one_line(str(value))) for name, value in part.pairs if str(value)]
+        pairs = [(_said(name), _said_cell(doc.as_cell(value))) for name, value in part.pairs if str(value)]
         label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
         if pairs:
             yield self.indented(_grid(pairs, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
@@ -106,18 +104,18 @@ class _Terminal(doc.Renderer[RenderableType]):
     def verbatim(self, part: doc.Verbatim) -> Iterator[RenderableType]:
         lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]
         if part.title:
-            yield self.indented(Text(one_line(part.title), "dim"), 2 * self.level)
+            yield self.indented(Text(_said(part.title), "dim"), 2 * self.level)
         yield self.indented(Text("\n".join(lines), "dim"), 2 * self.level + 2)
 
     def tiles(self, part: doc.Tiles) -> Iterator[RenderableType]:
-        pairs = [(one_line(value), one_line(words)) for value, words in part.pairs]
+        pairs = [(_said(value), _said(words)) for value, words in part.pairs]
         yield self.indented(_grid(pairs, {"justify": "right", "no_wrap": True, "style": "bold"}, {}))
 
     def section(self, part: doc.Section) -> Iterator[RenderableType]:
         title = Text()
         for cell in part.lead:
-            title.append(f"{one_line(str(cell))} ", f"bold {STYLES[cell.tone]}")
-        title.append(one_line(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
+            title.append(f"{_said_cell(cell._replace(short=None))} ", f"bold {STYLES[cell.tone]}")
+        title.append(_said(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
         yield Text()
         if title:
             yield self.indented(title)
@@ -148,7 +146,7 @@ class _Terminal(doc.Renderer[RenderableType]):
     def bars(self, part: doc.Bars) -> Iterator[RenderableType]:
         if part.title:
             yield from self.paragraph(f"{part.title} {part.remark}", "bold")
-        bars = [bar._replace(name=one_line(bar.name), text=one_line(bar.text)) for bar in part.bars]
+        bars = [bar._replace(name=_said(bar.name), text=_said(bar.text)) for bar in part.bars]
         names = max((cell_len(bar.name) for bar in bars), default=0)
         texts = max((cell_len(bar.text) for bar in bars), default=0)
         room = max(min(self.width - self.indent - names - 3 - texts, _WIDEST_BAR), 10)
@@ -156,12 +154,21 @@ class _Terminal(doc.Renderer[RenderableType]):
             weight = "" if bar.tone == "loss" else "bold"
             drawn = bar_cells(bar.low, bar.high, room)
             yield Text.assemble(
-                (" " * self.indent + f"{bar.name:<{names}}  ", weight),
+                (" " * self.indent + set_cell_size(bar.name, names) + "  ", weight),
                 (f"{drawn:<{room}}", STYLES[bar.tone]),
-                (f" {bar.text:>{texts}}", weight),
+                (" " * (1 + texts - cell_len(bar.text)) + bar.text, weight),
                 no_wrap=True,
                 overflow="ignore",
             )
+
+
+def _said(text: str) -> str:
+    return one_line(shown(text))
+
+
+def _said_cell(cell: doc.Cell) -> str:
+    text = str(cell) if cell.short is None else cell.short
+    return one_line(text) if cell.is_name else _said(text)
 
 
 def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Table:
@@ -175,17 +182,14 @@ def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapp
 
 def _joined(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[doc.Head], list[list[Text]]]:
     """Join the columns of one group to one column, because a terminal is narrow."""
-    texts = [
-        [Text(one_line(str(cell) if cell.short is None else cell.short), STYLES[cell.tone]) for cell in row]
-        for row in rows
-    ]
+    texts = [[Text(_said_cell(cell), STYLES[cell.tone]) for cell in row] for row in rows]
     heads: list[doc.Head] = []
     joined: list[list[Text]] = [[] for _ in rows]
     for _, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
         first, *others = places = list(members)
         column = columns[first]
-        name = one_line(column.group if others else column.head if column.short is None else column.short)
-        short = name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…"
+        name = _said(column.group if others else column.head if column.short is None else column.short)
+        short = name if cell_len(name) <= _LONGEST_HEADING else set_cell_size(name, _LONGEST_HEADING - 1).rstrip() + "…"
         heads.append(doc.Head(short, column.is_number, is_extra=column.is_extra))
         widths = {place: max((row[place].cell_len for row in texts), default=0) for place in places}
         for row, line in zip(texts, joined, strict=True):

@@ -252,7 +252,8 @@ def _pairs(comparison: SweepComparison) -> doc.Section:
         columns += [doc.Head(word, is_number=True, group=TITLES[quantity]) for word in ("B / A", "verdict")]
     columns += ["differs in"] if any(own) else []
     rows = [
-        [pair.trial, *_ratio_cells(pair, shown), said][: len(columns)] for pair, said in zip(known, own, strict=True)
+        [doc.Cell(pair.trial, is_name=True), *_ratio_cells(pair, shown), said][: len(columns)]
+        for pair, said in zip(known, own, strict=True)
     ]
     table = doc.Grid(
         columns, rows, most=_MOST_PAIRS, pick=lambda _, most: telling[:most], picked="the largest differences"
@@ -294,5 +295,5 @@ def _changes(all_pairs: Sequence[TrialPair]) -> Iterator[doc.Section]:
     for (before, after), pairs in ordered:
         tone: doc.Tone = "worse" if before == "ok" else "better" if after == "ok" else ""
         said = [": ".join(filter(None, (pair.trial, pair.reason_b or pair.reason_a))) for pair in pairs]
-        lead = [doc.Cell(f"{before} → {after}", tone)]
+        lead = [doc.Cell(f"{before} → {after}", tone, is_name=True)]
         yield doc.Section(plural(len(pairs), "trial"), [doc.Items(said, most=doc.Most(5, 10, 50))], lead=lead)

@@ -13,10 +13,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.language import shown
 from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
+from flopwatch.text import cells
 
 LONG_WAIT_PERCENT = 10.0
 """If waiting for input takes more than this share of the step time, the printed line shows the share."""
@@ -171,14 +173,15 @@ class ConsoleSink(Sink):
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
             self._start, self._first_row, self._last_row = record, None, None
-            self._show(Text(start_line(record), style="dim"))
+            self._show(Text(shown(start_line(record)), style="dim"))
         elif isinstance(record, Provenance):
-            self._show(Text(provenance_line(record), style="dim"))
+            self._show(Text(shown(provenance_line(record)), style="dim"))
         elif isinstance(record, Notice):
             if not self._is_plain:
                 style = _NOTICE_STYLES[record.level]
                 where = "" if record.step is None else f" at step {record.step:,}"
-                self._show(Text.assemble((f"{record.level}{where}: ", f"bold {style}"), (record.message, style)))
+                begin = shown(f"{record.level}{where}:") + " "
+                self._show(Text.assemble((begin, f"bold {style}"), (shown(record.message), style)))
         elif isinstance(record, Row):
             if self.shows_rows:
                 self._first_row, self._last_row = self._first_row or record, record
@@ -189,7 +192,7 @@ class ConsoleSink(Sink):
             has_log = "jsonl" not in record.failed_parts  # without the local log there is nothing to read
             if self._start is not None and has_log and record.values.get("total/steps"):
                 where = shlex.quote(str(self._start.output_dir))
-                self._show(f"Next: flopwatch why {where}")  # as it is, because a wrapped path cannot be copied
+                self._show(shown(f"Next: flopwatch why {where}"))  # as it is, because a wrapped path cannot be copied
 
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""
@@ -203,13 +206,13 @@ class ConsoleSink(Sink):
         console = self._console
         if isinstance(content, Text) and not console.is_terminal:
             content = content.plain  # lines in a file are not wrapped
-        shown = f"{content}\n"
+        written = f"{content}\n"
         if not isinstance(content, str):
             with console.capture() as captured:
                 console.print(content)
-            shown = captured.get() if console.is_terminal else re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)
+            written = captured.get() if console.is_terminal else re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)
         bar = self._bar()
-        console.file.write((_ERASE_LINE if self._bar_is_drawn else "") + shown + bar)
+        console.file.write((_ERASE_LINE if self._bar_is_drawn else "") + written + bar)
         console.file.flush()
         self._bar_is_drawn = bool(bar)
 
@@ -229,13 +232,13 @@ class ConsoleSink(Sink):
         total = self._start.total_steps if self._start else None
         room = self._console.width + 2 if self._console.is_terminal else sys.maxsize
         parts: list[str] = []
-        shown = row_parts(row, step_width=len(f"{total:,}") if total else 0)
+        found = row_parts(row, step_width=len(f"{total:,}") if total else 0)
         if not self._has_said_why and "perf/step_time" not in row.values and all(row.steps.get("warm_up", [False])):
             self._has_said_why = True
-            shown.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
-        for label, figure, unit in shown:
-            label = f"{label} " if label else ""
-            room -= len(label + figure + unit) + 2
+            found.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
+        for name, figure, what in found:
+            label, unit = f"{shown(name)} " if name else "", shown(what)
+            room -= cells(label + figure + unit) + 2
             if room < 0:
                 break
             parts.append(self._paint(label, "dim") + self._paint(figure, "bold") + self._paint(unit, "dim"))
@@ -249,10 +252,11 @@ class ConsoleSink(Sink):
         if not console.file.isatty() or console.is_dumb_terminal:
             return ""
         total, seconds_left = start.total_steps, _seconds_left(first, last, start.total_steps)
-        share, steps = f"  {percent(last.steps_done / total, decimals=0)}", f"  {last.steps_done:,} of {total:,}"
-        left = "" if seconds_left is None else f"  {duration(seconds_left, rough=True)} left"
+        share = f"  {percent(last.steps_done / total, decimals=0)}"
+        steps = f"  {shown(f'{last.steps_done:,} of {total:,}')}"
+        left = "" if seconds_left is None else f"  {shown(f'{duration(seconds_left, rough=True)} left')}"
         # The last column stays free, because a full line would wrap, and `_ERASE_LINE` erases only one line.
-        width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
+        width = max(min(console.width - 1, _WIDEST) - cells(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
         sign = "-" if console.options.ascii_only else "━"
         drawn = self._paint(sign * done, "cyan") + self._paint(sign * (width - done), "dim bright_black")
@@ -276,5 +280,6 @@ def _end(summary: Summary) -> Group:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold")
     for label, text in summary_lines(summary):
-        table.add_row(label, Text(text, style="red" if label.endswith(("failed", "lost")) else ""))
-    return Group(Text(f"\nThe run {ended}.", style="bold"), table)
+        style = "red" if label.endswith(("failed", "lost")) else ""
+        table.add_row(shown(label), Text(shown(text), style=style))
+    return Group(Text("\n" + shown(f"The run {ended}."), style="bold"), table)

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import click
-
-from flopwatch.cli import RUNS_FOLDER, argument, flag, flops_per_s
+from flopwatch.cli import RUNS_FOLDER, argument, flag, flops_per_s, say
 from flopwatch.errors import InputError
 from flopwatch.hardware.peaks import fastest_measured
 from flopwatch.present.document import Document
@@ -34,7 +32,7 @@ def chosen_run(run_dir: str | None) -> str:
         below = runs_below(folder)
         if below:
             which = f"the newest of {len(below)} runs" if len(below) > 1 else "the only run"
-            click.secho(f"{below[-1]}: {which} in {folder}", dim=True, err=True)
+            say(f"{below[-1]}: {which} in {folder}", dim=True, err=True)
             return str(below[-1])
         if run_dir is None:
             place = f"{Path.cwd() / RUNS_FOLDER}"

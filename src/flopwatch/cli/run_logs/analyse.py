@@ -6,7 +6,7 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import argument, flag, print_json, write_file
+from flopwatch.cli import argument, flag, print_json, say, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
 from flopwatch.present.json_form import strict_json, to_json
@@ -106,11 +106,11 @@ def compare(
     elif md is None:
         show(document)
     if md not in (None, "-"):
-        click.echo(f"Written: {md}", err=as_json)
+        say(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
         said, is_slower = gate(fail_if_slower)
         # To stderr, because `--json` uses stdout.
-        click.secho("\n".join(said), fg="red" if is_slower else None, err=True)
+        say("\n".join(said), fg="red" if is_slower else None, err=True)
         if is_slower:
             raise SystemExit(1)
 

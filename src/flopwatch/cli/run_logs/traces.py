@@ -9,9 +9,10 @@ from typing import Annotated
 
 import click
 
-from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json
+from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json, say
 from flopwatch.cli.run_logs import chosen_run, show
 from flopwatch.errors import InputError
+from flopwatch.language import shown
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
@@ -65,7 +66,7 @@ def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:
     if as_json:
         print_json({"request": str(request), "steps": steps})
     else:
-        click.echo(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
+        say(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
 
 
 def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:
@@ -77,7 +78,7 @@ def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:
                 f"the run in {place!r} has ended and left no trace; call monitor.capture_trace() in the training, "
                 "or run `flopwatch trace` while it trains"
             )
-        click.echo("The run has ended; this is its newest trace.", err=True)
+        say("The run has ended; this is its newest trace.", err=True)
         return splits_of(files.values())
     before = {path: path.stat().st_mtime_ns for path in newest_files(folder).values()}
     write_request(folder, steps)
@@ -140,7 +141,8 @@ def _waiting(what: str) -> Iterator[None]:
         from rich import console, text
 
         # As `Text`, brackets in the name of a folder are not taken for markup.
-        with console.Console(stderr=True).status(text.Text(f"{what}; Ctrl-C ends the waiting, not the training")):
+        said = text.Text(shown(f"{what}; Ctrl-C ends the waiting, not the training"))
+        with console.Console(stderr=True).status(said):
             yield
     except KeyboardInterrupt:
         raise click.Abort from None

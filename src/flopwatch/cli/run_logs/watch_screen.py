@@ -1,6 +1,5 @@
 """Draws the screen of `flopwatch watch` for a terminal of a given size: cards with one number each, curves and bars."""
 
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import floor, isfinite
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from flopwatch.language import shown
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
@@ -17,7 +17,7 @@ from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import State, WatchedRun
 from flopwatch.runs.waterfall import waterfall_of
-from flopwatch.text import one_line, plain
+from flopwatch.text import cells, one_line, padded, plain, wrapped
 
 _STATES: Mapping[State, tuple[str, str]] = {
     "no log": ("○", "yellow"),
@@ -113,7 +113,15 @@ def draw_frame(
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     """Join texts, plain or with a style. The result never wraps, because each line gets one row of the screen."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+    styled = ((part, "") if isinstance(part, str) else part for part in parts)
+    own = ((_in_its_place(text), style) for text, style in styled)
+    return Text.assemble(*own, no_wrap=True, overflow="ellipsis")
+
+
+def _in_its_place(text: str) -> str:
+    """The text in the reader's language, with as many spaces behind it as keep what follows in its column."""
+    said = shown(text)
+    return padded(said.rstrip(), cells(text)) if said != text and text.endswith("  ") else said
 
 
 def _spread(left: Text, right: Text, width: int) -> Text:
@@ -135,7 +143,8 @@ def _beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Tex
 
 
 def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
-    return [_line((piece, style)) for piece in textwrap.wrap(plain(text), max(width, 10)) or [""]]
+    lines = wrapped(plain(shown(text)), max(width, 10)) or [""]
+    return [Text(line, style, no_wrap=True, overflow="ellipsis") for line in lines]
 
 
 # What runs, and how far it is
@@ -174,8 +183,8 @@ def _facts(run: WatchedRun, width: int) -> Text:
     sessions = f"{run.sessions} sessions" if run.sessions > 1 else ""
     text = ""
     for fact in filter(None, (*counting[:1], *device, *counting[1:], sessions, environment.get("host"))):
-        longer = " · ".join(filter(None, (text, one_line(str(fact)))))
-        text = longer if len(longer) <= width else text
+        longer = " · ".join(filter(None, (text, shown(one_line(str(fact))))))
+        text = longer if cells(longer) <= width else text
     return _line((text, "dim"))
 
 
@@ -360,17 +369,18 @@ def _bar(
 
     The characters are divided by the largest-remainder method. `looks` has the colour and the character of each part.
     """
-    end = f"{remark:>{_REMARK_WIDTH}}"
+    said = shown(remark)
+    end = " " * (_REMARK_WIDTH - cells(said)) + said
     room, whole = width - _LABEL_WIDTH - len(end), sum(parts.values())
     exact = {name: part / whole * room for name, part in parts.items()}
-    cells = {name: floor(size) for name, size in exact.items()}
-    for name in sorted(exact, key=lambda name: cells[name] - exact[name])[: room - sum(cells.values())]:
-        cells[name] += 1
+    sizes = {name: floor(size) for name, size in exact.items()}
+    for name in sorted(exact, key=lambda name: sizes[name] - exact[name])[: room - sum(sizes.values())]:
+        sizes[name] += 1
     drawn, legend = _line((f"{label:<{_LABEL_WIDTH}}", "dim")), [_line(" " * _LABEL_WIDTH)]
     for (name, part), (style, pattern) in zip(parts.items(), looks, strict=True):
         if not part:
             continue
-        drawn.append(("█" if in_colour else pattern) * cells[name], style)
+        drawn.append(("█" if in_colour else pattern) * sizes[name], style)
         entry = _line((f"{'■' if in_colour else pattern} ", style), f"{name} ", (percent(part / whole), "bold"))
         if legend[-1].cell_len > _LABEL_WIDTH:
             fits = legend[-1].cell_len + 2 + entry.cell_len <= width
@@ -404,7 +414,8 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     text = _line(" " * _LABEL_WIDTH, "goodput ", (percent(goodput.share), "bold"))
     if goodput.caveat is not None:
         is_left_out = "between" in goodput.lost_seconds
-        text.append(" without the time between passes" if is_left_out else " with input wait, which is unknown", "dim")
+        caveat = " without the time between passes" if is_left_out else " with input wait, which is unknown"
+        text.append(shown(caveat), "dim")
     losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
     return [*drawn, _with_losses(text, losses, width)]
 
@@ -412,8 +423,8 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
 def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
     """The text with as many losses as fit, the largest first: a smaller one after a gap would look like the next."""
     for index, (name, share) in enumerate(losses):
-        said = f"{', lost to' if index == 0 else ','} {name} {percent(share)}"
-        if text.cell_len + len(said) > width:
+        said = f"{shown(', lost to') if index == 0 else ','} {shown(name)} {percent(share)}"
+        if text.cell_len + cells(said) > width:
             break
         text.append(said, "dim")
     return text
@@ -494,6 +505,7 @@ def _ranks(run: WatchedRun, width: int) -> list[Text]:
         parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
     text = _line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
     for part, style in parts:
-        if text.cell_len + len(part) <= width:
-            text.append(part, style)
+        said = shown(part)
+        if text.cell_len + cells(said) <= width:
+            text.append(said, style)
     return [text]

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from flopwatch.cli import print_error
+from flopwatch.cli import print_error, say
 from flopwatch.cli.streams import lasting_output
 from flopwatch.cli.trials.sweep_screens import (
     CommandScreen,
@@ -118,13 +118,13 @@ def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> Engin
 
 
 def _print_next_steps(output: Path, plan: Plan, counts: dict[str, int], stop: Stop) -> None:
-    click.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
+    say(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
-        click.echo(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")
+        say(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")
     status = exit_status(plan, counts, was_stopped=stop.finish or stop.kill, is_over_budget=stop.is_over_budget)
     if status in (STOPPED, OVER_BUDGET):
         why = "The budget is used up: " if status == OVER_BUDGET else ""
-        click.echo(f"{why}{plural(trials_left(plan, counts), 'trial')} left; run the same command again to resume.")
+        say(f"{why}{plural(trials_left(plan, counts), 'trial')} left; run the same command again to resume.")
     if status:
         raise SystemExit(status)
 
@@ -154,7 +154,7 @@ def _stop(sweep: Path) -> None:
     os.kill(state.pid, signal.SIGINT)
     is_second = state.stopping in ("finish", "kill")
     effect = "ends running trials" if is_second else "finishes running trials; a second stop ends them"
-    click.echo(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
+    say(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
 
 
 def _attach(sweep: Path) -> None:
@@ -169,13 +169,13 @@ def _attach(sweep: Path) -> None:
             else:
                 _follow(follower, PlainLines(follower.plan, print_line(console)))
         plan = Follower(sweep).plan
-        click.echo(f"No process runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
+        say(f"No process runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
         if plan.todo:
-            click.echo(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
+            say(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
         if plan.todo or any(result.outcome not in GREEN for result in plan.kept.values()):
             raise SystemExit(1)
     except KeyboardInterrupt:
-        click.echo(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
+        say(f"\nThe sweep is still running. Show it again: flopwatch sweep attach {folder}")
 
 
 def _follow(follower: Follower, screen: LiveTable | PlainLines) -> None:
@@ -221,6 +221,6 @@ def _run_detached(sweep: Path) -> None:
             click.echo(plain(log.read().decode(errors="replace")), nl=False, err=True)
         raise SystemExit(runner.returncode)
     folder = shlex.quote(str(sweep))
-    click.echo(f"The sweep runs in the background as process {runner.pid}; its output is in {sweep / RUNNER_LOG}.")
-    click.echo(f"Show it: flopwatch sweep attach {folder}")
-    click.echo(f"Stop it: flopwatch sweep stop {folder}")
+    say(f"The sweep runs in the background as process {runner.pid}; its output is in {sweep / RUNNER_LOG}.")
+    say(f"Show it: flopwatch sweep attach {folder}")
+    say(f"Stop it: flopwatch sweep stop {folder}")

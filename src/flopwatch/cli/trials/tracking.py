@@ -24,8 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-import click
-
+from flopwatch.cli import say
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
 from flopwatch.records.sweep_results import read_trial_list
@@ -338,7 +337,7 @@ def log_capture(capture: Capture, wandb: str | None, mlflow: str | None) -> None
     for service in open_services(capture.folder, wandb, mlflow):
         runs = (trial_run(result, name, capture.created) for result in capture.results.values())
         logged = log_trials(runs, service.log)
-        click.echo(logged.text(service.name), err=bool(logged.failures))
+        say(logged.text(service.name), err=bool(logged.failures))
         is_whole = is_whole and not logged.failures
     if not is_whole:
         raise SystemExit(1)
@@ -370,11 +369,11 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
         finally:
             with contextlib.suppress(OSError, ValueError):  # printing fails if the pipe is closed
                 status, message = _finish(follower, said)
-                click.echo(message, err=status != 0)
+                say(message, err=status != 0)
                 if status != 0:
                     words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
                     again = shlex.join(["flopwatch", "report", str(folder), *words])
-                    click.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
+                    say(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
@@ -387,7 +386,7 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
         try:
             status = follower.wait(_SILENT_SECONDS)
         except subprocess.TimeoutExpired:
-            click.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
+            say("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
             status = follower.wait(_PATIENCE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
         with contextlib.suppress(ProcessLookupError):

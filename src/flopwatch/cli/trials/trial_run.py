@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from flopwatch.cli import print_json
+from flopwatch.cli import print_json, say
 from flopwatch.cli.streams import lasting_output
 from flopwatch.cli.trials.sweep_screens import outcome_cell, print_preflight
 from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
 from flopwatch.files import UnreadableError, load_json
+from flopwatch.language import shown
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
@@ -72,7 +73,7 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
         else:
             print_result(result)
         if note:
-            click.echo(note, err=True)
+            say(note, err=True)
     if result.outcome != "ok":
         raise SystemExit(STOPPED if result.outcome == "cancelled" else 1)
 
@@ -91,7 +92,7 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
 
     with lasting_output():
         if reason and not as_json:
-            click.echo(reason)
+            say(reason)
         with PhaseStatus(lambda trial: f"batch {trial.spec.batch_size}", quiet=as_json) as status:
             found = fit_batch(
                 output,
@@ -100,7 +101,7 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
                 stop=status.stop,
                 max_batch=max_batch,
                 preflight=None if given["no_preflight"] else preflight,
-                on_probe=lambda probe: None if as_json else click.echo(probe_line(probe)),
+                on_probe=lambda probe: None if as_json else say(probe_line(probe)),
             )
         if as_json:
             print_json({**asdict(found), "folder": str(output)})
@@ -155,7 +156,7 @@ def _from_file(file: Path, *, has_folder: bool) -> tuple[TrialSpec, Path, str]:
             os.chdir(job.cwd)  # paths in the settings of a sweep are relative to the folder where it was started
         except OSError as error:
             said = f"cannot change to the folder where the sweep was started, {job.cwd} ({error.strerror})"
-            click.echo(f"{said}; running in the current folder", err=True)
+            say(f"{said}; running in the current folder", err=True)
     return job.spec, folder, job.name
 
 
@@ -214,7 +215,7 @@ class PhaseStatus:
 
     def started(self, trial: Trial) -> None:
         if self._status is not None:
-            self._status.update(Text(f"{one_line(self._named(trial))}: start"))
+            self._status.update(Text(f"{one_line(shown(self._named(trial)))}: {shown('start')}"))
             self._status.start()
 
     def ended(self, result: TrialResult | None = None) -> None:
@@ -224,8 +225,10 @@ class PhaseStatus:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self.stop.kill = bool(self._asked)
         if self._status is not None:
-            words = [f"{self._named(trial)}: {read_progress(trial.folder).text}" for trial in running.values()]
-            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
+            words = [
+                f"{shown(self._named(trial))}: {shown(read_progress(trial.folder).text)}" for trial in running.values()
+            ]
+            self._status.update(Text(one_line(", ".join(words) or shown(engine_state), 200)))
 
     def why_stopped(self, trial: Trial) -> str | None:
         """Show the phase of the trial; return the reason to end it, or None before a signal."""

@@ -264,7 +264,9 @@ def _place_section(report: RunReport) -> doc.Section:
     parts: list[doc.Part] = [doc.Facts(words.places(report))]
     if report.start is not None and report.start.config:
         settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
-        listed = doc.Section("Configuration of the monitor", [doc.Grid(("setting", "value"), settings)], is_open=False)
+        rows_of_names = [tuple(doc.Cell(text, is_name=True) for text in pair) for pair in settings]
+        grid = doc.Grid(("setting", "value"), rows_of_names)
+        listed = doc.Section("Configuration of the monitor", [grid], is_open=False)
         parts.append(doc.Only(("html",), [listed]))
     if len(report.starts) > 1:
         columns: list[doc.Head | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]

@@ -207,7 +207,7 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
 
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
-        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
+        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0), is_name=True)),
         ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
         (doc.Head("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
@@ -257,7 +257,7 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     step = "" if failure.step is None else f", step {failure.step}"
     facts: list[tuple[str, doc.Cell | str]] = [
         ("trainers", ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items())),
-        ("example", failure.example),
+        ("example", doc.Cell(failure.example, is_name=True)),
         ("reason", failure.reason),
         ("where", "" if failure.outcome in ("unsupported", "invalid") else f"phase {failure.phase}{step}"),
         ("evidence", ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception")),
@@ -271,16 +271,16 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     return doc.Section(
         failure.cause,
         [doc.Facts(facts), *(doc.Verbatim(text, title) for title, text in blocks.items() if text)],
-        lead=[doc.Cell(failure.outcome, kind), doc.Cell(f"{failure.count:,}×", "chip")],
+        lead=[doc.Cell(failure.outcome, kind, is_name=True), doc.Cell(f"{failure.count:,}×", "chip")],
         is_open=is_open,
         tone=kind,
     )
 
 
 def _preflight(rows: Sequence[Mapping[str, Any]]) -> doc.Section:
-    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("trainer", lambda row: str(row["trainer"])),
-        ("model", lambda row: str(row["model"])),
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], doc.Cell | str]]] = [
+        ("trainer", lambda row: doc.Cell(str(row["trainer"]), is_name=True)),
+        ("model", lambda row: doc.Cell(str(row["model"]), is_name=True)),
         ("supported", lambda row: ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"),
         ("parameters", lambda row: count(row.get("parameters"))),
         ("layers", lambda row: _layer_words(row.get("layers"))),
