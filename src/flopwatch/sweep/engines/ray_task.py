@@ -337,9 +337,9 @@ def _call(
 ) -> int:
     """Run a supervisor or an agent. It survives, if Ray ends this worker and kills the worker's children.
 
-    Ray sends SIGKILL to them (seen with Ray 2.60). The child is therefore a shell, and the guard (see
-    `supervisor/guard.py`) is its child, which receives SIGTERM when the shell is killed. Without the shell, Ray would kill
-    the guard, and nothing would end the trial if its supervisor was killed in the same moment.
+    Ray sends SIGKILL to them (seen with Ray 2.60). The child is therefore a shell, and its child is the guard (see
+    `supervisor/guard.py`), which receives SIGTERM when the shell is killed. Without the shell, Ray would kill the
+    guard, and nothing would end the trial if its supervisor was killed in the same moment.
     """
     status = subprocess.call(
         ["/bin/sh", "-c", f'{PARENT}=$$ "$@"; exit $?', "sh", sys.executable, "-m", module, *words],
