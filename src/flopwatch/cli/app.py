@@ -12,9 +12,8 @@ from typing import Any, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from flopwatch.cli import say
 from flopwatch.errors import InputError
-from flopwatch.language import ENGLISH, language
+from flopwatch.language import ENGLISH, language, shown
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
@@ -158,8 +157,8 @@ def _install_completion(shell: str, script: str) -> None:
         if line not in (start.read_text(encoding="utf-8") if start.exists() else ""):
             with start.open("a", encoding="utf-8") as stream:
                 stream.write(f"\n{line}\n")
-    say(f"{shell} completion installed in {target}", fg="green")
-    say("Completion will take effect once you restart the terminal")
+    click.secho(shown(f"{shell} completion installed in {target}"), fg="green")
+    click.echo(shown("Completion will take effect once you restart the terminal"))
 
 
 def _shell() -> str:
