@@ -31,4 +31,6 @@ class Formatter(click.HelpFormatter):
             self.write("".join(f"{'':>{self.current_indent + first}}{line}\n" for line in lines))
 
     def _lines(self, text: str, indent: int) -> list[str]:
-        return wrapped(shown(" ".join(text.split())), max(self.width - indent, 10))
+        body, mark, end = text.partition("  [")  # click's `[default: 4]`
+        said = " ".join(shown(" ".join(part.split())) for part in (body, mark + end) if part)
+        return wrapped(said, max(self.width - indent, 10))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flopwatch.language import shown
 from flopwatch.present import document as doc
-from flopwatch.text import one_line, plain, wrapped
+from flopwatch.text import cells, one_line, plain, wrapped
 
 STYLES = {
     **dict.fromkeys(("", "chip", "verdict"), ""),
@@ -98,8 +98,13 @@ class _Terminal(doc.Renderer[RenderableType]):
     def facts(self, part: doc.Facts) -> Iterator[RenderableType]:
         pairs = [(_said(name), _said_cell(doc.as_cell(value))) for name, value in part.pairs if str(value)]
         label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
+        room = max(self.width - 2 * self.level - label - 2, 10)
+        # Rich breaks lines at spaces only, of which Chinese has few.
+        lines = [
+            (name, "\n".join(wrapped(value, room)) if cells(value) > len(value) else value) for name, value in pairs
+        ]
         if pairs:
-            yield self.indented(_grid(pairs, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
+            yield self.indented(_grid(lines, {"width": label, "style": "dim"}, {"overflow": "fold"}), 2 * self.level)
 
     def verbatim(self, part: doc.Verbatim) -> Iterator[RenderableType]:
         lines = plain(part.text).rstrip().splitlines()[-part.most_lines :]

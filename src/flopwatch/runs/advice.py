@@ -272,7 +272,7 @@ def waterfall_bars(waterfall: Waterfall) -> Bars:
         lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
         rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
     rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
-    columns: list[Head | str] = ["loss", *numbers("points of MFU", "time"), "evidence", "what to try"]
+    columns: list[Head | str] = ["lost to", *numbers("points of MFU", "time"), "evidence", "what to try"]
     return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Grid(columns, rows))
 
 

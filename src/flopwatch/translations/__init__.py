@@ -42,7 +42,7 @@ _HOLE = re.compile(r"\{(\d+)\}")
 _ENDS = {".": "。", ":": "：", ";": "；", "?": "？"}
 _BETWEEN_SENTENCES = (("\n", "\n"), (". ", "。"))
 _WITHIN_SENTENCES = (("; ", "；"), (": ", "："), (", ", "，"))
-_IN_BRACKETS = re.compile(r"(.*?) ?\((.*)\)(.*)", re.DOTALL)
+_IN_BRACKETS = re.compile(r"(.*?) \((.*)\)(.*)", re.DOTALL)
 _LABELLED = re.compile(r"([^.:;]{1,40}): (.+)", re.DOTALL)
 _LABEL = re.compile(r"[a-z][A-Za-z -]+: ")
 _MOST_LETTERS = 4000
@@ -71,6 +71,7 @@ class _Sentence:
         parts = _HOLE.split(english)
         self._literals, self._order = parts[::2], [int(number) for number in parts[1::2]]
         self._anchor = max(self._literals, key=len)
+        self.has_beginning = bool(self._literals[0])
         self.size = sum(map(len, self._literals))
         self.translation = translation
 
@@ -163,8 +164,9 @@ def _readings(text: str, depth: int) -> Iterator[_Translation]:
             yield _Translation(0, before + known[core] + end + after)
             return
     matches: dict[str, list[tuple[_Sentence, Mapping[int, str]]]] = {"clause": [], "sentence": [], "several": []}
+    begin = stripped[:1] + core[1:]  # a value at the beginning keeps its capital
     for sentence in table.sentences:
-        values = sentence.values(core)
+        values = sentence.values(core if sentence.has_beginning else begin)
         if values is not None and all(len(value) < len(core) for value in values.values()):
             matches[_most_in(values.values())].append((sentence, values))
     for size, found in matches.items():
@@ -211,8 +213,10 @@ def _by_parts(text: str, depth: int) -> Iterator[_Translation]:
         label, after = _translation(match[1], depth), _translation(match[2], depth)
         yield _joined("：", [label, after])
     for joint, own in _BETWEEN_SENTENCES:
-        if joint in text.rstrip():
-            parts = [_translation(part, depth) for part in _sentences(text.split(joint), joint)]
+        # A point behind `...` is that of an example.
+        sentences = re.split(rf"(?<!\.){re.escape(joint)}" if joint == ". " else joint, text.rstrip())
+        if len(sentences) > 1:
+            parts = [_translation(part, depth) for part in _sentences(sentences, joint)]
             yield _joined(own, parts)
             return
     for joint, own in _WITHIN_SENTENCES:
