@@ -20,6 +20,7 @@ OTHER_THAN_DEFAULT = {
     "log_seconds": 77.0,
     "detailed_log_every": 3,
     "reduced_logging": True,
+    "language": "en",
     "local_log_every": 5,
     "local_log_seconds": 2.5,
     "flops_profile_freq": 4,
