@@ -1,0 +1,1 @@
+"""Hardware counters of a device: what the driver counts, beside what flopwatch counts."""

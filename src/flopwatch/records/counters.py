@@ -1,0 +1,110 @@
+"""What hardware counters say about one device: one reading, and the readings of a logging window together."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+MEANS = ("tensor_active", "sm_active", "dram_active", "sm_clock_mhz", "power_watts", "flops_per_s")
+"""Fields of a reading whose mean is the value of a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterReading:
+    """One reading of a device's counters. None means that the source does not know the value.
+
+    Attributes:
+        source: Where it comes from: `nvml-gpm`, `nvml`, `dcgm`, `amdsmi`, `perf`, `rapl`, or several joined by `+`.
+        seconds: Time of the reading on a clock that never goes back.
+        tensor_active: Share of the cycles since the last reading in which the tensor (matrix) pipes were busy.
+        sm_active: Share of these cycles in which a compute unit had work.
+        dram_active: Share of these cycles in which the device's memory was read or written.
+        sm_clock_mhz: Clock of the compute units now.
+        power_watts: Power that the device draws now.
+        energy_joules: Energy since a moment that the source chooses; it only grows.
+        throttled: Reasons why the clock is held down now, such as `power cap`; empty if it is not.
+        other_memory_bytes: Memory of the device that other processes hold.
+        flops_per_s: FLOP/s since the last reading, from a counter of arithmetic instructions (CPUs).
+    """
+
+    source: str
+    seconds: float
+    tensor_active: float | None = None
+    sm_active: float | None = None
+    dram_active: float | None = None
+    sm_clock_mhz: float | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    throttled: tuple[str, ...] = ()
+    other_memory_bytes: int | None = None
+    flops_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CounterWindow:
+    """The readings of one logging window: means over the readings that have a value, None if none has it.
+
+    Attributes:
+        source: The source of the newest reading; several joined by `,` if it changed within the window.
+        readings: Number of readings.
+        seconds: Time between the first and the last reading, the last one of the window before included.
+        energy_joules: Energy used in these seconds.
+        throttled: Share of the readings in which the clock was held down, by reason, the most frequent first.
+        other_memory_bytes: The most that other processes held.
+    """
+
+    source: str
+    readings: int
+    seconds: float
+    tensor_active: float | None = None
+    sm_active: float | None = None
+    dram_active: float | None = None
+    sm_clock_mhz: float | None = None
+    power_watts: float | None = None
+    flops_per_s: float | None = None
+    energy_joules: float | None = None
+    throttled: tuple[tuple[str, float], ...] = ()
+    other_memory_bytes: int | None = None
+
+
+def window_of(readings: Sequence[CounterReading], before: CounterReading | None = None) -> CounterWindow | None:
+    """The readings of a window together; `before` is the last reading before it. None without readings.
+
+    >>> readings = CounterReading("nvml", 1.0, energy_joules=5.0), CounterReading("nvml", 3.0, power_watts=9.0)
+    >>> window = window_of(readings)
+    >>> window.source, window.readings, window.seconds, window.power_watts
+    ('nvml', 2, 2.0, 9.0)
+    """
+    if not readings:
+        return None
+    means = {name: _mean(getattr(reading, name) for reading in readings) for name in MEANS}
+    whole = [before, *readings] if before is not None else list(readings)
+    memory = [reading.other_memory_bytes for reading in readings if reading.other_memory_bytes is not None]
+    return CounterWindow(
+        ",".join(dict.fromkeys(reading.source for reading in readings)),
+        len(readings),
+        whole[-1].seconds - whole[0].seconds,
+        **means,
+        energy_joules=_energy_used(whole),
+        throttled=_throttled(readings),
+        other_memory_bytes=max(memory, default=None),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _energy_used(readings: Sequence[CounterReading]) -> float | None:
+    """Energy between the first and the last reading; None if the source changed, because each counts from elsewhere."""
+    first, last = readings[0], readings[-1]
+    if first.energy_joules is None or last.energy_joules is None or first is last:
+        return None
+    used = last.energy_joules - first.energy_joules
+    return used if used >= 0 and first.source == last.source else None
+
+
+def _throttled(readings: Sequence[CounterReading]) -> tuple[tuple[str, float], ...]:
+    names = [name for reading in readings for name in reading.throttled]
+    shares = {name: names.count(name) / len(readings) for name in names}
+    return tuple(sorted(shares.items(), key=lambda found: (-found[1], found[0])))
