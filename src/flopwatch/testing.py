@@ -1,20 +1,25 @@
-"""For your own tests: fakes of devices, of a clock, of a sink, and of an engine that starts no processes."""
+"""For your own tests: fakes of devices, counters, a clock, a sink, and an engine that starts no processes."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.files import write_json
+from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
 from flopwatch.hardware.peaks import DeviceFacts
+from flopwatch.records.counters import CounterReading
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULT, trial_folder
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 
-__all__ = ["FAKE_DEVICES", "FakeClock", "InProcessEngine", "RecordingSink", "fake_device"]
+__all__ = ["FAKE_DEVICES", "FakeClock", "FakeCounters", "InProcessEngine", "RecordingSink", "fake_device"]
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -120,6 +125,75 @@ class RecordingSink:
 
     def release(self) -> None:
         """End every waiting call of `write`; later calls do not wait."""
+        self._released.set()
+
+
+class FakeCounters:
+    """Hardware counters with readings that you choose. Its arguments make the source absent, fail or hang.
+
+    It is a source and its own probe, so it can be passed as `probes=[FakeCounters(...)]`.
+
+    >>> counters = FakeCounters("fake", [{"tensor_active": 0.5}, {"tensor_active": 0.25}])
+    >>> counters.open().sample().tensor_active
+    0.5
+
+    Args:
+        name: Name of the source, as in `CounterReading.source`.
+        readings: Values of one reading after the other, by the field of `CounterReading`; the last ones are repeated.
+        absent: Why the source cannot be opened.
+        raises: The exception that `sample` raises.
+        fails_after: Number of readings that the source gives before it raises or hangs.
+        hangs: Whether `sample` blocks until `release` is called.
+        clock: Gives the time of the readings.
+
+    Attributes:
+        opened: Number of calls of `open`.
+        sampled: Number of calls of `sample`.
+        closed: Number of calls of `close`.
+    """
+
+    def __init__(
+        self,
+        name: str = "fake",
+        readings: Sequence[Mapping[str, Any]] = ({},),
+        *,
+        absent: str | None = None,
+        raises: BaseException | None = None,
+        fails_after: int = 0,
+        hangs: bool = False,
+        clock: Clock = monotonic_seconds,
+    ) -> None:
+        self.name = name
+        self.opened = self.sampled = self.closed = 0
+        self._readings = [CounterReading(name, 0.0, **values) for values in readings]
+        self._absent = absent
+        self._raises = raises
+        self._fails_after = fails_after
+        self._hangs = hangs
+        self._clock = clock
+        self._released = Event()
+
+    def open(self, device: DeviceIdentity | None = None) -> "FakeCounters":
+        self.opened += 1
+        if self._absent is not None:
+            raise CountersUnavailableError(self._absent)
+        return self
+
+    def sample(self) -> CounterReading:
+        self.sampled += 1
+        if self.sampled > self._fails_after:
+            if self._raises is not None:
+                raise self._raises
+            if self._hangs:
+                self._released.wait()
+        values = self._readings[min(self.sampled, len(self._readings)) - 1]
+        return replace(values, seconds=self._clock())
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def release(self) -> None:
+        """End every waiting call of `sample`; later calls do not wait."""
         self._released.set()
 
 

@@ -34,7 +34,7 @@ class CounterReading:
     sm_clock_mhz: float | None = None
     power_watts: float | None = None
     energy_joules: float | None = None
-    throttled: tuple[str, ...] = ()
+    throttled: tuple[str, ...] | None = None
     other_memory_bytes: int | None = None
     flops_per_s: float | None = None
 
@@ -48,7 +48,8 @@ class CounterWindow:
         readings: Number of readings.
         seconds: Time between the first and the last reading, the last one of the window before included.
         energy_joules: Energy used in these seconds.
-        throttled: Share of the readings in which the clock was held down, by reason, the most frequent first.
+        throttled: Share of the readings in which the clock was held down, by reason, the most frequent first; empty if
+            it never was.
         other_memory_bytes: The most that other processes held.
     """
 
@@ -62,7 +63,7 @@ class CounterWindow:
     power_watts: float | None = None
     flops_per_s: float | None = None
     energy_joules: float | None = None
-    throttled: tuple[tuple[str, float], ...] = ()
+    throttled: tuple[tuple[str, float], ...] | None = None
     other_memory_bytes: int | None = None
 
 
@@ -104,7 +105,10 @@ def _energy_used(readings: Sequence[CounterReading]) -> float | None:
     return used if used >= 0 and first.source == last.source else None
 
 
-def _throttled(readings: Sequence[CounterReading]) -> tuple[tuple[str, float], ...]:
-    names = [name for reading in readings for name in reading.throttled]
-    shares = {name: names.count(name) / len(readings) for name in names}
+def _throttled(readings: Sequence[CounterReading]) -> tuple[tuple[str, float], ...] | None:
+    known = [reading.throttled for reading in readings if reading.throttled is not None]
+    if not known:
+        return None
+    names = [name for reasons in known for name in reasons]
+    shares = {name: names.count(name) / len(known) for name in names}
     return tuple(sorted(shares.items(), key=lambda found: (-found[1], found[0])))

@@ -1,0 +1,198 @@
+"""Samples a device's counters in a thread of its own, and passes to the next source when one fails or hangs."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Lock, Thread
+
+from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.guard import Guard
+from flopwatch.hardware.counters.chain import probes_for, why_not
+from flopwatch.hardware.counters.protocol import CounterProbe, CounterSource, DeviceIdentity
+from flopwatch.records.counters import CounterReading, CounterWindow, window_of
+
+_MOST_READINGS = 5000
+"""Readings that wait for `take`; with the default interval, those of 1,000 s. Older ones are dropped."""
+_SECONDS_TO_CLOSE = 0.2
+
+Notify = Callable[[str, str], object]
+"""Gets a code, `counters_changed` or `counters_absent`, and a sentence."""
+
+
+class CounterSampler:
+    """Reads the counters of one device at a fixed interval, in a daemon thread.
+
+    The sources are tried in the order of `probes`, in that thread. A source that is absent, that fails, or that does
+    not answer for `hang_seconds` is not used again, and the next one takes over; each change is told once. A source
+    that hangs is noticed by `take`, which leaves its thread behind and starts another one. After a fork, the child
+    does not sample, and its `take` returns None.
+
+    Attributes:
+        source: Name of the source that is read now; None if none is.
+        reasons: Why each source that was tried before it is not used, in one line, by name.
+    """
+
+    def __init__(
+        self,
+        device: DeviceIdentity,
+        notify: Notify | None = None,
+        *,
+        probes: Sequence[CounterProbe] | None = None,
+        interval_seconds: float = 0.2,
+        hang_seconds: float = 5.0,
+        clock: Clock = monotonic_seconds,
+    ) -> None:
+        """Start the thread; nothing is read on the caller's thread.
+
+        `notify` is called in the sampling thread, or by `take` when a source hangs.
+        """
+        self.source: str | None = None
+        self.reasons: dict[str, str] = {}
+        self._device = device
+        self._notify = notify
+        self._probes = tuple(probes_for(device) if probes is None else probes)
+        self._interval = interval_seconds
+        self._hang_seconds = hang_seconds
+        self._clock = clock
+        self._pid = os.getpid()
+        self._readings: deque[CounterReading] = deque(maxlen=_MOST_READINGS)
+        self._before: CounterReading | None = None
+        self._turn = _Turn(self, 0)
+        self._turn.start()
+
+    def take(self) -> CounterWindow | None:
+        """The readings since the last call, together; None if there are none. Takes microseconds and never waits."""
+        if os.getpid() != self._pid:
+            return None
+        self._pass_over_if_hanging()
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._readings.popleft())
+        window = window_of(taken, self._before)
+        self._before = taken[-1] if taken else self._before
+        return window
+
+    def close(self) -> None:
+        """End the thread, or leave it behind if its source does not answer."""
+        if os.getpid() == self._pid:
+            self._turn.end()
+            self._turn.join(_SECONDS_TO_CLOSE)
+
+    def _pass_over_if_hanging(self) -> None:
+        turn = self._turn
+        since, index = turn.busy_since, turn.index
+        if since is None or turn.ended or self._clock() - since < self._hang_seconds:
+            return
+        turn.end()
+        self.reasons[self._probes[index].name] = f"it did not answer for {self._hang_seconds:g} s"
+        self._turn = _Turn(self, index + 1)
+        self._turn.start()
+
+    def _tell(self, code: str, message: str) -> None:
+        if self._notify is not None:
+            with Guard("the notice of hardware counters"):
+                self._notify(code, message)
+
+
+class _Turn:
+    """One sampling thread, which tries the sources from `index` on. It is left behind if a source hangs."""
+
+    def __init__(self, sampler: CounterSampler, index: int) -> None:
+        self.index = index
+        self.busy_since: float | None = None
+        self.ended = False
+        self._sampler = sampler
+        self._sleep = Lock()  # released to end the sleep; a timed wait for a lock is the cheapest one
+        self._sleep.acquire()
+        self._thread = Thread(target=self._run, name="flopwatch-counters", daemon=True)
+
+    def start(self) -> None:
+        with suppress(RuntimeError):  # the process may have no more threads
+            self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._sleep.release()
+
+    def _run(self) -> None:
+        sampler = self._sampler
+        while self.index < len(sampler._probes) and not self.ended:
+            self._use(sampler._probes[self.index])
+            if not self.ended:
+                self.index += 1
+        if not self.ended:
+            sampler.source = None
+            sampler._tell("counters_absent", "no hardware counters are read: " + _listed(sampler.reasons))
+
+    def _use(self, probe: CounterProbe) -> None:
+        sampler = self._sampler
+        source: CounterSource | None = None
+        try:
+            self.busy_since = sampler._clock()
+            source = probe.open(sampler._device)
+            self._read(source)
+            if self.index and not self.ended:
+                sampler._tell(
+                    "counters_changed", f"hardware counters come from {source.name}: " + _listed(sampler.reasons)
+                )
+            while not self.ended:
+                self.busy_since = None
+                if not self._sleep.acquire(timeout=sampler._interval):
+                    self.busy_since = sampler._clock()
+                    self._read(source)
+        except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
+            if not self.ended:
+                sampler.reasons[probe.name] = why_not(error)
+        finally:
+            self.busy_since = None
+            if source is not None:
+                with suppress(Exception):
+                    source.close()
+
+    def _read(self, source: CounterSource) -> None:
+        reading = source.sample()
+        if not self.ended:
+            self._sampler.source = source.name
+            self._sampler._readings.append(reading)
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no source knows this device"
+
+
+class EnergyMeter:
+    """The energy that a device uses between `start` and `stop`, by two readings of one source; never raises.
+
+    Attributes:
+        joules: Energy between the two readings; None if the source does not know it.
+        seconds: Time between the two readings.
+    """
+
+    def __init__(self, source: CounterSource) -> None:
+        self.joules: float | None = None
+        self.seconds: float | None = None
+        self._source = source
+        self._first: CounterReading | None = None
+
+    def start(self) -> None:
+        """Take the first reading."""
+        self._first = self._sample()
+
+    def stop(self) -> None:
+        """Take the second reading, and set `joules` and `seconds`."""
+        last = self._sample()
+        if self._first is not None and last is not None:
+            window = window_of([last], self._first)
+            self.joules, self.seconds = (window.energy_joules, window.seconds) if window else (None, None)
+
+    def _sample(self) -> CounterReading | None:
+        with Guard("an energy reading"):
+            return self._source.sample()
+        return None
