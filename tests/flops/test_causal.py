@@ -58,11 +58,10 @@ def test_a_fused_kernel_counts_the_same_in_a_real_step(reentrant: bool | None) -
     assert (trace.model_flops, trace.hardware_flops) == (step.model_flops, step.hardware_flops)
 
 
-def test_a_step_that_takes_attention_apart_does_not_call_itself_causal() -> None:
+def test_a_step_that_takes_attention_apart_reads_the_mask() -> None:
     count = flopwatch.count_flops(Model(0.1, None), torch.randn(3, LENGTH, 16), method="step", attention="causal")
 
-    assert count.attention == "full"
-    assert "counts masked pairs too" in count.notes[0]
+    assert (count.model_flops, count.attention, count.notes) == (PROJECTIONS + ATTENTION, "causal", ())
 
 
 @pytest.mark.parametrize("method", ["trace", "estimate"])

@@ -24,6 +24,7 @@ from flopwatch.flops.tracing.copies import Copies, NotCopyableError
 from flopwatch.flops.tracing.counter import CountingMode, NeedsOtherRanksError, run_op
 from flopwatch.flops.tracing.fakes import Faker, quiet_fakes
 from flopwatch.flops.tracing.kernels import watch_launches
+from flopwatch.flops.tracing.masked_products import MaskedProducts
 from flopwatch.flops.tracing.passes import (
     AutocastState,
     CountOptions,
@@ -105,7 +106,9 @@ def _counted(
         raise InputError("a backward pass is running, in which no other step can be counted; count before or after it")
     stack, steering = ModuleStack(), Steering()
     faker = Faker() if method == "trace" else None
-    mode = CountingMode(stack, options.attention, following(faker.execute if faker else run_op, steering))
+    execute = following(faker.execute if faker else run_op, steering)
+    products = MaskedProducts() if options.attention == "causal" else None
+    mode = CountingMode(stack, options.attention, execute, products)
     # A real step only reads a parameter, so a view of it is enough. It may write to a buffer.
     alias = lambda it: it.detach() if isinstance(it, nn.Parameter) else it.detach().clone()  # noqa: E731
     copies = Copies(faker.tensor if faker else alias, stack)
@@ -132,7 +135,7 @@ def _counted(
         run(run_step, replica, *as_call(own_batch), loss_fn, mode, training=options.training, autocast=under)
     for note in (*stack.notes(), untested_release()):
         mode.tally.note(note)
-    return steering.add_to(mode.tally.as_count(method, options.attention))
+    return steering.add_to(mode.tally.as_count(method, options.attention, products))
 
 
 def count_as_is(model: nn.Module, batch: Any, options: CountOptions) -> FlopCount:

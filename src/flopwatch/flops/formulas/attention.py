@@ -143,7 +143,7 @@ def _sizes_under(
     if attention == "full":
         return full
     if mask is not None:
-        pairs = _unmasked_pairs(mask, full.pairs)
+        pairs = unmasked_pairs(mask, full.pairs)
         return replace(full, note=MASK_NOT_READABLE) if pairs is None else replace(full, pairs=pairs)
     if not is_causal:
         return full
@@ -205,7 +205,8 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
     return [operand.shape[1]] * operand.shape[0]
 
 
-def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
+def unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
+    """Return how many of all pairs a mask allows; None if its values cannot be read."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
     # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.

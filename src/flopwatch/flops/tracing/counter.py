@@ -28,6 +28,7 @@ from flopwatch.flops.formulas.registry import (
 )
 from flopwatch.flops.tracing import kernels
 from flopwatch.flops.tracing.custom_functions import ByStorage, CustomFunctions, storage_of, written
+from flopwatch.flops.tracing.masked_products import MaskedProducts
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 from flopwatch.torch_internals import check_countable
@@ -85,17 +86,21 @@ UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts maske
 UNKNOWN_TYPE = "unknown"
 
 
-def counted_convention(wanted: AttentionConvention, ops: Collection[str]) -> tuple[AttentionConvention, str | None]:
+def counted_convention(
+    wanted: AttentionConvention, ops: Collection[str], products: tuple[bool, bool] | None = None
+) -> tuple[AttentionConvention, str | None]:
     """The convention that a count of these ops has, and what is to be said about it.
 
-    Without fused attention no masked pair was left out, so a count is `full` although `causal` was wanted.
+    If no masked pair was left out, a count is `full` although `causal` was wanted. `products` says whether batched
+    products were found under a mask that was read, and whether others were found; None if this was not looked for.
     """
     if wanted == "full":
         return "full", None
     # All fused attention ops have one of these words in their names.
     is_fused = any("attention" in op or "attn" in op for op in ops)
-    is_told = not is_fused or any("bmm" in op for op in ops)
-    return "causal" if is_fused else "full", UNMASKED_PRODUCTS if is_told else None
+    has_masked, has_others = products or (False, any("bmm" in op for op in ops))
+    is_causal = is_fused or has_masked
+    return "causal" if is_causal else "full", UNMASKED_PRODUCTS if has_others or not is_causal else None
 
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -130,9 +135,21 @@ class Tally:
         other._uncounted += self._uncounted
         other._notes |= self._notes
 
-    def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
+    def leave_out_masked(self, products: MaskedProducts) -> tuple[bool, bool]:
+        """Subtract FLOPs on masked pairs; return whether products were under a known mask, and whether others were."""
+        masked, has_others = products.masked_flops()
+        for product, needed, extra in masked:
+            place = product.op, product.module, product.dtype
+            self._flops[(*place, product.phase)] -= needed
+            self._flops[(*place, "recompute")] -= extra
+        return bool(masked), has_others
+
+    def as_count(
+        self, method: Method, attention: AttentionConvention, products: MaskedProducts | None = None
+    ) -> FlopCount:
+        found = None if products is None else self.leave_out_masked(products)
         by_op = self._grouped(0)
-        attention, note = counted_convention(attention, by_op)
+        attention, note = counted_convention(attention, by_op, found)
         self.note(note)
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
@@ -238,16 +255,24 @@ class CountingMode(TorchDispatchMode):
     """Counts the FLOPs of the ops that run while the mode is active, and adds them to `tally`.
 
     `execute` runs an op. A trace passes a function that also handles ops which torch's fake tensors cannot run.
+    `products` collects the products and masks of attention that is written as plain products.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, stack: ModuleStack, attention: AttentionConvention, execute: Execute = run_op) -> None:
+    def __init__(
+        self,
+        stack: ModuleStack,
+        attention: AttentionConvention,
+        execute: Execute = run_op,
+        products: MaskedProducts | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         receive_higher_order_ops(type(self))
         self.tally = Tally()
         self._stack = stack
         self._attention: AttentionConvention = attention
+        self._products = products
         self._execute = execute
         check_countable()
         self._module_of_node: dict[int, str] = {}
@@ -296,6 +321,8 @@ class CountingMode(TorchDispatchMode):
         self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
             self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, needs_grad()), formula)
+        elif self._products is not None and current_graph_task_id() == -1:
+            self._products.note_mask(func, args, self._stack.current)
         self._runs_again = False
         return out
 
@@ -336,6 +363,9 @@ class CountingMode(TorchDispatchMode):
             self._add_uncounted(name, list(call.arguments.values()))
         else:
             self.add(name, flops)
+            if self._products is not None:
+                phase = self.phase()
+                self._products.note_product(call, self._module(phase), phase, self._divided(phase, flops))
 
     def _count_higher_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "flex_attention":
@@ -352,10 +382,13 @@ class CountingMode(TorchDispatchMode):
 
     def add(self, name: str, flops: OpFlops) -> None:
         phase = self.phase()
-        module = self._module(phase)
+        self.tally.add(_short(name), self._module(phase), phase, self._divided(phase, flops))
+
+    def _divided(self, phase: Phase, flops: OpFlops) -> OpFlops:
+        """Count what runs a second time as extra FLOPs."""
         if phase == "recompute" or self._runs_again:
-            flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
-        self.tally.add(_short(name), module, phase, flops)
+            return replace(flops, needed=0, extra=flops.needed + flops.extra)
+        return flops
 
     def add_threads(self) -> None:
         self.tally.add_uncounted(THREADS, "")

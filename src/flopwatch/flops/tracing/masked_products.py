@@ -1,0 +1,155 @@
+"""Leaves masked pairs out of attention that a model writes as plain matrix products (eager attention).
+
+Such attention multiplies queries with keys, adds a mask to the scores or fills them under it, and multiplies the result
+with the values. No op is told of the mask, so it is read where it meets the scores: in a trace too, masks that are made
+from positions and from the batch are real tensors. All products of the module over these pairs (two in the forward
+pass, four in the backward pass) then count the pairs that the mask allows.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flopwatch.flops.formulas.attention import unmasked_pairs
+from flopwatch.flops.formulas.matrices import FACTORS
+from flopwatch.flops.formulas.registry import OpCall, OpFlops
+from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
+from flopwatch.torch_internals.ops import op_name
+
+_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+_ADD = (torch.ops.aten.add, torch.ops.aten.add_)
+_FILL = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
+_WHERE = torch.ops.aten.where
+_MEET_MASKS = {*_ADD, *_FILL, _WHERE}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One batched product: its place in the tally, its FLOPs by phase, and its sizes."""
+
+    op: str
+    module: str
+    dtype: str
+    phase: str
+    needed: int
+    extra: int
+    batch: int
+    sizes: tuple[int, int, int]
+    """Rows, contracted and columns."""
+
+    def is_over(self, queries: int, keys: int) -> bool:
+        """Whether two of its three dimensions are the queries and the keys."""
+        return not Counter((queries, keys)) - Counter(self.sizes)
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether it only multiplies a column with a row, such as positions with the frequencies of an embedding."""
+        return self.sizes[1] == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of attention that met a mask: their sizes, and how many of all pairs the mask allows."""
+
+    planes: int
+    queries: int
+    keys: int
+    allowed: int
+
+    @property
+    def pairs(self) -> int:
+        return self.planes * self.queries * self.keys
+
+
+class MaskedProducts:
+    def __init__(self) -> None:
+        self._products: dict[str, list[Product]] = defaultdict(list)
+        self._scores: dict[str, list[Scores]] = defaultdict(list)
+        self._allowed = ByStorage()
+
+    def note_product(self, call: OpCall, module: str, phase: str, flops: OpFlops) -> None:
+        name = op_name(call.func).removesuffix("_")
+        if name not in _PRODUCTS:
+            return
+        left, right = (call.arguments[factor] for factor in FACTORS[name])
+        batch, rows, contracted = (int(size) for size in left.shape)
+        sizes = rows, contracted, int(right.shape[-1])
+        op, dtype = op_name(call.func).removeprefix("aten::"), flops.dtype or "unknown"
+        self._products[module].append(Product(op, module, dtype, phase, flops.needed, flops.extra, batch, sizes))
+
+    def note_mask(self, func: Any, args: tuple[Any, ...], module: str) -> None:
+        """If an op of the forward pass combines scores of attention with a mask, remember what the mask allows."""
+        packet = func.overloadpacket
+        if packet not in _MEET_MASKS or module not in self._products:
+            return
+        last = self._products[module][-1]
+        queries, _, keys = last.sizes
+        pairs = last.batch * queries * keys
+        found = _scores_and_mask(
+            packet, args, lambda each: each.shape[-2:] == (queries, keys) and each.numel() == pairs
+        )
+        allowed = None if found is None else self._allowed_by(*found)
+        if found is not None and allowed is not None:
+            # A mask with fewer dimensions, heads or samples than the scores is broadcast to all of them.
+            total = allowed * (pairs // found[0].numel())
+            if total < pairs:  # otherwise it is a bias, such as that of relative positions
+                self._scores[module].append(Scores(last.batch, queries, keys, total))
+
+    def _allowed_by(self, mask: torch.Tensor, fills_where_true: bool) -> int | None:
+        """How many elements of a mask allow their pair; None if it cannot be read. Layers often share a mask."""
+        read_as, known = (tuple(mask.shape), fills_where_true), self._allowed.get(storage_of(mask))
+        if known is None or known[0] != read_as:
+            true = unmasked_pairs(mask, mask.numel())
+            known = read_as, mask.numel() - true if fills_where_true and true is not None else true
+            self._allowed.put(storage_of(mask), known)
+        return known[1]  # type: ignore[no-any-return]
+
+    def masked_flops(self) -> tuple[list[tuple[Product, int, int]], bool]:
+        """Return each product under a mask with its needed and extra FLOPs on masked pairs.
+
+        The second value says whether there are products whose mask is not known, which may be attention too.
+        """
+        found: list[tuple[Product, int, int]] = []
+        is_unknown = False
+        for module, products in self._products.items():
+            scores = self._one_mask(module)
+            for product in products:
+                if (
+                    scores is not None
+                    and product.batch == scores.planes
+                    and product.is_over(scores.queries, scores.keys)
+                ):
+                    masked = scores.pairs - scores.allowed
+                    needed, extra = (part * masked // scores.pairs for part in (product.needed, product.extra))
+                    found.append((product, needed, extra))
+                elif not product.is_outer:
+                    is_unknown = True
+        return found, is_unknown
+
+    def _one_mask(self, module: str) -> Scores | None:
+        """The mask of all attention in a module; None if it is not certain that there is one mask for all of it."""
+        met = self._scores.get(module, [])
+        if len(set(met)) != 1:
+            return None
+        forward = [each for each in self._products[module] if each.phase == "forward"]
+        over = [each for each in forward if each.is_over(met[0].queries, met[0].keys)]
+        return met[0] if len(over) == 2 * len(met) else None
+
+
+def _scores_and_mask(
+    packet: Any, args: tuple[Any, ...], is_scores: Callable[[torch.Tensor], bool]
+) -> tuple[torch.Tensor, bool] | None:
+    """Return the mask that an op combines with scores, and whether it masks where it is True; None if there is none."""
+    first, second, third = (each if isinstance(each, torch.Tensor) else None for each in (*args, None, None, None)[:3])
+    if packet is _WHERE:
+        if first is not None and second is not None and is_scores(second):
+            return first, False
+        return (first, True) if first is not None and third is not None and is_scores(third) else None
+    if first is None or second is None:
+        return None
+    if is_scores(first):
+        return second, packet in _FILL
+    return (first, False) if packet in _ADD and is_scores(second) else None

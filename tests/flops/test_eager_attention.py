@@ -1,0 +1,149 @@
+"""Attention that a model writes as plain products leaves out the pairs of the mask that the model itself has built."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flopwatch
+from flopwatch.flops.tracing.counter import UNMASKED_PRODUCTS
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, WINDOW, HEADS, WIDTH, LAYERS = 48, 16, 4, 16, 2
+SIZES: dict[str, Any] = {
+    "hidden_size": HEADS * WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("LlamaConfig", {}),
+    "sliding window in every layer": ("MistralConfig", {"sliding_window": WINDOW}),
+    "sliding window in every second layer, with sinks": (
+        "GptOssConfig",
+        {"sliding_window": WINDOW, "head_dim": WIDTH, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "chunks": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": WINDOW,
+            "head_dim": WIDTH,
+            "intermediate_size_mlp": 32,
+            "pad_token_id": 0,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "moe_layers": [],
+        },
+    ),
+}
+
+
+def built(name: str, device: str = "meta", **more: Any) -> nn.Module:
+    kind, settings = CONFIGS[name]
+    config = getattr(transformers, kind)(**SIZES, **settings, **more)
+    config._attn_implementation = "eager"
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-any-return]
+
+
+def batch(samples: int = 1, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def allowed_pairs(model: nn.Module, mask: torch.Tensor | None = None) -> int:
+    """The pairs of all layers, from the masks that transformers builds for this configuration with real tensors."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    embeds = torch.zeros(1 if mask is None else mask.shape[0], LENGTH, 8)
+    masks = create_masks_for_generate(model.config, embeds, mask, None)
+    kinds = getattr(model.config, "layer_types", None) or ["all"] * LAYERS
+    return sum(int((masks[kind] if isinstance(masks, dict) else masks).eq(0).sum()) for kind in kinds)
+
+
+def left_out(model: nn.Module, of: dict[str, torch.Tensor], **options: Any) -> tuple[int, flopwatch.FlopCount]:
+    full = flopwatch.count_flops(model, of, attention="full", **options)
+    causal = flopwatch.count_flops(model, of, attention="causal", **options)
+    return full.model_flops - causal.model_flops, causal
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trace_counts_the_pairs_of_the_real_mask(name: str) -> None:
+    model = built(name)
+    saved, causal = left_out(model, batch())
+
+    masked = LAYERS * LENGTH * LENGTH - allowed_pairs(model)
+    assert saved == 3 * 2 * 2 * HEADS * WIDTH * masked  # three passes, two products, multiply and add
+    assert (causal.attention, causal.notes) == ("causal", ())
+    assert all(flops.total > 0 for flops in causal.by_module.values())
+
+
+def test_a_real_step_and_recomputation_leave_out_the_same_pairs() -> None:
+    traced = left_out(built("sliding window in every layer"), batch())[0]
+    model = built("sliding window in every layer", "cpu")
+
+    assert left_out(model, batch(), method="step")[0] == traced
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    saved, causal = left_out(model, batch(), method="trace")
+    full = flopwatch.count_flops(model, batch(), method="trace")
+    assert saved == traced
+    assert full.recompute_flops - causal.recompute_flops == traced // 3  # the forward pass once more
+
+
+def test_eager_attention_counts_what_fused_attention_counts() -> None:
+    eager = flopwatch.count_flops(built("sliding window in every layer"), batch(2), attention="causal")
+    model = built("sliding window in every layer")
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+
+    assert flopwatch.count_flops(model, batch(2), attention="causal").model_flops == eager.model_flops
+
+
+def test_padding_is_left_out_with_the_mask() -> None:
+    lengths = (LENGTH, 20)
+    mask = torch.tensor([[1] * length + [0] * (LENGTH - length) for length in lengths])
+    padded = flopwatch.count_flops(built("causal"), {**batch(2), "attention_mask": mask}, attention="causal")
+    rows = [flopwatch.count_flops(built("causal"), batch(1, length), attention="causal") for length in lengths]
+
+    assert padded.model_flops == sum(row.model_flops for row in rows)
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, mask: torch.Tensor | None, way: str) -> None:
+        super().__init__()
+        self.qkv, self.mask, self.way = nn.Linear(16, 48, bias=False), mask, way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        scores = query @ key.mT
+        if self.way == "fill":
+            scores = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
+        elif self.way == "where":
+            scores = torch.where(self.mask, scores, float("-inf"))  # type: ignore[arg-type]
+        elif self.way == "bias":
+            scores = scores + torch.linspace(-9, 9, scores.shape[-1])
+        elif self.way == "activations":
+            scores = scores.masked_fill(scores < 0, float("-inf"))
+        elif self.way == "two masks":
+            scores = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
+            scores = scores.masked_fill(self.mask.mT, float("-inf"))  # type: ignore[union-attr]
+        return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("way", ["fill", "where"])
+def test_masks_of_own_attention_are_read(way: str) -> None:
+    model = OwnAttention(torch.ones(10, 10, dtype=torch.bool).tril(), way)
+    saved, causal = left_out(model, torch.zeros(3, 10, 16))  # type: ignore[arg-type]
+
+    assert saved == 3 * 3 * 2 * 2 * 16 * (100 - 55)
+    assert (causal.attention, causal.notes) == ("causal", ())
+
+
+@pytest.mark.parametrize("way", ["none", "bias", "activations", "two masks"])
+def test_what_cannot_be_established_is_told_and_counted_in_full(way: str) -> None:
+    model = OwnAttention(torch.ones(10, 10, dtype=torch.bool).tril(), way)
+    saved, causal = left_out(model, torch.zeros(3, 10, 16))  # type: ignore[arg-type]
+
+    assert (saved, causal.attention, causal.notes) == (0, "full", (UNMASKED_PRODUCTS,))
