@@ -18,7 +18,7 @@ from matrix.environments import ROOT, WORK, CannotBuildError, Environment, packa
 from release.contents import build, sdist_problems, twine_check, version_problems, wheel_problems
 
 TORCH = "torch==2.13.0"
-EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "hf", "lightning", "dp", "ray")
+EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "hf", "lightning", "dp", "ray", "nvml")
 INSIDE = Path(__file__).with_name("inside.py")
 COMMANDS = (("--version",), ("--help",), ("selftest",))
 SBOM = ROOT / "build" / "flopwatch.cdx.json"

@@ -79,6 +79,10 @@ def use_ray() -> None:
     import_module("flopwatch.optional").require("ray", "ray")
 
 
+def use_nvml() -> None:
+    import_module("flopwatch.optional").require("pynvml", "nvml")
+
+
 PARTS: dict[str, tuple[str, Callable[[], None]]] = {
     "tensorboard": ("tensorboard", lambda: open_sink("tensorboard")),
     "wandb": ("wandb", lambda: open_sink("wandb")),
@@ -88,6 +92,7 @@ PARTS: dict[str, tuple[str, Callable[[], None]]] = {
     "lightning": ("lightning", use_lightning),
     "dp": ("opacus", use_opacus),
     "ray": ("ray", use_ray),
+    "nvml": ("pynvml", use_nvml),
 }
 """For each extra, the package that it installs, and a function that uses its part of flopwatch."""
 

@@ -145,6 +145,7 @@ class FakeCounters:
         fails_after: Number of readings that the source gives before it raises or hangs.
         hangs: Whether `sample` blocks until `release` is called.
         clock: Gives the time of the readings.
+        interval_seconds: The least time between two samples.
 
     Attributes:
         opened: Number of calls of `open`.
@@ -162,8 +163,10 @@ class FakeCounters:
         fails_after: int = 0,
         hangs: bool = False,
         clock: Clock = monotonic_seconds,
+        interval_seconds: float = 0.0,
     ) -> None:
         self.name = name
+        self.interval_seconds = interval_seconds
         self.opened = self.sampled = self.closed = 0
         self._readings = [CounterReading(name, 0.0, **values) for values in readings]
         self._absent = absent

@@ -32,9 +32,11 @@ class CounterSource(Protocol):
 
     Attributes:
         name: The name that stands in `CounterReading.source`.
+        interval_seconds: The least time between two samples; a sampler with a longer interval keeps to its own.
     """
 
     name: str
+    interval_seconds: float
 
     def sample(self) -> CounterReading:
         """Read the counters now. Raises `CountersUnavailableError` or any other exception if it cannot."""

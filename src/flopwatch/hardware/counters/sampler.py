@@ -144,7 +144,7 @@ class _Turn:
                 )
             while not self.ended:
                 self.busy_since = None
-                if not self._sleep.acquire(timeout=sampler._interval):
+                if not self._sleep.acquire(timeout=max(sampler._interval, source.interval_seconds)):
                     self.busy_since = sampler._clock()
                     self._read(source)
         except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
