@@ -76,9 +76,10 @@ class MonitoredRun:
         self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
+        self._passes = PassHooks(self.tape)
         callbacks = Callbacks(
             self.tape,
-            PassHooks(self.tape),
+            self._passes,
             on_evaluation=lambda: self.spent_on("eval"),
             on_doubt=self._doubt_rows,
             in_count_phase=lambda: self.phase("count"),
@@ -236,7 +237,7 @@ class MonitoredRun:
                 self.close_window()
             self._divide()
             self.arrivals.use_timer(timer)
-            self.ranks.busy = None  # processor time does not show how busy an accelerator is
+            self._passes.waits = self.ranks.use_device_time()
         self._read_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:

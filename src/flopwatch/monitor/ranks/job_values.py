@@ -11,7 +11,7 @@ from math import sqrt
 from typing import Literal
 
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, share_values
-from flopwatch.monitor.ranks.reports import RATED, Amount, Profile, RankReport
+from flopwatch.monitor.ranks.reports import RATED, Amount, RankReport
 from flopwatch.records.run import Number
 
 Cause = Literal["input", "compute", "host"]
@@ -35,7 +35,7 @@ class Straggler:
     Attributes:
         excess_seconds: How much longer the rank is busy per step than the mean of the other ranks.
         excess_share: The excess as a share of the step time.
-        shares: The excess by cause, as shares of the step time.
+        shares: The excess by each cause that is known, as shares of the step time.
         chronic: Whether this rank was the straggler in most of the last windows.
     """
 
@@ -52,19 +52,28 @@ class Straggler:
 
 
 def find_straggler(report: RankReport) -> Straggler | None:
-    """Find a rank whose busy time exceeds the others' mean by 5 % of the step time and by 4 standard deviations."""
+    """Find a rank whose busy time exceeds the others' mean by 5 % of the step time and by 4 standard deviations.
+
+    If only input waits are known, a rank is found by these.
+    """
     others = report.profiled_ranks - 1
     if report.slowest is None or others < 1 or report.timed_steps == 0:
         return None
     rank, slowest = report.slowest
-    step_seconds = report.seconds / report.timed_steps
-    mean = Profile(*((total - its) / others for total, its in zip(report.profile, slowest, strict=True)))
-    excess = slowest.busy - mean.busy
-    variance = max(0.0, (report.busy_squares - slowest.busy**2) / others - mean.busy**2)
-    if step_seconds <= 0 or excess < _LEAST_EXCESS * step_seconds or excess < _LEAST_SIGMAS * sqrt(variance):
+    step_seconds, total = report.seconds / report.timed_steps, report.profile
+    if step_seconds <= 0 or (total.compute is None) != (slowest.compute is None):
         return None
-    shares = {cause: (getattr(slowest, cause) - getattr(mean, cause)) / step_seconds for cause in _CAUSE_TEXTS}
-    return Straggler(rank, excess, excess / step_seconds, shares)
+    excesses = {
+        cause: its - (getattr(total, cause) - its) / others
+        for cause in _CAUSE_TEXTS
+        if (its := getattr(slowest, cause)) is not None
+    }
+    excess, mean = sum(excesses.values()), slowest.busy - sum(excesses.values())
+    between_ranks = max(0.0, (report.busy_squares - slowest.busy**2) / others - mean**2)
+    between_steps = slowest.variance + (total.variance - slowest.variance) / others**2
+    if excess < max(_LEAST_EXCESS * step_seconds, _LEAST_SIGMAS * sqrt(max(between_ranks, between_steps))):
+        return None
+    return Straggler(rank, excess, excess / step_seconds, {c: e / step_seconds for c, e in excesses.items()})
 
 
 def explain_straggler(straggler: Straggler) -> str:
@@ -217,7 +226,8 @@ def _utilisation(report: RankReport, data_parallel_size: int) -> dict[str, Numbe
 def _spread(report: RankReport) -> dict[str, Number]:
     """Compute which ranks are busy longest and shortest, and how long ranks wait for each other."""
     values: dict[str, Number] = {}
-    if report.slowest is not None and report.fastest is not None and report.profiled_ranks == report.ranks:
+    is_known = report.profiled_ranks == report.ranks and report.profile.compute is not None
+    if report.slowest is not None and report.fastest is not None and is_known:
         mean = report.profile.busy / report.ranks
         values["ranks/own_seconds_mean"] = mean
         values["ranks/own_seconds_max"] = report.slowest[1].busy

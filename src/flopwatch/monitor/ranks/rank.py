@@ -3,7 +3,8 @@
 In synchronous training every rank waits for the slowest one in each collective. So all step times are equal, and only
 the busy time shows which rank is slow. On a CPU it is measured as processor time of the training's thread, which does
 not grow while the thread waits. A thread that is blocked by a slow disk, a lock or a sleep uses no processor time
-either, so `StallSampler` samples the thread's stack to find such stalls.
+either, so `StallSampler` samples the thread's stack to find such stalls. An accelerator's busy time is measured by
+events in its stream (`DeviceTime`), because the host runs ahead of it.
 """
 
 import sys
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share, seconds_of
 from flopwatch.monitor.notices import Notify
+from flopwatch.monitor.ranks.device_time import DeviceTime
 from flopwatch.monitor.ranks.exchange import RankLink
 from flopwatch.monitor.ranks.job_store import RunKey
 from flopwatch.monitor.ranks.layout import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.reports import Profile, RankDoubt, Window, report_of
+from flopwatch.monitor.ranks.waits import KnownWaits
 
 _runs_of: Counter[int] = Counter()
 """Number of runs that monitors of this process have joined, by logging rank."""
@@ -45,7 +48,8 @@ class Rank:
         has_started: Whether the first step has ended.
         is_off: Whether this rank has stopped reporting to the logging rank.
         may_wait: Whether a checkpoint may wait for other ranks; False once it has waited in vain.
-        busy: Processor time of the training's thread in its steps; None with one rank, or if it cannot be measured.
+        busy: Processor time of the training's thread in its steps; None with one rank, or on an accelerator.
+        device: The accelerator's time for this rank's own work; None with one rank, or on a CPU.
         window_steps: Steps per window by the logging rank's plan; None until the plan arrives.
     """
 
@@ -58,6 +62,7 @@ class Rank:
         self.has_started = self.is_off = False
         self.may_wait = True
         self.busy = BusyTime() if world_size > 1 else None
+        self.device: DeviceTime | None = None
         self.window_steps: int | None = None
         self._device_type = "cpu"
         self._incomplete: deque[Window] = deque()
@@ -79,6 +84,15 @@ class Rank:
         self.link = RankLink(key, self.rank, self.world_size, device_identity(device), by_launcher)
         if self.busy is not None:
             self.busy.sample(worker)
+
+    def use_device_time(self) -> KnownWaits | None:
+        """Measure from now on how busy an accelerator is, which processor time does not show.
+
+        Returns what knows where passes wait for other ranks; None with one rank.
+        """
+        self.busy = None
+        self.device = DeviceTime(self.world_size) if self.world_size > 1 else None
+        return None if self.device is None else self.device.waits
 
     @property
     def is_logging(self) -> bool:
@@ -118,6 +132,8 @@ class Rank:
         """Busy time of this rank by cause in the steps that were not slowed down; None if those are less than half."""
         measured = [step for step in window.steps if not step.is_warm_up]
         is_typical = 2 * len(measured) > len(window.steps) and all(step.seconds is not None for step in measured)
+        if is_typical and self.device is not None:
+            return self.device.profile(measured)
         if window.busy_seconds_per_step is None or not is_typical:
             return None
         stalled = None if self.busy is None else self.busy.stalled_share()
@@ -131,7 +147,13 @@ class Rank:
             self._incomplete.append(window)
         if self.link is not None:
             profile = self.profile(window)
+            if self.is_logging and self.device is not None and profile is not None and profile.compute is None:
+                self._tell_unknown(self.device.waits.why_unknown)
             self.link.send(report_of(self.rank, window.steps, peak_flops_per_s=peak_flops_per_s, profile=profile))
+
+    def _tell_unknown(self, why: str | None) -> None:
+        if why is not None:
+            self._notify(*notices.notice("own_time_unknown", why=why))
 
     def doubt(self, first_step: int) -> None:
         """Tell the logging rank that steps from this one on are not exact on this rank, although they were sent so."""
@@ -228,7 +250,7 @@ def profile_of(
     which the thread was blocked by something other than another rank.
 
     >>> profile_of(10, 2.0, 0.1, 0.12, 0.1)
-    Profile(input=0.01, compute=0.12, host=0.019)
+    Profile(input=0.01, compute=0.12, host=0.019, variance=0.0)
     """
     if steps == 0 or seconds <= 0:
         return None

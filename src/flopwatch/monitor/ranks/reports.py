@@ -40,15 +40,31 @@ class Amount(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A rank's busy seconds per step by cause; in the rest of a step, the rank waits for the other ranks."""
+    """A rank's busy seconds per step by cause; in the rest of a step, the rank waits for the other ranks.
+
+    Attributes:
+        compute: None if only the input wait is known; then `host` is None too.
+        variance: Square of the standard error of the busy time, by its differences between steps. On a CPU it is 0,
+            because there the spread of the ranks has to suffice.
+    """
 
     input: float
-    compute: float
-    host: float
+    compute: float | None
+    host: float | None
+    variance: float = 0.0
 
     @property
     def busy(self) -> float:
-        return self.input + self.compute + self.host
+        """The busy time as far as it is known."""
+        return self.input + (self.compute or 0.0) + (self.host or 0.0)
+
+    def __add__(self, other: "Profile") -> "Profile":  # type: ignore[override]
+        compute, host = _sum_if_known(self.compute, other.compute), _sum_if_known(self.host, other.host)
+        return Profile(self.input + other.input, compute, host, self.variance + other.variance)
+
+
+def _sum_if_known(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
 
 
 class Extreme(NamedTuple):
@@ -241,7 +257,7 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         timed=tuple(map(Amount.__add__, a.timed, b.timed)),
         known_seconds=tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
         capacity_flops=None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
-        profile=Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
+        profile=a.profile + b.profile,
         slowest=max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
         fastest=min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
         longest_wait=max([e for e in (a.longest_wait, b.longest_wait) if e], key=lambda e: e.value, default=None),

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from flopwatch.monitor.timing import tape
 from flopwatch.monitor.timing.tape import Event
 
-WORK, GAP, WAIT, OPTIMIZER, PASS, OWN = "work", "gap", "wait", "optimizer", "pass", "own"
-"""What a segment of a step was used for. `GAP` is not decided yet; `OWN` is work of the monitor in a gap."""
+WORK, GAP, WAIT, OPTIMIZER, PASS, RANKS, OWN = "work", "gap", "wait", "optimizer", "pass", "ranks", "own"
+"""What a segment of a step was used for. `GAP` is not decided yet; `RANKS` is the part of a pass in which the device
+waits for other ranks; `OWN` is work of the monitor in a gap."""
 _BEFORE, _PHASE, _MONITOR = "before", "phase", "monitor"
 """Further states of the loop: before the first step, in a phase, and in the monitor after the end of a step."""
 
@@ -37,7 +38,8 @@ class StepParts(NamedTuple):
         knows_wait: Whether segments used as `WAIT` are all of the input wait.
         knows_optimizer: Whether segments used as `OPTIMIZER` are all of the optimizers' time.
         rest_from: Index of the first segment after the last optimizer; None if unknown.
-        knows_passes: Whether segments used as `PASS` are all forward and backward passes.
+        knows_passes: Whether segments used as `PASS` or `RANKS` are all forward and backward passes.
+        knows_ranks_wait: Whether segments used as `RANKS` are all of the passes' waiting for other ranks.
         busy_seconds: Processor time of the training's thread; None if it is not measured.
     """
 
@@ -47,6 +49,7 @@ class StepParts(NamedTuple):
     rest_from: int | None = None
     knows_passes: bool = False
     busy_seconds: float | None = None
+    knows_ranks_wait: bool = False
 
 
 def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> 
     if parts.segments is None:
         return {}
     lasting = [(use, seconds_between(start, end)) for use, start, end in parts.segments]
-    of_use: dict[str, float] = dict.fromkeys((WAIT, OPTIMIZER, PASS), 0.0)
+    of_use: dict[str, float] = dict.fromkeys((WAIT, OPTIMIZER, PASS, RANKS), 0.0)
     for use, seconds in lasting:
         of_use[use] = of_use.get(use, 0.0) + seconds
     rest = None if parts.rest_from is None else sum(s for use, s in lasting[parts.rest_from :] if use != WAIT)
@@ -63,7 +66,8 @@ def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> 
         "input_wait_seconds": of_use[WAIT] if parts.knows_wait else None,
         "optimizer_seconds": of_use[OPTIMIZER] if parts.knows_optimizer else None,
         "host_seconds": rest if parts.knows_optimizer else None,
-        "passes_seconds": of_use[PASS] if parts.knows_passes else None,
+        "passes_seconds": of_use[PASS] + of_use[RANKS] if parts.knows_passes else None,
+        "ranks_wait_seconds": of_use[RANKS] if parts.knows_ranks_wait else None,
     }
 
 
@@ -85,18 +89,30 @@ class Divided:
 
 @dataclass(slots=True)
 class _Passes:
-    """The forward and backward passes of a step; `regions` are forward passes of compiled code."""
+    """The forward and backward passes of a step; `regions` are forward passes of compiled code.
+
+    Attributes:
+        waits: Whether the device waits for other ranks now.
+        has_known_waits: Whether a pass was of a module that waits for other ranks only where that is seen.
+        has_unknown_waits: Whether a pass may have waited elsewhere too.
+    """
 
     running: int | None = None
     forwards: int = 0
     regions: int = 0
     backwards: int = 0
     is_unclear: bool = False
+    waits: bool = False
+    has_known_waits: bool = False
+    has_unknown_waits: bool = False
 
     def are_whole(self) -> bool:
         """Whether every pass was seen. Code between the regions of one forward pass is part of it, and is not seen."""
         is_seen = not self.is_unclear and self.running is None and self.forwards and self.backwards
         return bool(is_seen and self.regions in (0, self.backwards))
+
+    def have_known_waits(self) -> bool:
+        return self.are_whole() and self.has_known_waits and not self.has_unknown_waits
 
 
 @dataclass(slots=True)
@@ -218,6 +234,7 @@ class TapeDivision:
             step.rest_from,
             step.passes.are_whole(),
             self._busy.seconds,
+            step.passes.have_known_waits(),
         )
         self._out.steps.append(parts if is_timed else StepParts(None))
         self._busy.seconds = None
@@ -416,8 +433,30 @@ class TapeDivision:
         if passes.running == kind:
             self._cut(now, mark)
             passes.running = None
+            # In a forward pass, the wait must have ended with the call of the module inside.
+            passes.has_unknown_waits |= passes.waits and kind == tape.FORWARD
+            passes.waits = False
             passes.forwards += kind == tape.FORWARD
             passes.backwards += kind == tape.BACKWARD
+
+    def _know_waits(self, _: float, __: Any, is_replicated: bool | None, ___: Any) -> None:
+        """A pass begins: of DistributedDataParallel, of a module that does not wait (False), or of any other (None)."""
+        passes = self._step.passes
+        passes.has_unknown_waits |= is_replicated is None
+        passes.has_known_waits |= bool(is_replicated)
+
+    def _wait_for_ranks(self, now: float, mark: Any, *_: Any) -> None:
+        """The device waits for other ranks from here; without a mark, since the pass has begun."""
+        passes = self._step.passes
+        if passes.running is not None:
+            if mark is not None:
+                self._cut(now, mark)
+            passes.waits = True
+
+    def _end_wait_for_ranks(self, now: float, mark: Any, *_: Any) -> None:
+        if self._step.passes.waits:
+            self._cut(now, mark)
+            self._step.passes.waits = False
 
     def _miss_pass(self, *_: Any, unless: int | None = None) -> None:
         """A pass was not seen, or a parameter got its gradient outside of a backward pass that was seen."""
@@ -442,7 +481,7 @@ class TapeDivision:
         elif step.running is not None:
             use = OPTIMIZER
         elif step.passes.running is not None:
-            use = PASS
+            use = RANKS if step.passes.waits else PASS
         else:
             use = WORK if state == _MONITOR else state
         step.segments.append((use, start, mark))
@@ -473,6 +512,9 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.BACKWARD_END: partial(TapeDivision._end_pass, kind=tape.BACKWARD),
     tape.UNSEEN: TapeDivision._miss_pass,
     tape.GRADIENT: partial(TapeDivision._miss_pass, unless=tape.BACKWARD),
+    tape.KNOWS_WAITS: TapeDivision._know_waits,
+    tape.RANKS: TapeDivision._wait_for_ranks,
+    tape.RANKS_END: TapeDivision._end_wait_for_ranks,
 }
 
 

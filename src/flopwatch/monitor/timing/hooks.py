@@ -3,6 +3,9 @@
 A forward pass is an outermost call of a module, or a call of compiled code. A backward pass begins with the node that
 made the output of such a call, and ends with torch's engine. So the time between passes has a name of its own: what a
 step does outside of its passes and its optimizer is the loss, reading values, or fetching the next batch.
+
+On an accelerator with several ranks, the passes of DistributedDataParallel are divided further: into the work of this
+rank, and two places where its device waits for the other ranks (`flopwatch.monitor.ranks.waits`).
 """
 
 import weakref
@@ -11,10 +14,24 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
+from flopwatch.monitor.ranks.waits import KnownWaits
+from flopwatch.monitor.timing.tape import (
+    BACKWARD,
+    BACKWARD_END,
+    FORWARD,
+    FORWARD_END,
+    GRADIENT,
+    KNOWS_WAITS,
+    RANKS,
+    RANKS_END,
+    REGION,
+    UNSEEN,
+    Tape,
+)
 from flopwatch.torch_internals.autograd import at_end_of_backward
 from flopwatch.torch_internals.modules import is_in_transform
 
@@ -22,17 +39,42 @@ _MOST_TENSORS, _DEEPEST = 16, 4
 
 
 class PassHooks:
-    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise."""
+    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise.
+
+    Attributes:
+        waits: Where the passes of modules wait for other ranks; None if that is not measured.
+    """
+
+    waits: KnownWaits | None = None
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._arrival: RemovableHandle | None = None
+        """A hook on the module inside of DistributedDataParallel, until that is called."""
         self.guard = Guard("passes", lambda *_: tape.note(UNSEEN))
 
-    def forward_begins(self, code: int = FORWARD) -> None:
+    def forward_begins(self, module: nn.Module | None = None, code: int = FORWARD) -> None:
+        """Begin a forward pass of a module, which is None if it is not known."""
         tape = self._tape
         if tape.times_parts and tape.in_pass is None:
             tape.in_pass = FORWARD
             tape.add(code)
+            if self.waits is not None:
+                with self.guard:
+                    self._wait_in_forward(self.waits, module, is_region=code == REGION)
+
+    def _wait_in_forward(self, waits: KnownWaits, module: nn.Module | None, *, is_region: bool) -> None:
+        found = waits.of(module, is_region=is_region)
+        self._tape.note(KNOWS_WAITS, None if found is None else found.is_replicated)
+        if found is not None and found.ends_with is not None:
+            self._tape.note(RANKS)
+            self._arrival = found.ends_with.register_forward_pre_hook(self._ranks_arrived, prepend=True)
+
+    def _ranks_arrived(self, *_: Any) -> None:
+        if self._arrival is not None:
+            self._arrival.remove()
+            self._arrival = None
+            self._tape.add(RANKS_END)
 
     def forward_ends(self, output: Any) -> None:
         """End a forward pass, and listen for the backward pass of its output."""
@@ -41,12 +83,15 @@ class PassHooks:
             return
         tape.in_pass = None
         tape.add(FORWARD_END)
+        if self._arrival is not None:  # the module inside was not called
+            self._arrival.remove()
+            self._arrival = None
         with self.guard:  # the output may be anything
             self._listen(output)
 
-    def region_begins(self) -> Callable[[Any], None] | None:
-        """Begin a call of compiled code. Returns a function that ends it, or None."""
-        self.forward_begins(REGION)
+    def region_begins(self, model: nn.Module | None = None) -> Callable[[Any], None] | None:
+        """Begin a call of compiled code, probably of `model`. Returns a function that ends it, or None."""
+        self.forward_begins(model, REGION)
         return self.forward_ends if self._tape.in_pass == FORWARD else None
 
     def gradient_arrived(self) -> None:
@@ -60,9 +105,15 @@ class PassHooks:
             return
         tape.in_pass = BACKWARD
         tape.add(BACKWARD)
-        # Queued once more when the engine ends, so that it runs after what DDP and FSDP do at the end.
-        if not at_end_of_backward(lambda: at_end_of_backward(self._backward_ends)):
+        if not at_end_of_backward(self._own_backward_ends):
             tape.note(UNSEEN)
+
+    def _own_backward_ends(self) -> None:
+        """The engine has no more nodes. DDP, which has queued its own function later, has not waited for ranks yet."""
+        if self.waits is not None and self._tape.in_pass == BACKWARD:
+            self._tape.add(RANKS)
+        # Queued once more, so that it runs after what DDP and FSDP do at the end.
+        at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
         if self._tape.in_pass == BACKWARD:

@@ -12,8 +12,9 @@ from flopwatch.clock import Clock
 
 (
     START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, PHASE, PHASE_END, SPENT, OWN,
-    OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT,
-) = range(24)  # fmt: skip
+    OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT, KNOWS_WAITS, RANKS,
+    RANKS_END,
+) = range(27)  # fmt: skip
 """What an event says; `divide` has a method for each."""
 
 Event = tuple[int, float, Any, Any, float | None]
