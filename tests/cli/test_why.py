@@ -11,9 +11,9 @@ from flopwatch import TrainingMonitor
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
 from flopwatch.records.run import Notice, Summary
-from flopwatch.runs import traces as splits
 from flopwatch.runs.state import WatchedRun
 from flopwatch.runs.traces import TraceSplit
+from flopwatch.runs.traces import files as splits
 from support.ledgers import CPU, records_of, write_ledger
 from support.make_run_log import Story, write_log, write_run
 

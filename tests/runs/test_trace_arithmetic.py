@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from flopwatch.runs.trace_events import USES, Intervals, split_time, use_of_kernel, use_of_op
+from flopwatch.runs.traces.intervals import USES, Intervals, split_time
+from flopwatch.runs.traces.uses import use_of_kernel, use_of_op
 
 
 def split(on_cpu=False, begin=0, end=100, **intervals):
@@ -83,7 +84,7 @@ def test_random_intervals_add_up_and_agree_with_a_count_of_every_nanosecond(seed
 
 
 def test_the_union_of_many_intervals_does_not_depend_on_their_order(monkeypatch):
-    monkeypatch.setattr("flopwatch.runs.trace_events._BLOCK_INTERVALS", 7)
+    monkeypatch.setattr("flopwatch.runs.traces.intervals._BLOCK_INTERVALS", 7)
     pairs = [(10 * number, 10 * number + length) for number in range(100) for length in (3, 8)]
     random.Random(0).shuffle(pairs)
     union = Intervals()

@@ -27,7 +27,7 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<
 def event(
     category: str, name: str, start: float, microseconds: float, *, stream: int = 7, **more: Any
 ) -> dict[str, Any]:
-    about = {"External id": 1, "device": 0, "stream": stream, "correlation": 77, "grid": [64, 1, 1], **more}
+    about = {"device": 0, "stream": stream, "grid": [64, 1, 1], **more}
     times = {"ts": start, "dur": microseconds}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, **times, "args": about}
 
@@ -44,13 +44,20 @@ def steps_on_device(count: int, parts: int = 1, first: float = 4_000_000_000_000
 
 
 def _part(start: float) -> Iterator[dict[str, Any]]:
-    yield event("cuda_runtime", "cudaLaunchKernel", start, 5, stream=1)
-    yield event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", start + 50, 70, stream=13)
-    yield event("kernel", MATMUL, start + 100, 400)
-    yield event("kernel", ATTENTION, start + 500, 100)
-    yield event("kernel", ELEMENTWISE, start + 600, 100)
-    yield event("kernel", ALL_REDUCE, start + 600, 200, stream=13)
-    yield event("kernel", ELEMENTWISE, start + 850, 50)
+    """The host launches everything in the first 40 µs, the last kernel in the optimizer's step."""
+    works = (
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 50, 70, 13),
+        ("kernel", MATMUL, 100, 400, 7),
+        ("kernel", ATTENTION, 500, 100, 7),
+        ("kernel", ELEMENTWISE, 600, 100, 7),
+        ("kernel", ALL_REDUCE, 600, 200, 13),
+        ("kernel", ELEMENTWISE, 850, 50, 7),
+    )
+    for number, (category, name, after, microseconds, stream) in enumerate(works):
+        correlation = int(start) % 10**9 + number + 1
+        yield event("cuda_runtime", "cudaLaunchKernel", start + 5 * number, 4, stream=1, correlation=correlation)
+        yield event(category, name, start + after, microseconds, stream=stream, correlation=correlation)
+    yield event("user_annotation", "Optimizer.step#AdamW.step", start + 24, 10, stream=1)
     yield event("gpu_user_annotation", "Optimizer.step#AdamW.step", start + 820, 100)
 
 

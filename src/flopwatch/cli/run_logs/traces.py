@@ -18,6 +18,7 @@ from flopwatch.present.document import Document, Grid, Part, Section, Text, numb
 from flopwatch.records.time_uses import OF_TRACES
 from flopwatch.runs.state import OVER, WatchFeed
 from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
+from flopwatch.runs.traces.steps import how_divided
 from flopwatch.text import plural
 
 _POLL_SECONDS = 0.3
@@ -37,6 +38,10 @@ def trace(
     ] = None,
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
+    mark: Annotated[
+        str | None,
+        flag("Of a trace file: a part of the name of the annotation that marks a step, if it is not known.", "--mark"),
+    ] = None,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Trace the next steps of a training that runs, and print how their time was spent.
@@ -45,7 +50,9 @@ def trace(
     """
     path = Path(place or RUNS_FOLDER).expanduser()
     if path.exists() and not path.is_dir() and path.suffix != ".jsonl":  # a trace, or neither file nor folder
-        splits: Sequence[TraceSplit] = [read_trace(str(path))]
+        splits: Sequence[TraceSplit] = [read_trace(str(path), mark)]
+    elif mark is not None:
+        raise InputError("--mark is only for a trace file: flopwatch trace FILE --mark NAME")
     else:
         feed = WatchFeed(chosen_run(place), time.time)
         feed.look(must_exist=True)
@@ -163,6 +170,9 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
             Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
             Grid(("", *numbers("", "")), rows),
         ]
+        divided = how_divided(split.marked_by)
+        if divided is not None:
+            said.insert(2, Text(divided, "soft"))
         if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
             said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))
         if split.hidden_communication_seconds:
