@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
-from flopwatch.records.flops import FlopCount, Peak
+from flopwatch.records.flops import ConventionFlops, FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trial import TrialResult
 from flopwatch.report.comparison import SweepComparison
@@ -47,6 +47,7 @@ class CountedStep(TypedDict):
     mfu: float
     hfu: float
     peak: Peak
+    mfu_by_convention: NotRequired[float]
 
 
 class Flops(TypedDict):
@@ -59,6 +60,7 @@ class Flops(TypedDict):
     seq_len: int
     flops: FlopCount
     step: NotRequired[CountedStep]
+    convention: NotRequired[ConventionFlops]
 
 
 class Why(TypedDict):

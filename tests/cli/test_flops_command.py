@@ -118,3 +118,25 @@ def test_bad_input_ends_with_status_2_and_advice(
 
     assert status == 2
     assert says in err
+
+
+def test_a_convention_stands_beside_the_own_count(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ("--device", "NVIDIA H100 80GB HBM3", "--step-time", "0.001")
+    arguments = ("--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--convention", "megatron", *step)
+    facts = json.loads(run(capsys, *arguments, "--json")[1])
+    _, out, _ = run(capsys, *arguments)
+
+    model = load_model("tiny")
+    causal = flopwatch.count_flops(model, dummy_batch(model, 2, 64), attention="causal").model_flops
+    assert facts["convention"]["flops"] == causal
+    assert facts["step"]["mfu_by_convention"] == causal / 0.001 / 989.4e12
+    assert f"{causal / facts['flops']['model_flops']:.4f} x the model FLOPs" in out
+    assert "flop_utils.py" in out
+
+
+def test_a_convention_that_does_not_define_the_model_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    method = ("--method", "estimate")
+    status, out, _ = run(capsys, "--model", "tiny", "--convention", "palm", *method)
+
+    assert status == 0
+    assert "No FLOPs by palm: the model's own FLOPs are not known exactly." in " ".join(out.split())

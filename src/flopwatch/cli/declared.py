@@ -17,6 +17,10 @@ def flops(
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
     attention: Annotated[str, flag("full counts all token pairs in attention, causal only unmasked ones.")] = "full",
     method: Annotated[str, flag("How to count FLOPs: auto, trace, step or estimate.")] = "auto",
+    convention: Annotated[
+        str | None,
+        flag("Also show FLOPs as publishers count them: megatron, maxtext, torchtitan, palm or llm-foundry."),
+    ] = None,
     device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
     dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,
     step_time: Annotated[float | None, flag("Seconds per step, to print MFU and HFU; needs --device.")] = None,

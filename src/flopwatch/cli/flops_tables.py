@@ -8,6 +8,7 @@ from typing import Any
 
 from flopwatch.cli import print_json
 from flopwatch.errors import InputError
+from flopwatch.flops.conventions import flops_by_convention
 from flopwatch.flops.count import count_flops
 from flopwatch.hardware import explain_unknown, peak_flops
 from flopwatch.mfu import calculate_mfu
@@ -16,7 +17,7 @@ from flopwatch.numbers import flop_prefix, flop_rate, percent
 from flopwatch.numbers import flops as flop_text
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
-from flopwatch.records.flops import FlopCount, Peak, PhaseFlops
+from flopwatch.records.flops import ConventionFlops, FlopCount, Peak, PhaseFlops
 
 _METHODS = {
     "trace": "counted by a trace that runs nothing",
@@ -40,7 +41,9 @@ def count_and_print(
                 f"{type(built).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint"
             )
         enable()
-    count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=given["attention"])
+    batch = dummy_batch(built, batch_size, seq_len)
+    published = given["convention"] and flops_by_convention(built, batch, given["convention"], method=method)
+    count = count_flops(built, batch, method=method, attention=given["attention"])
     parameters = list(built.parameters())
     facts: dict[str, Any] = {
         "model": model,
@@ -57,10 +60,14 @@ def count_and_print(
             "hfu": calculate_mfu(count.hardware_flops, step_time, peak.flops_per_s),
             "peak": peak.to_json(),
         }
+    if published:
+        facts["convention"] = published.to_json()
+        if peak is not None and step_time is not None and published.flops is not None:
+            facts["step"]["mfu_by_convention"] = calculate_mfu(published.flops, step_time, peak.flops_per_s)
     if as_json:
         print_json(facts)
     else:
-        print_document(_document(facts, count, peak))
+        print_document(_document(facts, count, peak, published))
 
 
 def _peak(device: str | None, dtype: str | None, step_time: float | None) -> Peak | None:
@@ -74,7 +81,9 @@ def _peak(device: str | None, dtype: str | None, step_time: float | None) -> Pea
     return peak
 
 
-def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> doc.Document:
+def _document(
+    facts: Mapping[str, Any], count: FlopCount, peak: Peak | None, published: ConventionFlops | None
+) -> doc.Document:
     tokens = facts["batch_size"] * facts["seq_len"]
     size = f"{facts['batch_size']} x {facts['seq_len']:,} = {tokens:,} tokens"
     sure = "about" if count.method == "estimate" else "at least" if count.is_lower_bound else "exactly"
@@ -86,6 +95,9 @@ def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> 
         "hardware FLOPs": (count.hardware_flops, recomputed),
         "per token": (count.model_flops / tokens, f"{_METHODS[count.method]}, attention {count.attention}"),
     }
+    if published is not None and published.flops is not None:
+        ratio = f"{published.flops / count.model_flops:.4f} x the model FLOPs, attention {published.attention}"
+        totals[f"by {published.convention}"] = published.flops, ratio
     rows = [
         (doc.Cell(name, "strong"), flop_text(flops), doc.Cell(detail, "soft"))
         for name, (flops, detail) in totals.items()
@@ -103,10 +115,19 @@ def _document(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -> 
             doc.Grid(("", *doc.numbers(""), ""), rows),
             _modules(count),
             *remarks,
+            *_about_convention(published),
             *(doc.Text(note, "warn") for note in notes),
         ],
         lead=[f"{facts['parameters']:,} parameters, {size}"],
     )
+
+
+def _about_convention(published: ConventionFlops | None) -> list[doc.Text]:
+    if published is None:
+        return []
+    if published.why_not is not None:
+        return [doc.Text(f"No FLOPs by {published.convention}: {published.why_not}.", "warn")]
+    return [doc.Text(f"The convention {published.convention} is stated by {published.source}.", "soft")]
 
 
 def _modules(count: FlopCount) -> doc.Grid:
@@ -140,6 +161,8 @@ def _about_step(step: Mapping[str, Any], peak: Peak) -> list[doc.Text]:
         doc.Text(f"A step of {step['seconds']:g} s on one {peak.device}, {rate}:"),
         doc.Text(f"MFU {percent(step['mfu'])}, HFU {percent(step['hfu'])}", "better"),
     ]
+    if "mfu_by_convention" in step:
+        said.append(doc.Text(f"MFU by the convention {percent(step['mfu_by_convention'])}", "better"))
     if step["hfu"] > 1:
         said.append(doc.Text(f"This is more than the peak of one {peak.device}; check the step time.", "warn"))
     return said

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from flopwatch.optional import lazy_exports
 
 if TYPE_CHECKING:
+    from flopwatch.flops.conventions import flops_by_convention
     from flopwatch.flops.count import count_flops
     from flopwatch.flops.fit import fit_flops_law
     from flopwatch.flops.formulas import formula, register_formula
     from flopwatch.flops.law import FlopLaw
 
-__all__ = ["FlopLaw", "count_flops", "fit_flops_law", "formula", "register_formula"]
+__all__ = ["FlopLaw", "count_flops", "fit_flops_law", "flops_by_convention", "formula", "register_formula"]
 
 __getattr__ = lazy_exports(
     "flopwatch.flops",
@@ -18,6 +19,7 @@ __getattr__ = lazy_exports(
         "FlopLaw": "flopwatch.flops.law",
         "count_flops": "flopwatch.flops.count",
         "fit_flops_law": "flopwatch.flops.fit",
+        "flops_by_convention": "flopwatch.flops.conventions",
         "formula": "flopwatch.flops.formulas",
         "register_formula": "flopwatch.flops.formulas",
     },

@@ -55,6 +55,25 @@ class PhaseFlops:
 
 
 @dataclass(frozen=True, slots=True)
+class ConventionFlops(Stored):
+    """The FLOPs of one step as a publisher of performance tables counts them.
+
+    Attributes:
+        convention: Its name, such as `megatron`.
+        flops: Forward and backward; None if the convention does not define them for this model.
+        attention: Which pairs of positions it counts in attention.
+        source: Where the publisher states the convention.
+        why_not: Why there are no `flops`.
+    """
+
+    convention: str
+    flops: int | None
+    attention: AttentionConvention
+    source: str
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UncountedOp:
     """A matmul-like op that ran, but for which flopwatch has no FLOP formula."""
 
