@@ -15,7 +15,6 @@ from flopwatch.flops.law import FlopLaw
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.models.load import dummy_batch
 from flopwatch.monitor.config import ModeName
-from flopwatch.spellings import MODES
 
 __all__ = ["calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"]
 
@@ -74,15 +73,16 @@ def calculate_precise_mfu(
         seq_length: Positions of each sample.
         step_time: Seconds of the whole step: forward, backward, optimizer.
         measurement_mode: `smart` fits a polynomial in the batch shape once and evaluates it in later calls; `profiler`
-            counts op by op in every call, and `hybrid` is another word for it; `estimate` computes FLOPs from the
-            modules' shapes.
+            counts op by op in every call; `hybrid` does the same, because hardware counters see a training that runs,
+            and this function runs nothing (a `TrainingMonitor` in mode `hybrid` reads them); `estimate` computes FLOPs
+            from the modules' shapes.
         actual_flops: Model FLOPs of the step, if you know them; nothing is counted then.
         peak_flops_per_s: The device's peak; None looks it up.
 
     Returns:
         A fraction, or None with a warning if the device's peak is unknown.
     """
-    modes = (*get_args(ModeName), *MODES)
+    modes = get_args(ModeName)
     if measurement_mode not in modes:
         choices = ", ".join(map(repr, modes))
         raise InputError(f"measurement_mode must be one of {choices}, got {measurement_mode!r}")

@@ -1,4 +1,4 @@
-"""Other words for settings of the monitor, modes, trainers and compute types, most from docs/requirements.md.
+"""Other words for settings of the monitor, trainers and compute types, most from docs/requirements.md.
 
 The code itself knows one word for each thing; these are replaced where a configuration is read.
 """
@@ -8,25 +8,22 @@ from collections.abc import Mapping
 SECTIONS = ("flopwatch", "monitoring", "monitor", "performance_monitoring")
 """Sections of a training's configuration file that only flopwatch reads. They may be nested."""
 
-MONITOR: Mapping[str, str | None] = {
+MONITOR: Mapping[str, str] = {
     "mfu_calculation_mode": "mode",
     "measure_flops_frequency": "flops_profile_freq",
     "freq.flops_profile_freq": "flops_profile_freq",
     "smart_mode.initial_profiling": "initial_profiling",
     "smart_mode.calibration_enabled": "calibration_enabled",
     "smart_mode.recalibration_frequency": "recalibration_frequency",
-    "hybrid_mode.hardware_counters_enabled": None,
-    "hybrid_mode.fallback_to_profiler": None,
+    "hybrid_mode.hardware_counters_enabled": "hardware_counters_enabled",
+    "hybrid_mode.fallback_to_profiler": "fallback_to_profiler",
     "training.logging_steps": "log_every",
     "wandb.log_dataset_metrics": "log_dataset_metrics",
     "wandb.reduced_logging": "reduced_logging",
     "seq_len": "seq_length",
     "warmup_steps": "warm_up_steps",
 }
-"""Keys of a configuration file, without the sections around them, and the monitor's setting. None: without effect."""
-
-MODES: Mapping[str, str] = {"hybrid": "profiler"}
-"""The monitor's modes. `hybrid` was meant for hardware counters, which flopwatch does not read."""
+"""Keys of a configuration file, without the sections around them, and the monitor's setting."""
 
 TRAINERS: Mapping[str, str] = {
     "ghostclipping": "ghost",

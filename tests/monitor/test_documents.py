@@ -174,7 +174,7 @@ def test_001_complex():
               hardware_counters_enabled: true
               fallback_to_profiler: true
         """)
-    assert config.mode == "profiler"
+    assert (config.mode, config.hardware_counters_enabled, config.fallback_to_profiler) == ("hybrid", True, True)
     assert config == read_config(None, "complex")[0]
 
 
@@ -289,5 +289,5 @@ def test_a_row_has_no_field_that_the_log_loses():
     from flopwatch.records.run import Row
 
     fields = {field.name for field in dataclasses.fields(Row)} - {"skip"}
-    row = Row(1, 0.0, {}, all_ranks={"tokens": 1}, exact=False, notes=("an estimate",))
+    row = Row(1, 0.0, {}, all_ranks={"tokens": 1}, exact=False, notes=("an estimate",), counters_source="nvml")
     assert set(row.to_json()) == fields

@@ -22,6 +22,7 @@ from flopwatch.monitor.measured_step import MeasuredStep, seconds_of
 from flopwatch.monitor.ranks.reports import RATED
 from flopwatch.monitor.timing.divide import Divided, StepParts, TapeDivision, times_of
 from flopwatch.monitor.timing.tape import StepTimer, Tape
+from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number
 from flopwatch.torch_internals.ops import tensor_version
 
@@ -363,6 +364,20 @@ def passed_seconds(parts: Sequence[StepParts], timer: StepTimer) -> float:
     return sum(timer.seconds(start, end) for _, start, end in segments)
 
 
+class LateWindow(NamedTuple):
+    """A window that has ended, and whose values may still be on their way.
+
+    Attributes:
+        read_early: Its first steps, which a checkpoint has read.
+        busy_seconds_per_step: As in `Window`; `counters` too.
+    """
+
+    arrival: Arrival
+    read_early: list[MeasuredStep]
+    busy_seconds_per_step: float | None
+    counters: tuple[CounterWindow, ...]
+
+
 class Arrivals:
     """The steps that are on their way from the tape to a window.
 
@@ -378,7 +393,7 @@ class Arrivals:
         self.division = TapeDivision()
         self._parts: list[StepParts] = []
         """The parts of the recorded steps that are in no `Arrival` yet."""
-        self._late: deque[tuple[Arrival, list[MeasuredStep], float | None]] = deque()
+        self._late: deque[LateWindow] = deque()
         self.read_early: list[MeasuredStep] = []
         self.datasets = DatasetMetrics()
         self.outside_seconds = self.count_seconds = 0.0
@@ -400,21 +415,23 @@ class Arrivals:
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
         return Arrival(steps, parts, self._tape.timer, with_sizes)
 
-    def end_window(self, arrival: Arrival, busy_seconds_per_step: float | None) -> None:
+    def end_window(
+        self, arrival: Arrival, busy_seconds_per_step: float | None, counters: tuple[CounterWindow, ...] = ()
+    ) -> None:
         """End the current window: the steps that were read early and those of `arrival`, whose values come later."""
-        self._late.append((arrival, self.read_early, busy_seconds_per_step))
+        self._late.append(LateWindow(arrival, self.read_early, busy_seconds_per_step, counters))
         self.read_early = []
 
-    def take_arrived(self, wait_seconds: float) -> Iterator[tuple[Arrival, list[MeasuredStep], float | None]]:
-        """The windows whose values have arrived: the arrival, the steps that were read early, and the busy time."""
-        while self._late and self._late[0][0].arrives(wait_seconds):
+    def take_arrived(self, wait_seconds: float) -> Iterator[LateWindow]:
+        """The windows whose values have arrived."""
+        while self._late and self._late[0].arrival.arrives(wait_seconds):
             yield self._late.popleft()
 
     @property
     def late_steps(self) -> int:
-        return sum(len(arrival.steps) for arrival, _, _ in self._late)
+        return sum(len(late.arrival.steps) for late in self._late)
 
     def later_seconds(self) -> float:
         """Time of the steps that are in no window yet and whose values have not been read."""
-        late = [passed_seconds(arrival.parts, arrival.timer) + seconds_of(early) for arrival, early, _ in self._late]
+        late = [passed_seconds(w.arrival.parts, w.arrival.timer) + seconds_of(w.read_early) for w in self._late]
         return passed_seconds(self._parts, self._tape.timer) + sum(late)

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.spellings import MODES, MONITOR, SECTIONS
+from flopwatch.spellings import MONITOR, SECTIONS
 from flopwatch.text import first_line
 
-ModeName = Literal["smart", "estimate", "profiler"]
+ModeName = Literal["smart", "estimate", "profiler", "hybrid"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "production": {"mode": "smart", "flops_profile_freq": 500, "recalibration_frequency": 1000},
@@ -42,13 +42,22 @@ class MonitorConfig(BaseModel):
     reduced_logging: bool = Field(False, description="True: rows contain only the basic metrics.")
     local_log_every: int = Field(200, ge=1, description="Steps after which the local log is flushed to disk.")
     local_log_seconds: float = Field(5.0, gt=0, description="Most seconds between two flushes of the local log.")
-    flops_profile_freq: int = Field(500, ge=0, description="Steps between two counts in mode profiler; 0: never.")
+    flops_profile_freq: int = Field(
+        500, ge=0, description="Steps between two counts in the modes profiler and hybrid; 0: never."
+    )
     recalibration_frequency: int = Field(1000, ge=0, description="Count at least every so many steps; 0: no limit.")
     initial_profiling: bool = Field(True, description="False: no step is counted before recalibration_frequency.")
     calibration_enabled: bool = Field(True, description="False: only the first steps are counted.")
     phase_frequencies: dict[str, int] = Field(
         default={"warmup": 1000, "main": 500, "finetune": 200},
         description="flops_profile_freq by training phase; see set_phase.",
+    )
+    counters: bool | None = Field(
+        None, description="True: read the device's hardware counters in every mode; None: only in mode hybrid."
+    )
+    hardware_counters_enabled: bool = Field(True, description="False: mode hybrid reads no hardware counters.")
+    fallback_to_profiler: bool = Field(
+        True, description="What mode hybrid is without hardware counters: profiler, or smart if False."
     )
     log_dataset_metrics: bool = Field(True, description="False: log_datasets does nothing.")
     dataset_metrics_every: int = Field(10, ge=1, description="Steps between two that log_datasets records.")
@@ -80,11 +89,6 @@ class MonitorConfig(BaseModel):
         True, description="False: the log does not say script, arguments, folder, git commit, user, job and packages."
     )
     strict: bool = Field(False, description="True: raise errors of the monitor instead of reporting them once.")
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _one_word_per_mode(cls, value: Any) -> Any:
-        return MODES.get(value, value) if isinstance(value, str) else value
 
 
 _FIELDS = MonitorConfig.model_fields
@@ -175,9 +179,9 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     unknown: list[str] = []
     for path, value in _leaves(content):
         name, is_in_section = _without_sections(path)
-        setting = name if name in _FIELDS else MONITOR.get(name)
+        setting = name if name in _FIELDS else MONITOR.get(name, name)
         if (name in _FIELDS or name in MONITOR) and (is_in_section or "." in name or ours_alone):
-            found |= {setting: value} if setting else {}
+            found[setting] = value
         elif is_in_section and (name or value is not None):  # a section without settings is no mistake
             words = [*_FIELDS, *(key.rpartition(".")[2] for key in MONITOR)]
             close = get_close_matches(name.rpartition(".")[2], words, n=1)

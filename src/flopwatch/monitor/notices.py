@@ -36,6 +36,8 @@ _INFOS = {
     "again while nothing else runs, with `flopwatch peak --measure --measure-again`",
     "not_causal": "attention causal was asked for, but the model ran no fused attention. Plain matrix products show no "
     "mask, so all pairs of positions are counted, and the FLOPs are those of attention full",
+    "hybrid_without_counters": "mode hybrid counts FLOPs as mode {mode} does: {why}; `flopwatch doctor` names what "
+    "would bring them",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
@@ -45,6 +47,21 @@ _WARNINGS = {
     "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} "
     "FLOP/s ({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
     "peak_flops_per_s=312e12 (--peak-tflops 312) if it is 312 TFLOP/s",
+    "counters_absent": "hardware counters were asked for: {why}; `flopwatch doctor` names what would bring them",
+    "counters_not_counted": "the device computes more than is counted: {counters} by its counters ({source}), "
+    "{counted} by the FLOPs of the steps. A likely reason is a kernel that flopwatch does not count, such as one of "
+    "your own; MFU and HFU are too low then. Tell its FLOPs with flopwatch.register_formula",
+    "counters_peak_type": "counters and count disagree: {counters} by the counters ({source}), {counted} by the FLOPs "
+    "of the steps. A likely reason is the compute type, whose peak both MFU and the counters' figure rely on: the "
+    "products seem to run not in {dtype}, but in {likely}; pass dtype= if you know it",
+    "counters_pipes_busy": "the tensor pipes are busy in {busy} of the cycles ({source}), but the peak is that of "
+    "{dtype}, whose products do not run there; pass dtype= with the type that the products run in",
+    "counters_other_process": "the device computes more than is counted: {counters} by its counters ({source}), "
+    "{counted} by the FLOPs of the steps. A likely reason is another process on this device, where others hold {held} "
+    "of memory; it also slows this training down",
+    "counters_throttled": "the device's clock is held down to {clock} of that of its peak ({source}; {reason} in "
+    "{often} of the readings), so MFU is lower than the {busy} of the cycles in which its tensor pipes are busy; look "
+    "at power limit and cooling",
     "step_logged_twice": "step {step} was logged twice, and both count as optimizer steps. With gradient "
     "accumulation, pass each batch to micro_batch() and log the step once, after optimizer.step()",
     "folder_in_use": "process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are "

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.counter_values import ENERGY, OF_RANKS, POWER, energy_per_work, joined, values_of_ranks
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
 from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
@@ -150,6 +151,7 @@ class RowMaker:
         self.newest = NewestRow()
         self.asked = AskedWindows()
         self._stragglers = StragglerHistory()
+        self._joules = self._joules_seconds = 0.0
         self._held: list[Window] = []
         self._steps_seen = 0
         self._next_detailed = 0
@@ -215,6 +217,7 @@ class RowMaker:
         own_peak = peak_in_use(steps, peak)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
+        values |= self._of_counters(window, report, values)
         self.totals.add_window(steps, later_seconds, report, of_all_ranks, mean_peak)
         for name in dict.fromkeys(name for step in steps for name in step.more):
             mean = mean_of([step.more.get(name) for step in steps])
@@ -239,7 +242,21 @@ class RowMaker:
             exact,
             notes,
             None if peak is None else {"dtype": peak.dtype, "flops_per_s": own_peak},
+            getattr(joined(window.counters), "source", None),
         )
+
+    def _of_counters(self, window: Window, report: RankReport | None, rates: dict[str, Number]) -> dict[str, Number]:
+        """Return the metrics of the window's counters, those of all ranks if there is a report; add its energy."""
+        values = dict(window.counter_values)
+        if report is not None:
+            memory = {key: value for key, value in values.items() if key not in OF_RANKS}
+            values = values_of_ranks(report.counters, self.layout.world_size) | memory
+        watts, joules = values.get(POWER), values.get(ENERGY)
+        if joules is not None:
+            self.totals.ledger.add_energy(joules)
+            self._joules += joules
+            self._joules_seconds += joules / watts if watts else 0.0
+        return values | energy_per_work(rates, watts)
 
     def _rates(self, window: Window, peak: Peak | None, report: RankReport | None, *, exact: bool) -> dict[str, Number]:
         """Return the rates of a window, those of all ranks if there is a report. Also add the window to the sums."""
@@ -262,6 +279,8 @@ class RowMaker:
             values["training/loss"] = self.newest.last_loss
         if self.exactness.exact is not None:
             values["perf/exact"] = int(self.exactness.exact)
+        if self._joules_seconds:
+            values |= energy_per_work(values, self._joules / self._joules_seconds)
         return values | self.totals.up_to_now(are_last=True).values()
 
     def _is_detailed(self, step: int) -> bool:

@@ -19,6 +19,7 @@ from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.costs import FlopCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCounter
+from flopwatch.monitor.device_counters import DeviceCounters
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets
@@ -33,6 +34,7 @@ from flopwatch.monitor.timing.hooks import PassHooks
 from flopwatch.monitor.timing.tape import MICRO, SPENT, HostTimer, Tape, timer_for
 from flopwatch.monitor.totals import Ledger, RunTotals
 from flopwatch.monitor.trace_capture import TraceCapture
+from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces import TRACES
 from flopwatch.sinks.protocol import Sink
@@ -87,6 +89,7 @@ class MonitoredRun:
         )
         self.counter = StepCounter(config, callbacks, is_alone=world_size == 1)
         self.recorder = Recorder(config, self.counter, OptimizerHooks(self), flops_fn, clock(), self.failed)
+        self.device_counters = DeviceCounters(config, self._notify, self.counter.become)
         self.costs = StepCosts(config, self.counter, peak_flops_per_s, self._notify)
         self.rows = RowMaker(config, world_size, RunTotals(clock))
         self.trace = TraceCapture(
@@ -139,15 +142,21 @@ class MonitoredRun:
             busy = None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
             self.counter.check_model()
             arrival = self.arrivals.begin(self.recorder.take(), self.counter.with_sizes)
-            self.arrivals.end_window(arrival, busy)
+            self.arrivals.end_window(arrival, busy, self._take_counters())
         elif self.arrivals.read_early:
-            self.rows.add(Window(tuple(self.arrivals.read_early)))
+            self.rows.add(Window(tuple(self.arrivals.read_early), counters=self._take_counters()))
             self.arrivals.read_early = []
         self._take_arrived(wait_seconds)
         for window in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(window.steps, self.config.log_every, self.config.log_seconds)
-            self.ranks.send_window(window, peak_in_use(window.steps, self.costs.peak))
+            peak = peak_in_use(window.steps, self.costs.peak)
+            self.ranks.send_window(self.device_counters.with_values(window, self.costs, peak), peak)
         self._send_rows(now=now)
+
+    def _take_counters(self) -> tuple[CounterWindow, ...]:
+        with Guard("counters", self.failed):
+            return self.device_counters.take()
+        return ()
 
     def _divide(self) -> list[tuple[str, float]]:
         """Compute the times of steps and phases from the events since the last call; return those of phases."""
@@ -171,8 +180,9 @@ class MonitoredRun:
             self._divide()
 
     def _take_arrived(self, wait_seconds: float) -> None:
-        for arrival, read_early, busy in self.arrivals.take_arrived(wait_seconds):
-            self.rows.add(Window((*read_early, *self._measured(arrival)), busy_seconds_per_step=busy))
+        for late in self.arrivals.take_arrived(wait_seconds):
+            steps = (*late.read_early, *self._measured(late.arrival))
+            self.rows.add(Window(steps, None, late.busy_seconds_per_step, late.counters))
 
     def _measured(self, arrival: Arrival) -> tuple[MeasuredStep, ...]:
         steps = arrival.measured(self._cost)
@@ -213,6 +223,13 @@ class MonitoredRun:
             if row.exact is False and self.ranks.world_size == 1 and row.notes != (NO_MODEL,):
                 self._notify(*notices.notice("not_exact", reasons="; ".join(row.notes)), row.step)
             self._tell_alarms(row.step)
+            self._compare_counters(window, row.step)
+
+    def _compare_counters(self, window: Window, step: int) -> None:
+        with Guard("counters", self.failed):
+            told = self.device_counters.disagreement(window, self.rows.newest.values, self.costs)
+            if told is not None:
+                self._notify(*told, step)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
         """Whether the window ends with this step: by the logging rank's plan, or by `log_every` and `log_seconds`."""
@@ -231,6 +248,8 @@ class MonitoredRun:
         self.counter.is_on = self.recorder.flops_fn is None
         self.counter.set_model(model)
         self.costs.set_model(model)
+        if self.ranks.has_started:
+            self._start_counters()
         timer = timer_for(self.costs.peaks.device, self.tape.clock)
         if type(timer) is not type(self.tape.timer):
             if self.recorder.steps:  # which the other timer has measured
@@ -318,6 +337,10 @@ class MonitoredRun:
                 self.close_window()
             previous = step.step
 
+    def _start_counters(self) -> None:
+        with Guard("counters", self.failed):
+            self.device_counters.start(self.costs.peaks.device)
+
     def _read_layout(self) -> None:
         model, world_size = self.counter.model, self.ranks.world_size
         size = self.config.data_parallel_size or data_parallel_size(model, world_size)
@@ -340,6 +363,7 @@ class MonitoredRun:
         self._divide()
         self._read_layout()  # again, because the model may have been parallelised after `set_model`
         self.ranks.start(str(self._log_path), self.costs.peaks.device, self.tape)
+        self._start_counters()
         if not self.ranks.is_logging:
             return
         environment = describe_environment(self.costs.peaks.device)
@@ -425,6 +449,8 @@ class MonitoredRun:
             with Guard("close", self.failed):
                 values = self._last_values(after_error=after_error)
         finally:
+            with Guard("counters", self.failed):
+                self.device_counters.close()
             self.recorder.hooks.remove()
             self.counter.close()
             exact, notes = self.rows.exactness.exact, self.rows.exactness.notes

@@ -23,6 +23,7 @@ from flopwatch.records.run import Number
 from flopwatch.stats import percentile
 
 _TOTALS = AMOUNTS[:-1]
+_ENERGY = "energy_joules"
 _SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 _ENOUGH_COUNTED = 3
 """This many counted steps are needed to compare the first of them with the others."""
@@ -37,7 +38,8 @@ class Ledger:
 
     Attributes:
         steps: Number of optimizer steps; repeated steps count once.
-        totals: Samples, tokens and FLOPs of the steps; amounts that were never known are missing.
+        totals: Samples, tokens and FLOPs of the steps, and the energy of the devices in J; amounts that were never
+            known are missing.
         seconds: Time by use, such as `train` and `eval`; `wall` is the time from the run's start to its newest row.
         first_start_unix_time: When the run's first process started; None if the log does not contain it.
         timed_flops: FLOPs of the timed steps, by use as in `use_of_peak`. With them, a reader of the log can compute
@@ -133,6 +135,9 @@ class Ledger:
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         self.totals.update({name: amounts[name] for name in _TOTALS if name in amounts})
+
+    def add_energy(self, joules: float) -> None:
+        self.totals.update({_ENERGY: joules})
 
     def add_phase(self, phase: str, seconds: float) -> None:
         """Add time outside steps. A phase without a metric of its own is added to `pause`."""
@@ -307,6 +312,8 @@ class RunTotals:
             self._began_unix_time = max(self._began_unix_time, ended)
             ledger.first_start_unix_time = then.first_start_unix_time
             ledger.seconds = carried_seconds(ledger.seconds, then.seconds)
+            if _ENERGY in then.totals:  # steps that run again have used it too
+                ledger.totals[_ENERGY] = then.totals[_ENERGY]
             ledger.add_seconds({"restart": self._began_unix_time - ended})
         # If this host's clock is behind the end of the earlier session, it goes on from there.
         self._offset_seconds += max(self._began_unix_time - self._unix_time(), 0.0)

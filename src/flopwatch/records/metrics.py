@@ -11,7 +11,7 @@ from typing import Literal
 
 from flopwatch.records.time_uses import LOST
 
-Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
+Group = Literal["training", "perf", "counters", "total", "time", "ranks", "dataset"]
 
 STEP_KEY = "global_step"
 """The key under which sinks get the step number, the x-axis of all metrics."""
@@ -70,6 +70,23 @@ _ALL = (
     Metric("perf/goodput_percent", "%", "perf/goodput in percent.", basic=True),
     Metric("perf/memory_allocated_gib", "GiB", "Most device memory held by tensors so far."),
     Metric("perf/memory_reserved_gib", "GiB", "Most device memory reserved by torch so far."),
+    Metric("perf/joules_per_step", "J", "Energy of all devices per step, at their mean power in the window."),
+    Metric("perf/joules_per_token", "J", "The same per position, padding included.", basic=True),
+    Metric("perf/joules_per_sample", "J", "The same per sample."),
+    Metric(
+        "counters/flops_per_second_per_device",
+        "FLOP/s",
+        "By hardware counters, mean over devices; compare it with perf/hardware_flops_per_second_per_device.",
+        basic=True,
+    ),
+    Metric("counters/tensor_active", "1", "Share of the cycles in which the tensor pipes were busy.", basic=True),
+    Metric("counters/sm_active", "1", "Share of the cycles in which a compute unit had work."),
+    Metric("counters/dram_active", "1", "Share of the cycles in which the device's memory was read or written."),
+    Metric("counters/sm_clock_mhz", "MHz", "Mean clock of the compute units."),
+    Metric("counters/power_watts", "W", "Mean power of all devices together."),
+    Metric("counters/energy_joules", "J", "Energy of all devices in the window, pauses included.", basic=True),
+    Metric("counters/throttled_percent", "%", "Share of the readings in which the clock was held down."),
+    Metric("counters/other_memory_gib", "GiB", "Most memory of the logging rank's device that other processes held."),
     Metric("ranks/reporting", "ranks", "Ranks that reported; if not all, values are the logging rank's.", basic=True),
     Metric("ranks/own_seconds_mean", "s", "Time per step that a rank is busy, without waiting; mean over ranks."),
     Metric("ranks/own_seconds_max", "s", "Busy time per step of the slowest rank."),
@@ -95,6 +112,7 @@ _ALL = (
     Metric("total/trainable_tokens", "tokens", "Tokens with a label since the first start."),
     Metric("total/model_flops", "FLOP", "Model FLOPs since the first start."),
     Metric("total/hardware_flops", "FLOP", "Executed FLOPs since the first start."),
+    Metric("total/energy_joules", "J", "Energy of all devices since the first start, as far as it was measured."),
     Metric("time/train_seconds", "s", "Time in steps since the first start, warm-up and input wait included."),
     Metric("time/input_wait_seconds", "s", "Time waiting for batches, mean over ranks; part of train_seconds."),
     Metric("time/wait_unknown_seconds", "s", "Time of steps whose input wait is unknown."),

@@ -100,7 +100,8 @@ class Provenance(Stored):
 
     Attributes:
         step: The first step to which this record applies.
-        mode: `estimate`, `profiler`, `smart` or `hybrid`.
+        mode: `estimate`, `profiler`, `smart` or `hybrid`. Without hardware counters, `hybrid` becomes another mode, and
+            a note says so; the mode that was asked for is in `RunStart.config`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
         exact: True if every op of the counted steps has a formula. `Row.exact` says whether a step's FLOPs are exact.
         attention: `full` or `causal`.
@@ -147,6 +148,8 @@ class Row:
             depend on a random draw; None if the window has no FLOPs. docs/exactness.md has the full definition.
         peak: The peak that MFU is relative to: `flops_per_s` of one device, averaged over the compute types of the
             steps, and `dtype`, the type with the most FLOPs. None if it is unknown.
+        counters_source: Where the metrics of the group `counters` come from, such as `nvml-gpm`; several joined by `,`
+            if it changed within the window. None without such metrics.
     """
 
     step: int
@@ -160,6 +163,7 @@ class Row:
     exact: bool | None = None
     notes: tuple[str, ...] = ()
     peak: Mapping[str, Any] | None = field(default=None, metadata=_PEAK)
+    counters_source: str | None = None
 
     type: Literal["row"] = "row"
 
@@ -183,6 +187,7 @@ class Row:
             **({"all_ranks": dict(self.all_ranks)} if self.all_ranks else {}),
             **({} if self.exact is None else {"exact": self.exact, "peak": self.peak}),
             **({"notes": list(self.notes)} if self.notes else {}),
+            **({} if self.counters_source is None else {"counters_source": self.counters_source}),
         }
 
 

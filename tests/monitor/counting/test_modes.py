@@ -208,8 +208,7 @@ def test_provenance_is_written_once(tmp_path, model):
     assert (provenance.method, provenance.exact) == ("step", True)
 
 
-def test_hybrid_is_another_word_for_profiler(tmp_path, model):
-    run = Run(tmp_path, model, mode="hybrid", config={"hybrid_mode": {"fallback_to_profiler": True}})
-    run.train([0])
-    (provenance,) = run.records("provenance")
-    assert provenance.mode == "profiler"
+def test_hybrid_counts_as_often_as_profiler(tmp_path, model):
+    run = Run(tmp_path, model, mode="hybrid", config={"flops_profile_freq": 7})
+    assert run.monitor._started_run.counter._schedule.every == 7
+    run.monitor.close()

@@ -13,6 +13,7 @@ from flopwatch.flops.tracing.scaling import Axes, RowLengths, Scale, needed_flop
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.hardware.device import find_device
 from flopwatch.hardware.measure import measured_peak
+from flopwatch.hardware.peak_clock import TENSOR_TYPES
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchSizes
@@ -95,6 +96,36 @@ class StepCosts:
     def peak(self) -> Peak | None:
         """The device's peak for the compute type in which most FLOPs are computed; None if unknown."""
         return None if self._main_type is None else self.peaks.of(self._main_type)
+
+    @property
+    def _types_in_use(self) -> set[str]:
+        return {self.peaks.name(name) for name in (self._main_type, *self._types) if name is not None}
+
+    @property
+    def uses_tensor_pipes(self) -> bool:
+        """Whether products ran in a type that runs on the tensor pipes of an NVIDIA device."""
+        return not self._types_in_use.isdisjoint(TENSOR_TYPES)
+
+    @property
+    def is_type_seen(self) -> bool:
+        """Whether the compute types are those of the products that ran, and their peaks not given by the user."""
+        peak = self.peak
+        return bool(self._types) and self._config.dtype is None and peak is not None and peak.kind != "override"
+
+    def tensor_peak(self, mean_flops_per_s: float | None) -> float | None:
+        """The peak of the tensor pipes in the types that run on them; None if the main type does not, or is unknown.
+
+        `mean_flops_per_s` is the mean over all types in use, which is right only if all of them run there.
+        """
+        peak = self.peak
+        if peak is None or peak.dtype not in TENSOR_TYPES:
+            return None
+        return mean_flops_per_s if self._types_in_use.issubset(TENSOR_TYPES) else peak.flops_per_s
+
+    def tensor_peaks(self) -> dict[str, float]:
+        """The peaks of one device in the usual types of tensor pipes, as far as they are known."""
+        found = {name: self.peaks.known(name) for name in ("tf32", "bf16", "fp16", "fp8")}
+        return {name: peak.flops_per_s for name, peak in found.items() if peak is not None and peak.kind != "override"}
 
     def set_model(self, model: nn.Module) -> None:
         self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
@@ -331,6 +362,11 @@ class Peaks:
             self.why_unknown[name] = why
             return None
         return shared_peak(peak, self.ranks)
+
+    def known(self, name: str) -> Peak | None:
+        """The peak for this type, whatever the user has set; None if it is unknown, which is not reported."""
+        peak, _ = self._ask(name)
+        return None if peak is None else shared_peak(peak, self.ranks)
 
     def name(self, compute_type: str) -> str:
         """The compute type whose peak is used for products in this one: tf32 if torch computes fp32 products in it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import is_inference_mode_enabled, nn
@@ -19,7 +19,7 @@ from flopwatch.flops.tracing.live import (
 )
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.monitor import notices
-from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.config import ModeName, MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
 from flopwatch.monitor.counting.call_kinds import CallKind, Evaluations
 from flopwatch.monitor.counting.calls import CallListener, RootCalls, failure_of
@@ -64,6 +64,7 @@ class StepCounter:
 
     Attributes:
         evidence: What is known about the FLOPs of the current model. A changed model gets new evidence.
+        mode: The mode in which steps are counted; `mode_note` says why it is not the one that was asked for.
     """
 
     listener: CallListener | None = None
@@ -78,15 +79,28 @@ class StepCounter:
         self._calls = RootCalls(self)
         self._evaluations = Evaluations()
         first = 0 if config.initial_profiling or config.mode != "smart" else config.recalibration_frequency
-        every = config.flops_profile_freq if config.mode == "profiler" else config.recalibration_frequency
-        every = 1 if config.count == "every" else every
-        self._schedule = Schedule(is_alone, every, first, stops=not config.calibration_enabled)
+        self.mode: ModeName = config.mode
+        self.mode_note: str | None = None
+        self._schedule = Schedule(is_alone, self._every, first, stops=not config.calibration_enabled)
         self._compiled = CompiledSteps(config.attention, callbacks.in_count_phase)
         self._estimates = EstimatedCosts(config.attention, callbacks.in_count_phase)
         self._trained: TrainedModel | None = None
         self._opens_steps: bool | None = None
         """Whether the loop opens its steps; None until the first step has begun or ended."""
         self._step: OpenStep | None = None
+
+    @property
+    def _every(self) -> int:
+        if self._config.count == "every":
+            return 1
+        is_frequent = self.mode in ("profiler", "hybrid")
+        return self._config.flops_profile_freq if is_frequent else self._config.recalibration_frequency
+
+    def become(self, mode: ModeName, why: str | None) -> None:
+        """Count as in another mode from now on, because `hybrid` has no hardware counters."""
+        self.mode, self.mode_note = mode, why
+        if mode == "smart":
+            self.count_every(self._every)
 
     # --- The model ----------------------------------------------------------------------------------------------------
 
@@ -138,11 +152,13 @@ class StepCounter:
 
     def provenance(self) -> Provenance | None:
         """How the FLOPs are found; None until some are known."""
-        mode, attention = self._config.mode, self._config.attention
-        found = self.evidence.provenance(mode, attention)
+        attention = self._config.attention
+        found = self.evidence.provenance(self.mode, attention)
         if found is None and self._estimates.is_used:
-            return Provenance(0, mode, "estimate", False, attention, notes=self._estimates.notes)
-        return found
+            found = Provenance(0, self.mode, "estimate", False, attention, notes=self._estimates.notes)
+        return (
+            found if found is None or self.mode_note is None else replace(found, notes=(*found.notes, self.mode_note))
+        )
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ Sums are integers of any size, because the FLOPs of a window of 16,384 ranks can
 """
 
 import json
-from collections.abc import Iterator, MutableSequence, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import starmap
 from typing import Any, NamedTuple
 
+from flopwatch.monitor.counter_values import ENERGY, OF_RANKS
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share, seconds_of
+from flopwatch.records.counters import CounterWindow
+from flopwatch.records.run import Number
 
 RATED = AMOUNTS[:4]
 """Amounts that are also logged per second."""
@@ -97,6 +100,7 @@ class RankReport:
         slowest: The rank with the longest busy time, and its profile.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
+        counters: Sum and number of ranks for each metric of hardware counters that a rank has, by its key.
     """
 
     first_step: int
@@ -119,6 +123,7 @@ class RankReport:
     fastest: Extreme | None = None
     longest_wait: Extreme | None = None
     exact_ranks: int = 0
+    counters: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def total(self, name: str) -> Amount:
         return self.totals[AMOUNTS.index(name)]
@@ -148,6 +153,7 @@ def _report_from_json(values: list[Any]) -> RankReport:
         slowest=read.slowest and (read.slowest[0], Profile(*read.slowest[1])),
         fastest=read.fastest and Extreme(*read.fastest),
         longest_wait=read.longest_wait and Extreme(*read.longest_wait),
+        counters={key: (total, ranks) for key, (total, ranks) in read.counters.items()},
     )
 
 
@@ -187,11 +193,14 @@ class Window:
     Attributes:
         report: What all ranks report of these steps; None until the reports are merged, or if that failed.
         busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
+        counters: Readings of this rank's hardware counters; `counter_values` are the metrics that follow from them.
     """
 
     steps: tuple[MeasuredStep, ...]
     report: RankReport | None = None
     busy_seconds_per_step: float | None = None
+    counters: tuple[CounterWindow, ...] = ()
+    counter_values: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -200,7 +209,12 @@ class Window:
 
 
 def report_of(
-    rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
+    rank: int,
+    steps: Sequence[MeasuredStep],
+    *,
+    peak_flops_per_s: float | None,
+    profile: Profile | None,
+    counter_values: Mapping[str, Number] | None = None,
 ) -> RankReport:
     """Make the report of one rank's window.
 
@@ -234,6 +248,7 @@ def report_of(
         fastest=None if profile is None else Extreme(rank, profile.busy),
         longest_wait=None if waiting is None else Extreme(rank, waiting),
         exact_ranks=int(all(step.model_flops is not None and step.reason is None for step in steps)),
+        counters={key: (value, 1) for key, value in (counter_values or {}).items() if key in OF_RANKS},
     )
 
 
@@ -261,8 +276,14 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         slowest=max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
         fastest=min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
         longest_wait=max([e for e in (a.longest_wait, b.longest_wait) if e], key=lambda e: e.value, default=None),
+        counters={key: _added(a.counters.get(key), b.counters.get(key)) for key in (*a.counters, *b.counters)},
         **sums,
     )
+
+
+def _added(a: tuple[float, int] | None, b: tuple[float, int] | None) -> tuple[float, int]:
+    (total_a, ranks_a), (total_b, ranks_b) = a or (0.0, 0), b or (0.0, 0)
+    return total_a + total_b, ranks_a + ranks_b
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
@@ -275,7 +296,19 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
         input_wait=_sum_over_time(earlier.input_wait, later.input_wait),
         **newest,
         exact_ranks=min(earlier.exact_ranks, later.exact_ranks),
+        counters=_counters_over_time(earlier.counters, later.counters),
     )
+
+
+def _counters_over_time(
+    earlier: Mapping[str, tuple[float, int]], later: Mapping[str, tuple[float, int]]
+) -> dict[str, tuple[float, int]]:
+    """Energy is added; of the others, those of the later window are kept."""
+    both = {**earlier, **later}
+    if ENERGY in earlier and ENERGY in later:
+        (before, ranks_before), (after, ranks_after) = earlier[ENERGY], later[ENERGY]
+        both[ENERGY] = before + after, min(ranks_before, ranks_after)
+    return both
 
 
 def add_to_queue(reports: MutableSequence[RankReport], report: RankReport) -> None:

@@ -1,0 +1,149 @@
+"""The metrics of a row that come from hardware counters (pure)."""
+
+from collections.abc import Mapping, Sequence
+
+from flopwatch.records.counters import MEANS, CounterWindow
+from flopwatch.records.run import Number
+
+FLOP_RATE, ENERGY, POWER = "counters/flops_per_second_per_device", "counters/energy_joules", "counters/power_watts"
+OF_RANKS = (
+    ENERGY,
+    POWER,
+    FLOP_RATE,
+    *("counters/tensor_active", "counters/sm_active", "counters/dram_active", "counters/sm_clock_mhz"),
+    "counters/throttled_percent",
+)
+"""The metrics that a rank reports: energy and power are added over ranks, the others averaged."""
+_SUMS = (ENERGY, POWER)
+
+
+def joined(windows: Sequence[CounterWindow]) -> CounterWindow | None:
+    """Consecutive windows as one; means are weighted by the number of readings.
+
+    >>> windows = CounterWindow("nvml", 1, 1.0, power_watts=100.0), CounterWindow("nvml", 3, 3.0, power_watts=200.0)
+    >>> joined(windows).power_watts, joined(windows).seconds
+    (175.0, 4.0)
+    """
+    if len(windows) < 2:
+        return windows[0] if windows else None
+    energy = [window.energy_joules for window in windows]
+    memory = [window.other_memory_bytes for window in windows if window.other_memory_bytes is not None]
+    return CounterWindow(
+        ",".join(dict.fromkeys(name for window in windows for name in window.source.split(","))),
+        sum(window.readings for window in windows),
+        sum(window.seconds for window in windows),
+        **{name: _mean(windows, name) for name in MEANS},
+        energy_joules=None if None in energy else sum(filter(None, energy)),
+        throttled=_throttled(windows),
+        other_memory_bytes=max(memory, default=None),
+    )
+
+
+def _mean(windows: Sequence[CounterWindow], name: str) -> float | None:
+    known = [(getattr(window, name), window.readings) for window in windows if getattr(window, name) is not None]
+    return (
+        sum(value * readings for value, readings in known) / sum(readings for _, readings in known) if known else None
+    )
+
+
+def _throttled(windows: Sequence[CounterWindow]) -> tuple[tuple[str, float], ...] | None:
+    known = [window for window in windows if window.throttled is not None]
+    if not known:
+        return None
+    shares: dict[str, float] = {}
+    readings = sum(window.readings for window in known)
+    for window in known:
+        for name, share in window.throttled or ():
+            shares[name] = shares.get(name, 0.0) + share * window.readings / readings
+    return tuple(sorted(shares.items(), key=lambda found: (-found[1], found[0])))
+
+
+def flops_by_counters(
+    window: CounterWindow, tensor_peak_flops_per_s: float | None, peak_clock_mhz: float | None
+) -> float | None:
+    """FLOP/s of a device by its counters; None if a part is unknown.
+
+    The share of cycles in which the tensor pipes were busy, times the peak of the types in use, times the clock over
+    the clock of the peak (the OFU of arXiv 2605.20799). A counter of arithmetic instructions, as CPUs have it, is used
+    as it is. Tensor pipes are also busy with the padding of tiles, so the figure is somewhat higher than the FLOPs.
+
+    >>> window = CounterWindow("nvml-gpm", 50, 10.0, tensor_active=0.5, sm_clock_mhz=1464.0)
+    >>> flops_by_counters(window, tensor_peak_flops_per_s=989.4e12, peak_clock_mhz=1830.0) / 1e12
+    395.76
+    """
+    if window.flops_per_s is not None:
+        return window.flops_per_s
+    if None in (window.tensor_active, window.sm_clock_mhz, tensor_peak_flops_per_s) or not peak_clock_mhz:
+        return None
+    active, clock = window.tensor_active or 0.0, window.sm_clock_mhz or 0.0
+    return active * (tensor_peak_flops_per_s or 0.0) * clock / peak_clock_mhz
+
+
+def counter_values(
+    window: CounterWindow | None,
+    *,
+    tensor_peak_flops_per_s: float | None,
+    peak_clock_mhz: float | None,
+    ranks_on_device: int = 1,
+) -> dict[str, Number]:
+    """The metrics of one rank's window; unknown ones are left out.
+
+    Ranks that share a device share its energy, its power and its FLOP/s; other processes' memory is unknown then.
+    """
+    if window is None:
+        return {}
+    peak = None if tensor_peak_flops_per_s is None else tensor_peak_flops_per_s * ranks_on_device
+    rate, memory = flops_by_counters(window, peak, peak_clock_mhz), window.other_memory_bytes
+    held = None if window.throttled is None else 100 * max((share for _, share in window.throttled), default=0.0)
+    values: dict[str, float | None] = {
+        "counters/tensor_active": window.tensor_active,
+        "counters/sm_active": window.sm_active,
+        "counters/dram_active": window.dram_active,
+        "counters/sm_clock_mhz": window.sm_clock_mhz,
+        POWER: _share(mean_watts(window), ranks_on_device),
+        ENERGY: _share(window.energy_joules, ranks_on_device),
+        "counters/throttled_percent": held,
+        "counters/other_memory_gib": None if memory is None or ranks_on_device > 1 else memory / 2**30,
+        FLOP_RATE: _share(rate, ranks_on_device),
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def mean_watts(window: CounterWindow) -> float | None:
+    """The mean power of a window: of its energy if that is known, else of the readings."""
+    if window.energy_joules is not None and window.seconds > 0:
+        return window.energy_joules / window.seconds
+    return window.power_watts
+
+
+def _share(value: float | None, parts: int) -> float | None:
+    return None if value is None else value / parts
+
+
+def values_of_ranks(sums: Mapping[str, tuple[float, int]], ranks: int) -> dict[str, Number]:
+    """The metrics of a job from sums over its ranks; a sum that lacks a rank is left out, unless it is a mean's."""
+    known = {key: (total, count) for key, (total, count) in sums.items() if count}
+    return {
+        key: total if key in _SUMS else total / count
+        for key, (total, count) in known.items()
+        if key not in _SUMS or count == ranks
+    }
+
+
+def energy_per_work(values: Mapping[str, Number], watts: float | None) -> dict[str, Number]:
+    """Energy per step, token and sample at a mean power, by the rates in `values`; only those that are known.
+
+    The power is the mean over the window, so that a pause or an evaluation between steps is not charged to them.
+
+    >>> energy_per_work({"perf/step_time": 0.5, "perf/tokens_per_second": 1000.0}, 300.0)
+    {'perf/joules_per_step': 150.0, 'perf/joules_per_token': 0.3}
+    """
+    if watts is None:
+        return {}
+    found: dict[str, Number] = {}
+    if values.get("perf/step_time"):
+        found["perf/joules_per_step"] = watts * values["perf/step_time"]
+    for name in ("token", "sample"):
+        if rate := values.get(f"perf/{name}s_per_second"):
+            found[f"perf/joules_per_{name}"] = watts / rate
+    return found
