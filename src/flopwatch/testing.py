@@ -151,6 +151,7 @@ class FakeCounters:
         opened: Number of calls of `open`.
         sampled: Number of calls of `sample`.
         closed: Number of calls of `close`.
+        is_hanging: Whether a call of `sample` waits now.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class FakeCounters:
         self.name = name
         self.interval_seconds = interval_seconds
         self.opened = self.sampled = self.closed = 0
+        self.is_hanging = False
         self._readings = [CounterReading(name, 0.0, **values) for values in readings]
         self._absent = absent
         self._raises = raises
@@ -188,7 +190,9 @@ class FakeCounters:
             if self._raises is not None:
                 raise self._raises
             if self._hangs:
+                self.is_hanging = True
                 self._released.wait()
+                self.is_hanging = False
         values = self._readings[min(self.sampled, len(self._readings)) - 1]
         return replace(values, seconds=self._clock())
 

@@ -1,17 +1,27 @@
 """The order in which the sources of a device are tried."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
+from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.guard import caught
+from flopwatch.hardware.counters.amd import AmdProbe
+from flopwatch.hardware.counters.cpu import PerfProbe, RaplProbe
+from flopwatch.hardware.counters.dcgm import DcgmProbe
+from flopwatch.hardware.counters.nvml import NvmlProbe
 from flopwatch.hardware.counters.protocol import (
     CounterProbe,
     CounterSource,
     CountersUnavailableError,
     DeviceIdentity,
 )
+from flopwatch.records.counters import CounterReading
 from flopwatch.text import first_line
+
+_VALUES: Final = tuple(field.name for field in fields(CounterReading) if field.name not in ("source", "seconds"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +38,62 @@ class OpenedCounters:
 
 
 def probes_for(device: DeviceIdentity) -> tuple[CounterProbe, ...]:
-    """The sources that may know a device, the best one first; none for a device that no source knows."""
+    """The sources that may know a device, the best one first; none for a device that no source knows.
+
+    >>> [probe.name for probe in probes_for(DeviceIdentity("cuda", "NVIDIA H100"))]
+    ['nvml-gpm', 'dcgm+nvml', 'dcgm', 'nvml']
+    """
+    if device.kind == "cuda":
+        nvml, dcgm = NvmlProbe(gpm=False), DcgmProbe()
+        return NvmlProbe(gpm=True), JoinedProbe(dcgm, nvml), dcgm, nvml
+    if device.kind == "rocm":
+        return (AmdProbe(),)
+    if device.kind == "cpu":
+        perf, rapl = PerfProbe(), RaplProbe()
+        return JoinedProbe(perf, rapl), rapl, perf
     return ()
+
+
+class JoinedProbe:
+    """Opens two sources that know different values of one device; both must be there."""
+
+    def __init__(self, first: CounterProbe, second: CounterProbe) -> None:
+        self.name = f"{first.name}+{second.name}"
+        self._first, self._second = first, second
+
+    def open(self, device: DeviceIdentity) -> CounterSource:
+        first = self._first.open(device)
+        try:
+            return _Joined(self.name, first, self._second.open(device))
+        except BaseException:
+            first.close()
+            raise
+
+
+class _Joined:
+    """Two sources read as one, each at its own interval; of what both know, the second one's value is taken."""
+
+    def __init__(
+        self, name: str, first: CounterSource, second: CounterSource, clock: Clock = monotonic_seconds
+    ) -> None:
+        self.name = name
+        self.interval_seconds = min(first.interval_seconds, second.interval_seconds)
+        self._clock = clock
+        self._read_at = dict.fromkeys((first, second), -math.inf)
+
+    def sample(self) -> CounterReading:
+        now = self._clock()
+        values: dict[str, Any] = {}
+        for source, read_at in self._read_at.items():
+            if now - read_at >= source.interval_seconds:
+                self._read_at[source] = now
+                reading = source.sample()
+                values.update({name: getattr(reading, name) for name in _VALUES if getattr(reading, name) is not None})
+        return CounterReading(self.name, now, **values)
+
+    def close(self) -> None:
+        for source in self._read_at:
+            source.close()
 
 
 def open_counters(device: DeviceIdentity, probes: Sequence[CounterProbe] | None = None) -> OpenedCounters:

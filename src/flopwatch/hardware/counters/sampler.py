@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock, Thread
 
@@ -109,8 +109,10 @@ class _Turn:
         self._thread = Thread(target=self._run, name="flopwatch-counters", daemon=True)
 
     def start(self) -> None:
-        with suppress(RuntimeError):  # the process may have no more threads
+        try:
             self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._sampler._tell("counters_absent", f"no hardware counters are read, because {error}")
 
     def join(self, seconds: float) -> None:
         if self._thread.ident is not None:
@@ -129,32 +131,36 @@ class _Turn:
                 self.index += 1
         if not self.ended:
             sampler.source = None
-            sampler._tell("counters_absent", "no hardware counters are read: " + _listed(sampler.reasons))
+            sampler._tell("counters_absent", f"no hardware counters are read. {_listed(sampler.reasons)}")
 
     def _use(self, probe: CounterProbe) -> None:
+        """Sample with one source until it fails or the turn ends."""
         sampler = self._sampler
         source: CounterSource | None = None
+        self.busy_since = sampler._clock()
         try:
-            self.busy_since = sampler._clock()
             source = probe.open(sampler._device)
             self._read(source)
             if self.index and not self.ended:
-                sampler._tell(
-                    "counters_changed", f"hardware counters come from {source.name}: " + _listed(sampler.reasons)
-                )
-            while not self.ended:
-                self.busy_since = None
-                if not self._sleep.acquire(timeout=max(sampler._interval, source.interval_seconds)):
-                    self.busy_since = sampler._clock()
-                    self._read(source)
-        except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
+                told = f"hardware counters come from {source.name}. {_listed(sampler.reasons)}"
+                sampler._tell("counters_changed", told)
+            self._sample_until_ended(source)
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread without a report
             if not self.ended:
                 sampler.reasons[probe.name] = why_not(error)
-        finally:
+        self.busy_since = sampler._clock()
+        if source is not None:
+            with suppress(BaseException):  # its library may do anything, and the next source waits
+                source.close()
+        self.busy_since = None
+
+    def _sample_until_ended(self, source: CounterSource) -> None:
+        seconds = max(self._sampler._interval, source.interval_seconds)
+        while not self.ended:
             self.busy_since = None
-            if source is not None:
-                with suppress(Exception):
-                    source.close()
+            if not self._sleep.acquire(timeout=seconds):
+                self.busy_since = self._sampler._clock()
+                self._read(source)
 
     def _read(self, source: CounterSource) -> None:
         reading = source.sample()
@@ -163,8 +169,12 @@ class _Turn:
             self._sampler._readings.append(reading)
 
 
-def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no source knows this device"
+def _listed(reasons: Mapping[str, str]) -> str:
+    """Sources with their reasons; sources with the same reason stand together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in tuple(reasons.items()):
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items()) or "No source knows this device"
 
 
 class EnergyMeter:
