@@ -119,10 +119,10 @@ def _fetch(address: str) -> str:
         connection = HTTPConnection(parts.hostname, parts.port or 9400, timeout=_TIMEOUT_SECONDS)
         with closing(connection):
             connection.request("GET", parts.path or "/metrics")
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise CountersUnavailableError(f"{address} answers with HTTP {answer.status}")
-            return answer.read(_MOST_BYTES).decode("utf-8", "replace")
+            with connection.getresponse() as answer:
+                if answer.status != 200:
+                    raise CountersUnavailableError(f"{address} answers with HTTP {answer.status}")
+                return answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, HTTPException, ValueError) as error:
         raise CountersUnavailableError(
             f"no dcgm-exporter answers at {address} ({type(error).__name__}); start it, or set FLOPWATCH_DCGM to its "

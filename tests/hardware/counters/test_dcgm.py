@@ -1,0 +1,223 @@
+"""dcgm-exporter's page, in the form of its documentation, from a real HTTP server."""
+
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from flopwatch.hardware.counters.dcgm import DcgmProbe
+from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
+from testbeds.stand_in_nvml import LOADED_H100
+
+UUID = "604ac76c-d9cf-fef3-62e9-d92044ab6e52"
+OTHER = "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"
+A100 = DeviceIdentity("cuda", "NVIDIA A100-SXM4-40GB", UUID)
+HELP = {
+    "DCGM_FI_DEV_SM_CLOCK": "gauge SM clock frequency (in MHz).",
+    "DCGM_FI_DEV_MEM_CLOCK": "gauge Memory clock frequency (in MHz).",
+    "DCGM_FI_DEV_POWER_USAGE": "gauge Power draw (in W).",
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "counter Total energy consumption since boot (in mJ).",
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": "gauge Current clock event reasons (bitmask).",
+    "DCGM_FI_PROF_SM_ACTIVE": "gauge The ratio of cycles an SM has at least 1 warp assigned.",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "gauge Ratio of cycles the tensor (HMMA) pipe is active.",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "gauge Ratio of cycles the device memory interface is active.",
+}
+LOADED = {
+    "DCGM_FI_DEV_SM_CLOCK": "1410",
+    "DCGM_FI_DEV_MEM_CLOCK": "1215",
+    "DCGM_FI_DEV_POWER_USAGE": "391.263",
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "322036000",
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": "4",
+    "DCGM_FI_PROF_SM_ACTIVE": "0.912",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "0.430433",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "0.690789",
+}
+
+
+def gpu(place, uuid, values, more=""):
+    labels = (
+        f'gpu="{place}",UUID="GPU-{uuid}",pci_bus_id="00000000:{place + 1:02X}:00.0",device="nvidia{place}",'
+        f'modelName="NVIDIA A100-SXM4-40GB",{more}Hostname="node \\"a\\", rack {{1}}"'
+    )
+    return {metric: f"{metric}{{{labels}}} {value}" for metric, value in values.items()}
+
+
+def page(*gpus):
+    lines = []
+    for metric, described in HELP.items():
+        kind, _, text = described.partition(" ")
+        lines += [f"# HELP {metric} {text}", f"# TYPE {metric} {kind}"]
+        lines += [rows[metric] for rows in gpus if metric in rows]
+    return "\n".join([*lines, ""])
+
+
+class Exporter:
+    def __init__(self):
+        self.text, self.status = "", 200
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                body = exporter.text.encode()
+                self.send_response(exporter.status if self.path == "/metrics" else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}/metrics"
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def exporter():
+    made = Exporter()
+    made.text = page(gpu(0, OTHER, dict.fromkeys(LOADED, "0")), gpu(1, UUID, LOADED))
+    yield made
+    made.close()
+
+
+def reason(address, device=A100):
+    with pytest.raises(CountersUnavailableError) as error:
+        DcgmProbe(address).open(device)
+    return str(error.value)
+
+
+def test_the_values_of_the_device_with_torchs_uuid_are_read(exporter):
+    reading = DcgmProbe(exporter.address).open(A100).sample()
+    assert (reading.tensor_active, reading.sm_active, reading.dram_active) == (0.430433, 0.912, 0.690789)
+    assert (reading.sm_clock_mhz, reading.power_watts, reading.energy_joules) == (1410, 391.263, 322036.0)
+    assert reading.throttled == ("power cap",)
+    assert reading.source == "dcgm"
+
+
+def test_the_device_is_found_by_its_pci_address(exporter):
+    device = DeviceIdentity("cuda", "A100", pci_bus_id="0000:02:00.0")
+    assert DcgmProbe(exporter.address).open(device).sample().tensor_active == 0.430433
+
+
+def test_energy_that_the_exporter_has_not_read_again_is_unknown(exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    assert counters.sample().energy_joules == 322036.0
+    assert counters.sample().energy_joules is None
+    exporter.text = exporter.text.replace("322036000", "322037500")
+    assert counters.sample().energy_joules == 322037.5
+
+
+def test_the_name_of_the_reasons_before_dcgm_4_is_read_too(exporter):
+    exporter.text = exporter.text.replace("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS")
+    assert DcgmProbe(exporter.address).open(A100).sample().throttled == ("power cap",)
+
+
+def test_the_address_comes_from_the_environment(exporter, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_DCGM", exporter.address)
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")
+    assert DcgmProbe().open(A100).sample().sm_clock_mhz == 1410
+
+
+def instances(*numbers):
+    parent = gpu(1, UUID, {"DCGM_FI_DEV_SM_CLOCK": "1410"})
+    return [parent] + [
+        gpu(
+            1,
+            UUID,
+            {**LOADED, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": f"0.{number}"},
+            f'GPU_I_PROFILE="1g.5gb",GPU_I_ID="{number}",',
+        )
+        for number in numbers
+    ]
+
+
+def test_a_mig_instance_is_found_by_its_gpu_and_number_which_nvml_knows(exporter, nvml):
+    exporter.text = page(*instances(7, 9))
+    nvml.gpu(UUID, **LOADED_H100)
+    nvml.instance(0, 7, "c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f")
+    nvml.instance(0, 9, "cba663e8-9bed-5b25-b243-5985ef7c9beb")
+    device = DeviceIdentity("cuda", "A100", UUID, visible_as="MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb")
+    reading = DcgmProbe(exporter.address).open(device).sample()
+    assert reading.tensor_active == 0.9
+    assert reading.power_watts is reading.energy_joules is None  # the exporter shows those of the GPU
+    assert nvml.inits == 0
+
+
+def test_one_of_several_instances_is_not_guessed(exporter):
+    exporter.text = page(*instances(7, 9))
+    assert "2 MIG instances" in reason(exporter.address)
+
+
+def test_the_only_instance_is_the_one(exporter):
+    exporter.text = page(*instances(7))
+    reading = DcgmProbe(exporter.address).open(A100).sample()
+    assert (reading.tensor_active, reading.power_watts) == (0.7, None)
+
+
+def test_without_the_tensor_cores_activity_it_is_said_what_to_export(exporter):
+    exporter.text = page(gpu(1, UUID, {"DCGM_FI_DEV_SM_CLOCK": "1410"}))
+    assert "has no DCGM_FI_PROF_PIPE_TENSOR_ACTIVE of this GPU; add it" in reason(exporter.address)
+
+
+def test_activity_that_is_missing_while_a_profiler_runs_is_unknown(exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    exporter.text = page(gpu(1, UUID, {"DCGM_FI_DEV_SM_CLOCK": "1410", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "NaN"}))
+    reading = counters.sample()
+    assert (reading.tensor_active, reading.sm_clock_mhz) == (None, 1410)
+
+
+def test_a_device_that_the_page_does_not_know_any_more_ends_the_source(exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    exporter.text = page(gpu(0, OTHER, LOADED))
+    with pytest.raises(CountersUnavailableError, match="no value of this GPU any more"):
+        counters.sample()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html>", "\x00\xff{", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{} x", "{} 1\n} {"],
+)
+def test_a_page_of_something_else_is_no_source(exporter, text):
+    exporter.text = text
+    assert "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE" in reason(exporter.address)
+
+
+def test_an_error_of_the_server_is_told(exporter):
+    exporter.status = 500
+    assert "answers with HTTP 500" in reason(exporter.address)
+
+
+def test_without_an_exporter_it_is_said_what_to_start():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        told = reason(f"http://127.0.0.1:{bound.getsockname()[1]}/metrics")
+    assert "no dcgm-exporter answers at http://127.0.0.1:" in told
+    assert "FLOPWATCH_DCGM" in told
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_left_after_a_second():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "TimeoutError" in reason(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics")
+
+
+@pytest.mark.parametrize("address", ["https://localhost:9400/metrics", "file:///etc/passwd", "http://", "http://a:b/"])
+def test_an_address_that_is_none_is_refused(address):
+    assert address in reason(address)
+
+
+def test_a_device_without_uuid_and_address_is_not_guessed(exporter):
+    assert "torch does not tell the UUID" in reason(exporter.address, DeviceIdentity("cuda", "A100", visible_as="0"))
+
+
+def test_the_default_address_is_the_exporters(monkeypatch):
+    monkeypatch.delenv("FLOPWATCH_DCGM", raising=False)
+    assert "http://localhost:9400/metrics" in reason(None)
