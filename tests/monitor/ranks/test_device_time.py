@@ -4,6 +4,7 @@ No GPU has run this. `Ranks` simulates devices that work behind their hosts and 
 """
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,9 @@ from flopwatch.monitor.timing import tape as codes
 from flopwatch.monitor.timing.divide import TapeDivision, times_of
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.testing import FakeClock
+from support.torchrun import torchrun
 
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "ranks" / "straggler_devices.py"
 FORWARD, BACKWARD, LOSS, OPTIMIZER, ALL_REDUCE = 0.030, 0.060, 0.004, 0.004, 0.002
 STEP = FORWARD + BACKWARD + LOSS + OPTIMIZER + ALL_REDUCE
 LATE = 0.1 * STEP
@@ -274,3 +277,17 @@ def test_the_reason_is_told_once_on_the_logging_rank():
 
     assert [code for _, code, _ in told] == ["own_time_unknown"]
     assert NOT_REPLICATED in told[0][2]
+
+
+@pytest.mark.slow
+def test_real_ddp_waits_where_it_is_looked_for(tmp_path):
+    """Two gloo ranks; the events are readings of the host's clock, and rank 1 sleeps 20 % longer."""
+    cases, windows = {"input", "backward", "host"}, 4
+    options = ["--folder", str(tmp_path), "--delay-share", "0.2", "--windows", str(windows), "--cases", *cases]
+    found = torchrun(BENCHMARK, *options, ranks=2)[0]["found"]
+
+    assert found.keys() == cases
+    for numbers in found.values():
+        assert numbers["own seconds"] == numbers["windows"] == windows
+        assert numbers["right cause"] >= windows - 1, "a busy machine may hold up a rank in a window"
+        assert numbers["wrong"] == 0
