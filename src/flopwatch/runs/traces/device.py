@@ -74,7 +74,7 @@ class DeviceWork:
     def intervals(self) -> dict[str, Intervals]:
         """The intervals of each use that kernels and copies have."""
         found = {use: Intervals() for use in USES}
-        for use, start, end in self._works():
+        for use, start, end in self.works():
             found[use].add(start, end)
         return found
 
@@ -85,13 +85,14 @@ class DeviceWork:
             begins.append(begin)
             ends.append(end)
         found = Intervals()
-        for (use, start, end), launch in zip(self._works(), self._launches, strict=True):
+        for (use, start, end), launch in zip(self.works(), self._launches, strict=True):
             place = bisect_right(begins, launch) - 1
             if use in COMPUTING and place >= 0 and launch < ends[place]:
                 found.add(start, end)
         return found
 
-    def _works(self) -> Iterator[tuple[str, int, int]]:
+    def works(self) -> Iterator[tuple[str, int, int]]:
+        """Use, start and end of each kernel and copy, in the file's order."""
         for use, start, end, op in zip(self._uses, self._starts, self._ends, self._ops, strict=True):
             yield self._use(USES[use], op), start, end
 
