@@ -16,6 +16,7 @@ from flopwatch.language import shown
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
+from flopwatch.runs.slow_rank import SlowRank, can_compare, slow_rank
 from flopwatch.runs.state import OVER, WatchFeed
 from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
 from flopwatch.runs.traces.steps import how_divided
@@ -179,4 +180,17 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
             hidden = step_time(split.hidden_communication_seconds / split.steps)
             said.append(Text(f"Another {hidden} per step of communication ran behind computation and cost no time."))
         parts.append(Section("", said))
+    if can_compare(splits):
+        parts.append(Section("", [Text(_slow_rank_text(slow_rank(splits)), "strong")]))
     return Document("", parts)
+
+
+def _slow_rank_text(slow: SlowRank | None) -> str:
+    if slow is None:
+        return "No rank slows down the others in these steps by 5 % or more."
+    excess, share = step_time(slow.excess_seconds), percent(slow.excess_share)
+    how = "idle, waiting for its input or its host" if slow.is_idle else "computing"
+    return (
+        f"Rank {slow.rank} slows down the other ranks: it needs {excess} per step ({share}) longer than they do, most "
+        f"of it {how}."
+    )
