@@ -86,6 +86,7 @@ def test_only_traces_of_the_same_steps_are_compared(both):
     assert not can_compare([early, early])
     for other in (replace(late, steps=2), replace(late, device="cpu"), replace(late, file="step9_rank1.json")):
         assert not can_compare([early, other])
+    assert not can_compare([replace(split, device="cpu") for split in (early, late)])
 
 
 def test_the_command_names_the_rank(both):

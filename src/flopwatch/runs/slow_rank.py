@@ -33,10 +33,14 @@ class SlowRank:
 
 
 def can_compare(splits: Sequence[TraceSplit]) -> bool:
-    """Whether these are traces of several ranks, of the same steps on devices of one kind."""
+    """Whether these are traces of several ranks, of the same steps on accelerators of one kind.
+
+    On a CPU that other processes use too, a rank often computes 10 % longer than another one in some few steps; there
+    the monitor finds the slow rank, by medians over a minute.
+    """
     ranks = {split.rank for split in splits}
     taken = {(split.device, split.steps, split.file.partition("_")[0]) for split in splits}  # step120_rank0.pt.trace...
-    return len(ranks) == len(splits) > 1 and len(taken) == 1
+    return len(ranks) == len(splits) > 1 and len(taken) == 1 and splits[0].device != "cpu"
 
 
 def slow_rank(splits: Sequence[TraceSplit]) -> SlowRank | None:
