@@ -23,6 +23,7 @@ from flopwatch.report.records import SweepSummary
 from flopwatch.report.run.contents import Curve, RunReport
 from flopwatch.runs.advice import RunVerdict, TimeUse
 from flopwatch.runs.comparison import Comparison
+from flopwatch.runs.counters import Counters
 from flopwatch.runs.explain import Explanation
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss
@@ -70,6 +71,7 @@ class Why(TypedDict):
         verdict: None if the log does not show it; `no_verdict` then says why.
         largest: Keys of the largest losses, or of the longest uses of the time if the MFU is unknown.
         losses: From 100 % of the peak down to the MFU of the run; empty if the MFU is unknown.
+        counters: What hardware counters have shown, only if the run has read some.
         uses: The uses of the wall time, only if the MFU is unknown. So are the rates.
     """
 
@@ -85,6 +87,7 @@ class Why(TypedDict):
     losses: list[Loss]
     traces: list[TraceSplit]
     notes: list[str]
+    counters: NotRequired[Counters]
     uses: NotRequired[list[TimeUse]]
     tokens_per_second: NotRequired[float | None]
     samples_per_second: NotRequired[float | None]
@@ -126,6 +129,7 @@ _SOMETIMES = {
     "exact": NotRequired[bool],
     "peak": NotRequired[Mapping[str, Any] | None],
     "notes": NotRequired[list[str]],
+    "counters_source": NotRequired[str],
 }
 _ROW: Mapping[str, Any] = {"values": Mapping[str, Logged], "steps": _COLUMNS, **_SOMETIMES}
 _LOG_LINE: Any = Annotated[

@@ -93,6 +93,20 @@ def byte_size(size: float | None, digits: int = 3) -> str:
     return f"{number(size / unit, digits)} {prefix}B" if prefix else f"{size:.0f} B"
 
 
+def energy(joules: float | None, digits: int = 3) -> str:
+    """An amount of energy.
+
+    >>> energy(4080.0), energy(0.0769), energy(3.6e6), energy(0.00012)
+    ('4.08 kJ', '76.9 mJ', '3.60 MJ', '0.12 mJ')
+    """
+    if joules is None:
+        return UNKNOWN
+    if 0 < abs(joules) < _ROUNDS_UP:
+        return f"{number(1e3 * joules, digits)} mJ"
+    unit, prefix = _prefix(joules, _FLOP_PREFIXES)
+    return f"{number(joules / unit, digits)} {prefix}J"
+
+
 def step_time(seconds: float | None, digits: int = 3) -> str:
     """Time of one step, in milliseconds below a second.
 

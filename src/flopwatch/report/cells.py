@@ -9,11 +9,11 @@ from decimal import ROUND_CEILING, Context
 from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple
 
-from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, energy, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
 from flopwatch.records.settings import REPORTED, SETTINGS
-from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
+from flopwatch.records.trial import FAILED, JOULES, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Group, PrivacyClass, Quantity, TrialCell, TrialRow
 from flopwatch.report.verdicts import differ_measurably
 
@@ -152,6 +152,7 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         is_lower_bound=cost.is_lower_bound,
         why_no_epsilon=_why_no_epsilon(result),
         epsilon=positive(measured.privacy.epsilon) if measured.privacy else None,
+        joules_per_step=positive(measured.extra.get(JOULES) or measured.extra.get("perf/joules_per_step")),
     )
 
 
@@ -170,7 +171,7 @@ def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
         values = [getattr(cell, name) for cell in ran]
         return [] if None in values else values
 
-    rates = ("seconds", "samples_per_s", "tokens_per_s", "mfu", "hfu")
+    rates = ("seconds", "samples_per_s", "tokens_per_s", "mfu", "hfu", "joules_per_step")
     means: dict[str, Any] = {name: geometric_mean(values) if (values := known(name)) else None for name in rates}
     held = ("peak_bytes", "above_start_bytes", "alloc_retries")
     largest: dict[str, Any] = {name: max(known(name), default=None) for name in held}
@@ -324,6 +325,7 @@ METRICS: Mapping[str, ShownMetric] = {
         ShownMetric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
         ShownMetric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
         ShownMetric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
+        ShownMetric("energy", "Energy per step", lambda c: c.joules_per_step, lambda c: energy(c.joules_per_step), min),
     )
 }
 

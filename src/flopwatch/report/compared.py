@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from flopwatch.numbers import UNKNOWN, count, duration, factor, flops, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, count, duration, energy, factor, flops, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.report.comparison import QUANTITIES, Quantity, Side, SweepComparison, TrialPair
 from flopwatch.runs.comparison import Comparison, RunSteps
@@ -36,6 +36,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "tokens": count,
     "FLOP": flops,
     "duration": duration,
+    "J": energy,
 }
 _FOUR_DIGITS = partial(number, digits=4)
 _POINTS = (

@@ -34,6 +34,7 @@ class TrialCell:
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
         epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
+        joules_per_step: Energy of all devices per step.
         seeds: Number of trials in this cell, which differ only in their seeds; the means are those of the `ok` ones.
     """
 
@@ -60,6 +61,7 @@ class TrialCell:
     is_lower_bound: bool = False
     why_no_epsilon: str = ""
     epsilon: float | None = None
+    joules_per_step: float | None = None
     seeds: int = 1
 
 

@@ -183,12 +183,16 @@ Real tokens come first because padding is not useful work, and steps come last b
 
 
 # Totals get no verdict such as "faster", because a longer run is not a slower run.
-TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"]], ...] = (
+TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration", "J"]], ...] = (
     ("perf/goodput_percent", "goodput", "%"),
     ("total/steps", "steps in all", "steps"),
     ("total/tokens", "tokens in all", "tokens"),
     ("total/model_flops", "model FLOPs in all", "FLOP"),
     ("time/train_seconds", "time in steps", "duration"),
+    ("total/energy_joules", "energy in all", "J"),
+    ("perf/joules_per_step", "energy per step", "J"),
+    ("perf/joules_per_token", "energy per token", "J"),
+    ("perf/joules_per_sample", "energy per sample", "J"),
 )
 
 
@@ -230,7 +234,7 @@ class Line:
 
     Attributes:
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
-            `FLOP` or `duration` (seconds).
+            `FLOP`, `J` or `duration` (seconds).
         change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
         low: Lower end of the 99 % interval of the change; `high` is the upper end.
         verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `no measurable
@@ -391,5 +395,7 @@ def _totals(a: RunLog, b: RunLog) -> list[Line]:
     lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
     for key, label, unit in TOTALS:
         in_a, in_b = total(a, key), total(b, key)
+        if unit == "J" and in_a is None and in_b is None:  # most runs read no counters
+            continue
         lines.append(Line(key, label, unit, in_a, in_b, _change(in_a, in_b, unit)))
     return lines

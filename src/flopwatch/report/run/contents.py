@@ -10,6 +10,7 @@ from typing import Literal
 from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, RunStart, Summary
 from flopwatch.runs.advice import Conclusion, Times, conclusion_of, times_of
+from flopwatch.runs.counters import Counters, counters_of
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
@@ -31,6 +32,13 @@ MAIN_KEYS = (
     "ranks/waiting_percent",
 )
 """The metrics of flopwatch whose curves are drawn. Metrics of the user are drawn too."""
+COUNTER_KEYS = (
+    "perf/hardware_flops_per_second_per_device",
+    "counters/flops_per_second_per_device",
+    "counters/tensor_active",
+    "perf/joules_per_token",
+)
+"""Further metrics whose curves are drawn if the run has hardware counters."""
 MOST_POINTS = 600
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200
@@ -151,6 +159,7 @@ class RunReport:
         torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
         left_out: Names of the user's metrics that have no curve here because there are too many.
+        counters: What hardware counters have shown; None if the run has read none.
     """
 
     log: str
@@ -177,6 +186,7 @@ class RunReport:
     torn_lines: int = 0
     earlier_step: int | None = None
     left_out: tuple[str, ...] = ()
+    counters: Counters | None = None
 
     @property
     def start(self) -> RunStart | None:
@@ -238,6 +248,7 @@ def read_report(
         torn_lines=log.torn_lines,
         earlier_step=log.earlier_step,
         left_out=tuple(collector.left_out),
+        counters=counters_of(log),
     )
 
 
@@ -354,10 +365,11 @@ class _Collector:
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         times = timed_seconds(row)
         together = sum(times)
+        drawn = MAIN_KEYS if row.counters_source is None else (*MAIN_KEYS, *COUNTER_KEYS)
         for key, value in row.values.items():
             if len(self.values) < MOST_VALUES or key in METRICS:
                 self.values.setdefault(key, (value, row.step))
-            maker = self._maker(key)
+            maker = self._maker(key, drawn)
             if maker is None or not isinstance(value, int | float):
                 continue
             of_steps = times if key == "perf/step_time" else row.steps.get("loss", ()) if key == "training/loss" else ()
@@ -366,8 +378,8 @@ class _Collector:
             weight = len(numbers) if not is_rate else len(times) if key == "perf/step_time" else together
             maker.add(Point(numbers[0], row.step, row.unix_time, min(values), value, max(values), float(weight)))
 
-    def _maker(self, key: str) -> CurveMaker | None:
-        if key in MAIN_KEYS and key not in self._makers:
+    def _maker(self, key: str, drawn: Sequence[str]) -> CurveMaker | None:
+        if key in drawn and key not in self._makers:
             self._makers[key] = CurveMaker(key)
         elif _is_of_user(key) and key not in self._makers:
             if sum(map(_is_of_user, self._makers)) < MOST_USER_CURVES:
@@ -401,7 +413,8 @@ class _Collector:
             yield Moment("notice", notice.step, step, words=words, level=notice.level)
 
     def curves(self) -> dict[str, Curve]:
-        order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]
+        first = (*MAIN_KEYS, *COUNTER_KEYS)
+        order = [*(key for key in first if key in self._makers), *sorted(set(self._makers) - set(first))]
         curves = {key: self._makers[key].curve() for key in order}
         return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, count, duration, energy, flop_prefix, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.time_uses import USES
 from flopwatch.report.run import words
 from flopwatch.report.run.charts import KINDS, ChartStyle, line_chart, moment_chart
-from flopwatch.report.run.contents import MAIN_KEYS, Curve, RunReport, merged
+from flopwatch.report.run.contents import COUNTER_KEYS, MAIN_KEYS, Curve, RunReport, merged
 from flopwatch.runs.advice import waterfall_bars
+from flopwatch.runs.counters import Counters, counter_sentences
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.stats import in_groups
@@ -90,6 +91,8 @@ def _sections(report: RunReport) -> Iterator[doc.Part]:
     more: list[doc.Part] = [_curve_section(report), _event_section(report)]
     if any(start.world_size != 1 for start in report.starts) or any(key.startswith("ranks/") for key in report.values):
         more.append(_rank_section(report))
+    if report.counters is not None:
+        more.append(_counter_section(report, report.counters))
     more += [doc.Only(("html",), [_memory_section(report)]), _place_section(report), _provenance_section(report)]
     yield doc.Only(("markdown", "html"), more)
 
@@ -149,7 +152,7 @@ def _curve_section(report: RunReport) -> doc.Section:
         *_chart(report, "Input wait, share of the step time", ("perf/input_wait_percent",), _SHARE),
     ]
     for key in report.curves:
-        if key not in MAIN_KEYS:
+        if key not in (*MAIN_KEYS, *COUNTER_KEYS):
             drawings += _chart(report, words.metric_name(key), (key,), _DATA_RANGE)
     levels = {moment.level for moment in report.moments}
     worst = next((level for level in ("error", "warning") if level in levels), "")
@@ -248,6 +251,33 @@ def _memory_section(report: RunReport) -> doc.Section:
     charts = _chart(report, "Most memory so far", keys, ChartStyle(lambda gib: byte_size(gib * 2**30)))
     nothing = doc.Text("The log has no memory of a device; on a CPU it is not measured.")
     return doc.Section("Memory of the device", [doc.Panels(charts) if charts else nothing], "memory", "Memory")
+
+
+def _short_flops(flops_per_s: float) -> str:
+    """A rate for an axis, whose labels have no room for the unit.
+
+    >>> _short_flops(420e12), _short_flops(0.0)
+    ('420 T', '0.00')
+    """
+    unit, prefix = flop_prefix(flops_per_s)
+    return f"{number(flops_per_s / unit)} {prefix}".rstrip()
+
+
+def _counter_section(report: RunReport, found: Counters) -> doc.Section:
+    parts: list[doc.Part] = [doc.Text(sentence) for sentence in counter_sentences(found)]
+    both = ("perf/hardware_flops_per_second_per_device", "counters/flops_per_second_per_device")
+    drawings = [
+        *_chart(report, "FLOP/s of a device, counted and by hardware counters", both, ChartStyle(_short_flops)),
+        *_chart(report, "Tensor pipes busy, share of the cycles", ("counters/tensor_active",), ChartStyle(percent)),
+        *_chart(report, "Energy per token", ("perf/joules_per_token",), ChartStyle(energy)),
+    ]
+    if drawings:
+        about = (
+            "Counted FLOP/s are those of the steps. Counters see all that the device does, and the padding of tiles."
+        )
+        parts += [doc.Panels(drawings), doc.Text(about, "note")]
+    title = "Hardware counters and energy"
+    return doc.Section(title, [*parts, *_value_table(report, "counters/")], "counters", "Counters")
 
 
 def _value_table(report: RunReport, group: str = "") -> list[doc.Part]:

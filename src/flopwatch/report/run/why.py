@@ -17,6 +17,7 @@ from flopwatch.records import metrics
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
+from flopwatch.runs.counters import counter_sentences, counters_of
 from flopwatch.runs.explain import Explanation, Quotient
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
@@ -47,6 +48,7 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         "no_verdict": said.sentence if said.verdict is None else None,
         "largest": [loss.key for loss in waterfall.largest()],
         **waterfall.to_json(),
+        **_counters_json(log),
         "notes": [*waterfall.notes, *problems],
     }
     losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss) for loss in said.losses]
@@ -64,6 +66,7 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         Section("", [advice.waterfall_bars(waterfall)]),
         Section("", [Text(said.sentence, "strong" if said.verdict else ""), *reservation]),
         Section("", [Items(losses, is_numbered=True)]),
+        *_counters(log),
         *_notes([*said.notes, *problems]),
     ]
     of_what = f"the MFU of {one_line(str(log.path.parent))} is {percent(waterfall.mfu_percent / 100)}"
@@ -76,6 +79,16 @@ def _item(name: str, of: Loss | advice.TimeUse) -> Cell:
 
 def _notes(notes: Sequence[str]) -> list[Part]:
     return [Section("", [Text(f"Note: {note}", "soft") for note in notes])] if notes else []
+
+
+def _counters(log: RunLog) -> list[Part]:
+    found = counters_of(log)
+    return [Section("", [Text(text) for text in counter_sentences(found)])] if found is not None else []
+
+
+def _counters_json(log: RunLog) -> dict[str, Any]:
+    found = counters_of(log)
+    return {} if found is None else {"counters": asdict(found)}
 
 
 def _unless_ended(log: RunLog) -> str:
@@ -117,6 +130,7 @@ def where_the_time_went(
         "losses": [],
         **asdict(times),
         "traces": [trace.to_json() for trace in traces],
+        **_counters_json(log),
         "notes": [*times.notes, *problems],
     }
     environment = log.starts[-1].environment if log.starts else {}
@@ -140,6 +154,7 @@ def where_the_time_went(
         Section("", [Grid(("", *numbers("time", "of wall time", "per step")), rows)]),
         Items(largest, is_numbered=True),
         Section("", [Text(sentence)]),
+        *_counters(log),
         *_notes([*times.notes, *problems]),
     ]
     return content, Document(f"Where the time of {one_line(str(log.path.parent))} went", parts)

@@ -1,10 +1,10 @@
 """Words and numbers of a run's report that all of its forms share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, flops, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, count, duration, energy, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
 from flopwatch.report.run.contents import Moment, RunReport
@@ -22,9 +22,14 @@ NAMES = {
     "perf/memory_allocated_gib": "allocated",
     "perf/memory_reserved_gib": "reserved",
     "ranks/waiting_percent": "waiting for other ranks",
+    "perf/hardware_flops_per_second_per_device": "counted",
+    "counters/flops_per_second_per_device": "by hardware counters",
+    "counters/tensor_active": "tensor pipes busy",
+    "perf/joules_per_token": "energy per token",
     "training/lr": "learning rate",
     "training/grad_norm": "gradient norm",
 }
+_WRITTEN: Mapping[str, Callable[[float], str]] = {"FLOP": flops, "FLOP/s": flop_rate, "J": energy}
 _STATES = {
     "ended": "The run ended.",
     "stopped": "The run was stopped from the keyboard.",
@@ -56,11 +61,11 @@ def metric_text(key: str, value: float | None) -> str:
         return percent(value / 100)
     if unit == "s":
         return step_time(value) if key.startswith(("perf/", "ranks/")) else duration(value)
-    if unit in ("FLOP", "FLOP/s"):
-        return flops(value) if unit == "FLOP" else flop_rate(value)
+    if unit in _WRITTEN:
+        return _WRITTEN[unit](value)
     if unit in ("tokens", "samples", "steps", "tokens/s", "samples/s"):
         return f"{count(value, 4)} {unit}"
-    if unit in ("GiB", "epochs"):
+    if unit in ("GiB", "epochs", "W", "MHz"):
         return f"{number(value, 4)} {unit}"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else number(value, 4)
 
@@ -105,6 +110,10 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     yield metric_text("perf/step_time", report.mean("perf/step_time")), "mean step time"
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
         yield metric_text("training/loss", report.last("training/loss")), "newest loss"
+    if report.counters is not None and report.counters.energy_joules is not None:
+        per_work = ((work, getattr(report.counters, f"joules_per_{work}")) for work in ("token", "sample", "step"))
+        each = next((f", {energy(joules)} per {work}" for work, joules in per_work if joules is not None), "")
+        yield energy(report.counters.energy_joules), f"energy of the devices{each}"
     if report.goodput is not None:
         productive, known = duration(report.goodput.productive_seconds), duration(report.goodput.known_seconds)
         yield percent(report.goodput.share), f"goodput: {productive} of {known} productive"
