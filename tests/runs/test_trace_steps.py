@@ -119,11 +119,12 @@ def test_the_optimizers_work_is_what_it_has_launched(tmp_path):
         step(1, 50, 60, "Optimizer.step#SGD.step"),
         launched(2, 52, 200, 300, name=ELEMENTWISE),
         launched(3, 55, 250, 400, name=ALL_REDUCE, stream=20),
+        launched(4, 70, 350, 450),
         event("gpu_user_annotation", "Optimizer.step#SGD.step", FIRST + 100, 0.02),
     )
-    assert microseconds(split.matmul_seconds) == 100
+    assert microseconds(split.matmul_seconds) == 200
     assert microseconds(split.optimizer_seconds) == 100
-    assert microseconds(split.exposed_communication_seconds) == 100
+    assert microseconds(split.exposed_communication_seconds) == 50
 
 
 def test_an_evaluation_between_the_steps_is_left_out_with_its_work_on_the_device(tmp_path):
@@ -143,6 +144,27 @@ def test_an_evaluation_between_the_steps_is_left_out_with_its_work_on_the_device
 def test_the_mark_that_the_profiler_opens_after_the_last_step_is_none(tmp_path):
     split = read(tmp_path, step(1, 0, 100), launched(1, 10, 20, 90), step(2, 100, 101))
     assert (split.steps, microseconds(split.seconds)) == (1, 100)
+
+
+@pytest.mark.parametrize(("op", "use"), [(5, "matmul"), (6, "other_kernel")])
+def test_what_a_matmul_launches_is_a_matmul(tmp_path, op, use):
+    kernel = event("kernel", ELEMENTWISE, FIRST + 20, 70, correlation=1, **{"External id": op})
+    ops = [event("cpu_op", "aten::mm", FIRST + 5, 10, **{"External id": 5})]
+    ops += [event("cpu_op", "aten::add", FIRST + 5, 10, **{"External id": 6})]
+    launch = event("cuda_runtime", "cudaLaunchKernel", FIRST + 10, 2, correlation=1)
+    split = read(tmp_path, step(1, 0, 100), ops, launch, kernel)
+    assert microseconds(getattr(split, f"{use}_seconds")) == 70
+
+
+def test_the_correlation_id_in_place_of_an_ops_id_means_no_op(tmp_path):
+    """Kineto of before 2024 wrote it there, so the number is that of another op."""
+    kernels = [
+        event("kernel", ELEMENTWISE, FIRST + 10 * number, 5, correlation=number, **{"External id": number})
+        for number in range(1, 6)
+    ]
+    ops = [event("cpu_op", "aten::mm", FIRST, 5, **{"External id": 3})]
+    split = read(tmp_path, step(1, 0, 100), ops, kernels)
+    assert microseconds(split.other_kernel_seconds) == 25
 
 
 class TestOtherMarks:
