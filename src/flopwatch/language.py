@@ -8,6 +8,7 @@ are known; it could do neither.
 """
 
 import os
+import sys
 
 ENGLISH, CHINESE = "en", "zh"
 _SETTING = "FLOPWATCH_LANG"
@@ -17,9 +18,23 @@ _chosen: dict[str, str] = {}
 
 
 def language() -> str:
-    """`zh` or `en`: the environment variable FLOPWATCH_LANG, or else what was chosen, or else the locale."""
+    """`zh` or `en`: the environment variable FLOPWATCH_LANG, or else what was chosen, or else the locale.
+
+    Always `en` where the standard streams cannot show Chinese, because the reader would see escapes instead.
+    """
     asked = os.environ.get(_SETTING) or _chosen.get(_SETTING) or next(filter(None, map(os.environ.get, _LOCALES)), "")
-    return CHINESE if asked.lower().startswith(CHINESE) else ENGLISH
+    if not asked.lower().startswith(CHINESE):
+        return ENGLISH
+    return CHINESE if _takes_chinese(sys.stdout) and _takes_chinese(sys.stderr) else ENGLISH
+
+
+def _takes_chinese(stream: object) -> bool:
+    """A stream without an encoding, such as a StringIO, takes any text."""
+    try:
+        "中".encode(getattr(stream, "encoding", None) or "utf-8")
+    except (LookupError, ValueError, TypeError):  # not in this encoding; not one that Python has; a detached stream
+        return False
+    return True
 
 
 def choose(language: str) -> None:
@@ -33,8 +48,11 @@ def shown(text: str) -> str:
     >>> shown("3 trials left")
     '3 trials left'
     """
-    if language() == ENGLISH:
-        return text
-    from flopwatch.translations import translated  # compiles patterns, which English readers do not need
+    try:
+        if language() == ENGLISH:
+            return text
+        from flopwatch.translations import translated  # compiles patterns, which English readers do not need
 
-    return translated(text)
+        return translated(text)
+    except Exception:  # noqa: BLE001 - the caller may be a training: it shows the text in English then
+        return text
