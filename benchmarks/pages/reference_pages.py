@@ -45,7 +45,7 @@ def settings_table() -> list[str]:
 
 
 def spellings_table() -> list[str]:
-    rows = [(f"`{path}`", f"`{setting}`" if setting else "none, without effect") for path, setting in MONITOR.items()]
+    rows = [(f"`{path}`", f"`{setting}`") for path, setting in MONITOR.items()]
     return _table(("spelling", "setting"), rows)
 
 

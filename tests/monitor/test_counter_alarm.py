@@ -33,6 +33,7 @@ def readings(tensor_active, clock_mhz=CLOCK_MHZ, **more):
     }
 
 
+@pytest.mark.requirement("R11")
 def test_a_training_whose_counters_agree_raises_no_alarm(tmp_path, monkeypatch):
     seconds = seconds_at(0.4)
     training = FakeTraining(tmp_path, monkeypatch, readings(active(STEP_FLOPS, seconds)))

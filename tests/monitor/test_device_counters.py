@@ -61,6 +61,7 @@ def codes(log):
     return [notice.code for notice in log.notices if "counters" in notice.code]
 
 
+@pytest.mark.requirement("R9")
 def test_hybrid_with_counters_names_their_source_in_every_row(tmp_path, sources):
     sources.append(FakeCounters("a source", [{"tensor_active": 0.25, "power_watts": 50.0}]))
     log = train(tmp_path, mode="hybrid", strict=True)
@@ -72,6 +73,7 @@ def test_hybrid_with_counters_names_their_source_in_every_row(tmp_path, sources)
     assert sources[0].closed == 1
 
 
+@pytest.mark.requirement("R11")
 @pytest.mark.parametrize(("falls_back", "became"), [(True, "profiler"), (False, "smart")])
 def test_hybrid_without_any_source_counts_in_another_mode_and_says_so(falls_back, became, tmp_path, sources):
     sources.append(FakeCounters("a source", absent="it is not installed"))

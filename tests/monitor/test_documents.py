@@ -10,8 +10,9 @@ import yaml
 
 import flopwatch
 from flopwatch import TrainingMonitor, calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu
+from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.monitor.config import PRESETS, read_config
-from flopwatch.testing import RecordingSink
+from flopwatch.testing import FakeCounters, RecordingSink
 from testbeds.architectures import BY_NAME, causal_batch, true_flops
 
 PEAK = 1e12
@@ -164,18 +165,53 @@ def test_001_prototype():
     assert config == read_config(None, "prototype")[0]
 
 
+HYBRID = """
+monitoring:
+  mfu_calculation_mode: "hybrid"
+  performance_monitoring:
+    hybrid_mode:
+      hardware_counters_enabled: true
+      fallback_to_profiler: true
+"""
+
+
 @pytest.mark.requirement("R11")
 def test_001_complex():
-    config = settings("""
-        monitoring:
-          mfu_calculation_mode: "hybrid"
-          performance_monitoring:
-            hybrid_mode:
-              hardware_counters_enabled: true
-              fallback_to_profiler: true
-        """)
+    config = settings(HYBRID)
     assert (config.mode, config.hardware_counters_enabled, config.fallback_to_profiler) == ("hybrid", True, True)
     assert config == read_config(None, "complex")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("R9")
+@pytest.mark.requirement("R11")
+@pytest.mark.parametrize(
+    ("sources", "became", "reads"),
+    [([FakeCounters("counters", [{"power_watts": 70.0}])], "hybrid", True), ([], "profiler", False)],
+)
+def test_001_hybrid_reads_counters_or_falls_back(sources, became, reads, model, tmp_path, monkeypatch):
+    """The document's file as it stands: with counters they are in every row; without any, it is the profiler."""
+    monkeypatch.setattr(
+        "flopwatch.monitor.device_counters.CounterSampler",
+        lambda device, notify: CounterSampler(device, notify, probes=sources, interval_seconds=0.001),
+    )
+    (tmp_path / "config.yaml").write_text(HYBRID, encoding="utf-8")
+    sink = RecordingSink()
+    monitor = TrainingMonitor(
+        tmp_path, config=tmp_path / "config.yaml", model=model, sinks=[sink], strict=True, peak_flops_per_s=PEAK
+    )
+    for step in range(6):
+        batch = causal_batch(2, 16)
+        model(**batch).loss.backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 0.1, batch=batch)
+    monitor.close()
+    row = next(record for record in sink.records if record.type == "row")
+    provenance = [record for record in sink.records if record.type == "provenance"][-1]
+    assert provenance.mode == became
+    assert row.counters_source == ("counters" if reads else None)
+    assert row.values.get("counters/power_watts") == (70.0 if reads else None)
+    assert row.values["perf/mfu"] > 0
+    assert monitor.summary.notices.get("hybrid_without_counters", 0) == int(not reads)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.language import shown
-from flopwatch.numbers import count, duration, flop_rate, flops, number, percent, step_time
+from flopwatch.numbers import count, duration, energy, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
@@ -107,6 +107,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", of("total/tokens", count)),
         ("tokens/s", of("perf/tokens_per_second", count)),
         ("model FLOPs", of("total/model_flops", flops)),
+        ("energy", of("total/energy_joules", energy)),
         ("notices", _notices(summary.notices) or None),
         *((f"{sink} lost", f"{rows:,} rows") for sink, rows in summary.dropped_rows.items() if rows),
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
