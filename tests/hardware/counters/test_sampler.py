@@ -119,6 +119,17 @@ def test_a_source_that_wants_longer_intervals_gets_them():
     assert slow.sampled == 1
 
 
+@pytest.mark.parametrize(("window_seconds", "interval"), [(0.1, 0.2), (2.0, 0.4), (5.0, 1.0), (3600.0, 1.0)])
+def test_a_window_has_five_readings_within_the_shortest_and_the_longest_interval(window_seconds, interval):
+    clock = FakeClock()
+    sampler = CounterSampler(DEVICE, probes=[FakeCounters()], clock=clock)
+    for _ in range(2):
+        clock.advance(window_seconds)
+        sampler.take()
+    assert sampler.interval_seconds == pytest.approx(interval)
+    sampler.close()
+
+
 def test_a_device_that_no_source_knows_is_told_once():
     messages = []
     sampler = CounterSampler(DeviceIdentity("xpu", "Max 1550"), lambda *message: messages.append(message))

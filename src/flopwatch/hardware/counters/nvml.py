@@ -29,7 +29,8 @@ An idle GPU, clocks that the user has set, and a sync boost group are not among 
 
 _SHORTEST_GPM_SECONDS = 0.1
 """NVIDIA asks for at least this time between two GPM samples."""
-_SECONDS_BETWEEN_PROCESSES = 1.0
+_SECONDS_BETWEEN_PROCESSES = 5.0
+"""The list of processes costs as much as all other values together."""
 
 _Values = dict[str, Any]
 

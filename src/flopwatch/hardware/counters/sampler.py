@@ -13,15 +13,21 @@ from flopwatch.hardware.counters.protocol import CounterProbe, CounterSource, De
 from flopwatch.records.counters import CounterReading, CounterWindow, window_of
 
 _MOST_READINGS = 5000
-"""Readings that wait for `take`; with the default interval, those of 1,000 s. Older ones are dropped."""
+"""Readings that wait for `take`; those of more than an hour at one per second. Older ones are dropped."""
 _SECONDS_TO_CLOSE = 0.2
+_READINGS_PER_WINDOW = 5
+_LONGEST_INTERVAL_SECONDS = 1.0
 
 Notify = Callable[[str, str], object]
 """Gets a code, `counters_changed` or `counters_absent`, and a sentence."""
 
 
 class CounterSampler:
-    """Reads the counters of one device at a fixed interval, in a daemon thread.
+    """Reads the counters of one device, in a daemon thread.
+
+    The interval is a fifth of the time between two calls of `take`, within `interval_seconds` and 1 s: a reading costs
+    the processor some 0.2 ms, because the thread has slept and its code has left the caches, and activity and energy
+    are counted by the device, so that a longer interval loses nothing of them.
 
     The sources are tried in the order of `probes`, in that thread. A source that is absent, that fails, or that does
     not answer for `hang_seconds` is not used again, and the next one takes over; each change is told once. A source
@@ -31,6 +37,7 @@ class CounterSampler:
     Attributes:
         source: Name of the source that is read now; None if none is.
         reasons: Why each source that was tried before it is not used, in one line, by name.
+        interval_seconds: The interval now.
     """
 
     def __init__(
@@ -45,17 +52,18 @@ class CounterSampler:
     ) -> None:
         """Start the thread; nothing is read on the caller's thread.
 
-        `notify` is called in the sampling thread, or by `take` when a source hangs.
+        `interval_seconds` is the shortest interval. `notify` is called in the sampling thread.
         """
         self.source: str | None = None
         self.reasons: dict[str, str] = {}
         self._device = device
         self._notify = notify
         self._probes = tuple(probes_for(device) if probes is None else probes)
-        self._interval = interval_seconds
+        self._least_interval = self.interval_seconds = interval_seconds
         self._hang_seconds = hang_seconds
         self._clock = clock
         self._pid = os.getpid()
+        self._taken_at = clock()
         self._readings: deque[CounterReading] = deque(maxlen=_MOST_READINGS)
         self._before: CounterReading | None = None
         self._turn = _Turn(self, 0)
@@ -66,6 +74,7 @@ class CounterSampler:
         if os.getpid() != self._pid:
             return None
         self._pass_over_if_hanging()
+        self._adapt_interval()
         taken = []
         with suppress(IndexError):
             while True:
@@ -79,6 +88,11 @@ class CounterSampler:
         if os.getpid() == self._pid:
             self._turn.end()
             self._turn.join(_SECONDS_TO_CLOSE)
+
+    def _adapt_interval(self) -> None:
+        before, self._taken_at = self._taken_at, self._clock()
+        fifth = (self._taken_at - before) / _READINGS_PER_WINDOW
+        self.interval_seconds = max(self._least_interval, min(fifth, _LONGEST_INTERVAL_SECONDS))
 
     def _pass_over_if_hanging(self) -> None:
         turn = self._turn
@@ -155,10 +169,9 @@ class _Turn:
         self.busy_since = None
 
     def _sample_until_ended(self, source: CounterSource) -> None:
-        seconds = max(self._sampler._interval, source.interval_seconds)
         while not self.ended:
             self.busy_since = None
-            if not self._sleep.acquire(timeout=seconds):
+            if not self._sleep.acquire(timeout=max(self._sampler.interval_seconds, source.interval_seconds)):
                 self.busy_since = self._sampler._clock()
                 self._read(source)
 
