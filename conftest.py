@@ -53,7 +53,8 @@ LONGEST = (
     "tests/cli/trials/test_sweep.py",
     "tests/sinks/test_wandb.py",
     "tests/sweep/test_private_images.py",
-    "tests/cli/test_selftest.py",
+    "tests/cli/test_doctor_gpu.py",
+    "tests/cli/test_doctor.py",
     "tests/sinks/test_mlflow.py",
 )
 """The files that take longest by `pytest --durations=0`. They start first, so that the workers end together."""

@@ -31,9 +31,10 @@ _COMMANDS = {
     "fit": ("trials", "Find the largest batch size that fits in memory."),
     "report": ("declared", "Print the results of a sweep, or export the rows of a run."),
     "init": ("init", "Write a YAML file in which every setting is explained."),
-    "selftest": ("declared", "Check that counting and monitoring work on this machine."),
+    "doctor": ("doctor", "Check that all works on this machine, and name what is missing."),
 }
 """The module in `flopwatch.cli` that has a function of the command's name, and the line in `flopwatch --help`."""
+_FORMER_NAMES = {"selftest": "doctor"}
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
@@ -48,6 +49,9 @@ class _Context(click.Context):
 
 class _Commands(click.Group):
     context_class = _Context
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, _FORMER_NAMES.get(cmd_name, cmd_name))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # click's own order is that of the alphabet

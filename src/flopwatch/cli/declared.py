@@ -1,12 +1,9 @@
-"""`flopwatch flops`, `report` and `selftest`: their arguments. The work is elsewhere: it loads torch or rich."""
+"""`flopwatch flops` and `report`: their arguments. The work is elsewhere: it loads torch or rich."""
 
 from typing import Annotated
 
-import click
-
 from flopwatch.cli import argument, flag
 from flopwatch.cli.run_logs import PEAK_TFLOPS
-from flopwatch.language import shown
 from flopwatch.records.settings import SETTINGS
 
 
@@ -61,19 +58,3 @@ def report(
     from flopwatch.cli.report_forms import put_out_report
 
     put_out_report(**given)
-
-
-def selftest() -> None:
-    """Check on this machine that FLOPs are counted correctly and that monitoring is cheap; takes ten seconds."""
-    from flopwatch.cli.selftest_checks import CHECKS
-
-    failed = 0
-    for name, check in CHECKS.items():
-        try:
-            passed, detail = check()
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong on this machine is the result of the check
-            passed, detail = False, f"{type(error).__name__}: {error}"
-        failed += not passed
-        click.echo(f"{'ok  ' if passed else 'FAIL'}  {shown(name)}: {shown(detail)}")
-    if failed:
-        raise SystemExit(1)

@@ -62,6 +62,12 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int]) 
             cores.add((fields.get("physical id", ""), fields.get("core id", f"cpu{number}")))
     if not cores:
         return None
+    quota = cpu_quota(root)
+    return len(cores) if quota is None else min(float(len(cores)), quota)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The cores that the control groups of this process allow; None without a quota."""
     quotas = []
     for path in _cgroup_folders(root):
         quota_and_period = _text(path / "cpu.max").split()
@@ -69,8 +75,7 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int]) 
             quota_and_period = [*_text(path / "cpu.cfs_quota_us").split(), *_text(path / "cpu.cfs_period_us").split()]
         if len(quota_and_period) == 2 and all(word.isdigit() for word in quota_and_period):
             quotas.append(int(quota_and_period[0]) / int(quota_and_period[1]))
-    quota = min(quotas, default=None)
-    return len(cores) if quota is None else min(float(len(cores)), quota)
+    return min(quotas, default=None)
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
