@@ -29,7 +29,7 @@ from overhead.training_loop import LARGE, SMALL, Schedule, Size, calibrated
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PARTS = ("free", "frequency", "rivals", "harm", "instructions")
+PARTS = ("free", "hybrid", "frequency", "rivals", "harm", "instructions")
 FREE_SECONDS, QUICK_FREE_SECONDS = 0.2, 0.05
 CHEAP_SECONDS = 0.025
 FREE = Schedule(repeats=40, steps=15)
@@ -99,6 +99,12 @@ def _free(arguments: argparse.Namespace) -> Any:
     return _work(sys.executable, FREE, part="free", size=calibrated(LARGE, FREE_SECONDS))
 
 
+def _hybrid(arguments: argparse.Namespace) -> Any:
+    if arguments.quick:
+        return _work(sys.executable, QUICK_FREE, part="hybrid", size=calibrated(LARGE, QUICK_FREE_SECONDS))
+    return _work(sys.executable, FREE, part="hybrid", size=calibrated(LARGE, FREE_SECONDS))
+
+
 def _frequency(arguments: argparse.Namespace) -> Any:
     size = calibrated(SMALL, CHEAP_SECONDS)
     rivals = arguments.rivals and not arguments.quick
@@ -129,6 +135,7 @@ def _instructions(arguments: argparse.Namespace) -> Any:
 
 MEASURE = {
     "free": _free,
+    "hybrid": _hybrid,
     "frequency": _frequency,
     "rivals": _rivals,
     "harm": _harm,

@@ -64,6 +64,9 @@ def _tables(results: Results) -> list[tuple[str, Rows]]:
     if "free" in results:
         tables.append(("Training with flopwatch against training without", _free_rows(free_figures(results["free"]))))
         tables.append(("One call of log_step on an ordinary step", _call_rows(results)))
+    if "hybrid" in results:
+        rows = _ratio_rows(free_figures(results["hybrid"]))
+        tables.append(("Training in mode hybrid, with fake counters, against training without", rows))
     if "rivals" in results:
         tables.append(("Monitors as people use them", _monitor_rows(results)))
     if "frequency" in results:
@@ -74,7 +77,7 @@ def _tables(results: Results) -> list[tuple[str, Rows]]:
     return tables
 
 
-def _free_rows(figures: Free) -> Rows:
+def _ratio_rows(figures: Free) -> Rows:
     ratio = figures.ratio
     contains_one = "contains 1.000" if ratio.contains(1.0) else "does not contain 1.000"
     return [
@@ -85,6 +88,12 @@ def _free_rows(figures: Free) -> Rows:
             f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}), {contains_one}",
             "the interval contains 1.000",
         ],
+    ]
+
+
+def _free_rows(figures: Free) -> Rows:
+    return [
+        *_ratio_rows(figures),
         [
             "the monitor's own time per step",
             _of_step(figures, figures.own_seconds),

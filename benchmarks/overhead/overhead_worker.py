@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from flopwatch.hardware.counters.protocol import DeviceIdentity
+from flopwatch.hardware.counters.sampler import CounterSampler, Notify
 from flopwatch.models.presets import Preset
+from flopwatch.monitor import device_counters
+from flopwatch.testing import FakeCounters
 from overhead.contenders import rival_monitors as rival_monitors
 from overhead.contenders.documents import documents
 from overhead.contenders.watched import ALL_SINKS, Call, Watched, flopwatch
@@ -46,6 +50,19 @@ def free(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping[s
         calls[name] = in_a_row.calls_in_a_row(plan.get("calls", 5_000))
         in_a_row.monitor.close()
     return {**asdict(timings), **watched.figures(), "calls": calls}
+
+
+def hybrid(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Bare against mode hybrid with fake counters, so that the cost of a driver is not in it."""
+    source = FakeCounters("fake", [{"tensor_active": 0.4, "sm_clock_mhz": 1500.0, "power_watts": 300.0}])
+
+    def sampler(device: DeviceIdentity, notify: Notify) -> CounterSampler:
+        return CounterSampler(device, notify, probes=[source])
+
+    cast(Any, device_counters).CounterSampler = sampler
+    watched = Watched(training, folder / "hybrid", mode="hybrid")
+    timings = interleave(training, {"flopwatch": watched.contender}, Schedule(**plan["schedule"]))
+    return {**asdict(timings), **watched.figures(), "readings": source.sampled, "calls": {}}
 
 
 def frequency(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +100,13 @@ def harm_of_one(training: Training, folder: Path, plan: Mapping[str, Any]) -> Ma
     return harm(training.size, lambda new: everybody(new, folder)[plan["tool"]](), is_compiled=plan["is_compiled"])
 
 
-PARTS: Mapping[str, Part] = {"free": free, "frequency": frequency, "rivals": rivals, "harm": harm_of_one}
+PARTS: Mapping[str, Part] = {
+    "free": free,
+    "hybrid": hybrid,
+    "frequency": frequency,
+    "rivals": rivals,
+    "harm": harm_of_one,
+}
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ CONFIRMED_BY = 3
 """An alarm needs so many spans in a row with the same verdict."""
 _SPAN_SECONDS, _SPAN_READINGS = 5.0, 10
 """A span is as many windows as it takes to have these: shorter ones say little, because both ends are uncertain."""
-_EDGE_SECONDS = 0.4
-"""The first and the last reading can be this far from the ends of the steps."""
+_LONGEST_INTERVAL_SECONDS = 1.0
 _COVERED = 0.9
 """Windows whose steps take less than this share of the counters' time are left out: other work is in the rest."""
 _LOW_CLOCK, _OFTEN_THROTTLED = 0.9, 0.5
@@ -64,10 +63,10 @@ class Compared:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the counters saw the steps and little else."""
-        return self.seconds > 0 and abs(self.steps_seconds - self.seconds) <= max(
-            (1 - _COVERED) * self.seconds, _EDGE_SECONDS
-        )
+        """Whether the counters saw the steps and little else; readings come up to an interval after the steps' ends."""
+        interval = self.seconds / max(self.readings, 1)
+        allowed = max((1 - _COVERED) * self.seconds, min(interval, _LONGEST_INTERVAL_SECONDS))
+        return self.seconds > 0 and abs(self.steps_seconds - self.seconds) <= allowed
 
 
 @dataclass(frozen=True, slots=True)
