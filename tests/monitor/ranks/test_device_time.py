@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.ranks.device_time import _NOT_SEEN
 from flopwatch.monitor.ranks.job_values import StragglerHistory, job_values, straggler_values
 from flopwatch.monitor.ranks.rank import Rank
 from flopwatch.monitor.ranks.reports import Window, merge, report_of
 from flopwatch.monitor.ranks.waits import NOT_REPLICATED, KnownWaits
 from flopwatch.monitor.timing import tape as codes
 from flopwatch.monitor.timing.divide import TapeDivision, times_of
+from flopwatch.monitor.timing.hooks import PassHooks
 from flopwatch.monitor.timing.tape import Tape
 from flopwatch.testing import FakeClock
 from support.torchrun import torchrun
@@ -65,14 +67,15 @@ class OneRank:
 class Ranks:
     """A training on several ranks whose loop waits for the device once per step, as with `loss.item()`.
 
-    `late` are the seconds by which a step takes longer on a rank, by cause. `jitter` is the standard deviation of every
-    part of a step, and `spike` how often a step takes half as long again on one rank.
+    `kinds` are those of the modules that a step calls, as `PassHooks` notes them. `late` are the seconds by which a
+    step takes longer on a rank, by cause. `jitter` is the standard deviation of every part of a step, and `spike` how
+    often a step takes half as long again on one rank.
     """
 
-    def __init__(self, count=2, seed=0, *, jitter=0.01, spike=0.0, is_replicated=True, broadcasts=True):
+    def __init__(self, count=2, seed=0, *, jitter=0.01, spike=0.0, kinds=(True,), broadcasts=True):
         self.ranks = [OneRank(number, count) for number in range(count)]
         self._chance, self._jitter, self._spike = random.Random(seed), jitter, spike
-        self._is_replicated, self._broadcasts = is_replicated, broadcasts
+        self.kinds, self._broadcasts = kinds, broadcasts
         self.history, self.late = StragglerHistory(), {}
         self._number = 0
 
@@ -93,7 +96,8 @@ class Ranks:
             one.clock.advance(self.late.get((one.rank.rank, "host"), 0.0))
             if one.tape.times_parts:
                 one.tape.add(codes.FORWARD)
-                one.tape.note(codes.KNOWS_WAITS, True if self._is_replicated else None)
+                for kind in self.kinds:
+                    one.tape.note(codes.KNOWS_WAITS, kind)
                 if self._broadcasts:
                     one.tape.note(codes.RANKS)
         if self._broadcasts:
@@ -187,8 +191,9 @@ def test_what_a_rank_waits_for_others_is_not_its_own_time():
     assert (values["ranks/slowest"], values["ranks/fastest"]) == (1, 0)
 
 
-def test_ranks_that_wait_inside_of_their_layers_are_judged_by_their_input_alone():
-    training = Ranks(is_replicated=False)
+@pytest.mark.parametrize("kinds", [(None,), (True, None), (False,)], ids=["FSDP", "DDP and FSDP", "a bare module"])
+def test_ranks_that_wait_inside_of_their_layers_are_judged_by_their_input_alone(kinds):
+    training = Ranks(kinds=kinds)
     training.late[0, "compute"] = 3 * LATE
     assert training.verdicts(20) == [None] * 20
 
@@ -198,6 +203,16 @@ def test_ranks_that_wait_inside_of_their_layers_are_judged_by_their_input_alone(
     assert (named["ranks/straggler"], "ranks/straggler_compute_percent" in named) == (1, False)
     assert named["ranks/straggler_input_percent"] == named["ranks/straggler_excess_percent"]
     assert not {"ranks/own_seconds_mean", "ranks/waiting_percent", "ranks/slowest"} & job_values(report, 2).keys()
+
+
+def test_what_was_measured_long_ago_is_not_used():
+    training = Ranks()
+    training.late[1, "compute"] = LATE
+    assert training.verdicts(20)[-1] is not None
+
+    training.kinds = (None,)
+    assert training.verdicts(20)[-1] is None
+    assert {one.rank.device.why_unknown for one in training.ranks} == {_NOT_SEEN}
 
 
 def test_a_collective_that_is_overlooked_names_nobody_wrongly():
@@ -277,6 +292,36 @@ def test_the_reason_is_told_once_on_the_logging_rank():
 
     assert [code for _, code, _ in told] == ["own_time_unknown"]
     assert NOT_REPLICATED in told[0][2]
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_the_wait_before_the_forward_pass_ends_with_the_module_inside_and_nothing_stays_on_that(group, is_called):
+    inside = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    parallel = nn.parallel.DistributedDataParallel(inside)
+    clock = FakeClock()
+    tape = Tape(Device(clock), clock)
+    hooks = PassHooks(tape)
+    hooks.waits = KnownWaits(4)
+    hooks.forward_begins(parallel)
+    output = parallel(torch.ones(4, 8)) if is_called else None
+    hooks.forward_ends(output)
+    begins, ends = [codes.FORWARD, codes.KNOWS_WAITS, codes.RANKS], [codes.FORWARD_END]
+
+    assert [code for code, *_ in tape.events] == begins + [codes.RANKS_END] * is_called + ends
+    assert not inside._forward_pre_hooks
+
+
+def test_a_wait_whose_end_was_not_seen_is_unknown():
+    training = Ranks(broadcasts=False)
+    mark = training._mark
+
+    def begin_to_wait_only(one, code):
+        if code == codes.FORWARD_END:
+            one.tape.note(codes.RANKS)
+        mark(one, code)
+
+    training._mark = begin_to_wait_only
+    assert [training.window().profile.compute for _ in range(10)] == [None] * 10
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ from flopwatch.monitor.ranks.waits import KnownWaits
 _SECONDS_REMEMBERED = 60.0
 _FEWEST_STEPS, _MOST_STEPS = 32, 512
 """Medians are over the last minute, at least over so many steps: few steps have marks around their passes."""
+_MOST_WITHOUT = 64
+"""After so many steps without such marks, medians over earlier ones are not used any longer."""
+_NOT_SEEN = "the forward and backward passes of its steps were not seen whole"
 _TO_SIGMA = 1.4826
 """Median of the absolute deviations times this is the standard deviation, if values are normally distributed."""
 _OF_MEDIAN = sqrt(pi / 2)
@@ -48,16 +51,25 @@ class DeviceTime:
     def __init__(self, world_size: int) -> None:
         self.waits = KnownWaits(world_size)
         self._steps: deque[_OwnWork] = deque(maxlen=_MOST_STEPS)
-        self._seconds = 0.0
+        self._seconds, self._without = 0.0, 0
+
+    @property
+    def why_unknown(self) -> str | None:
+        """Why more than the input wait is not known; None if it is, or if that is not certain yet."""
+        return self.waits.why_unknown or (_NOT_SEEN if self._without > _MOST_WITHOUT else None)
 
     def profile(self, measured: Sequence[MeasuredStep]) -> Profile:
         """The busy time by cause in a window, as far as it is known; each step has a time."""
         for step in measured:
             self._seconds += step.seconds or 0.0
-            if step.ranks_wait_seconds is not None and step.passes_seconds is not None and not step.is_counted:
+            self._without += 1
+            if step.ranks_wait_seconds is not None and step.passes_seconds is not None:
                 own = (step.work_seconds or 0.0) - step.ranks_wait_seconds
                 compute = step.passes_seconds - step.ranks_wait_seconds + (step.optimizer_seconds or 0.0)
                 self._steps.append(_OwnWork(self._seconds, compute, max(0.0, own - compute)))
+                self._without = 0
+        if self._without > _MOST_WITHOUT:
+            self._steps.clear()
         waited = (input_wait_share(measured) or 0.0) * seconds_of(measured) / len(measured)
         return self._with_work(waited)
 
@@ -65,7 +77,7 @@ class DeviceTime:
         steps = list(self._steps)
         recent = [step for step in steps if step.ended > self._seconds - _SECONDS_REMEMBERED]
         recent = recent if len(recent) >= _FEWEST_STEPS else steps[-_FEWEST_STEPS:]
-        if self.waits.why_unknown is not None or len(recent) < _FEWEST_STEPS:
+        if len(recent) < _FEWEST_STEPS:
             return Profile(waited, None, None)
         own = [step.compute + step.host for step in recent]
         typical = median(own)

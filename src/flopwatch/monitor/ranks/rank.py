@@ -147,13 +147,10 @@ class Rank:
             self._incomplete.append(window)
         if self.link is not None:
             profile = self.profile(window)
-            if self.is_logging and self.device is not None and profile is not None and profile.compute is None:
-                self._tell_unknown(self.device.waits.why_unknown)
+            why = None if self.device is None else self.device.why_unknown
+            if self.is_logging and why is not None and profile is not None and profile.compute is None:
+                self._notify(*notices.notice("own_time_unknown", why=why))
             self.link.send(report_of(self.rank, window.steps, peak_flops_per_s=peak_flops_per_s, profile=profile))
-
-    def _tell_unknown(self, why: str | None) -> None:
-        if why is not None:
-            self._notify(*notices.notice("own_time_unknown", why=why))
 
     def doubt(self, first_step: int) -> None:
         """Tell the logging rank that steps from this one on are not exact on this rank, although they were sent so."""
