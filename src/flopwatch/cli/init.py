@@ -49,7 +49,7 @@ _MONITOR_GROUPS = {
     "Batches": ("batch_size", "seq_length", "data_parallel_size"),
     "How FLOPs are found": (
         *("mode", "flops_profile_freq", "phase_frequencies", "recalibration_frequency", "initial_profiling"),
-        "calibration_enabled",
+        *("calibration_enabled", "counters", "hardware_counters_enabled", "fallback_to_profiler"),
     ),
 }
 """Settings that belong together."""
