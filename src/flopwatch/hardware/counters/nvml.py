@@ -35,6 +35,59 @@ _SECONDS_BETWEEN_PROCESSES = 5.0
 _Values = dict[str, Any]
 
 
+class Gpm:
+    """Activity between two samples of a GPU's performance monitor (GPM), of Hopper and newer."""
+
+    def __init__(self, nvml: Any, found: NvmlDevice, clock: Clock) -> None:
+        """Take two samples, to see that the driver permits them."""
+        support = nvml.nvmlGpmQueryDeviceSupport(found.gpu)
+        if not support.isSupportedDevice:
+            raise CountersUnavailableError("this GPU has no performance monitor (GPM); Hopper and newer have one")
+        self._nvml, self._found = nvml, found
+        fields = {
+            "tensor_active": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            "sm_active": nvml.NVML_GPM_METRIC_SM_UTIL,
+            "dram_active": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        }
+        self._fields = tuple(fields)
+        self._ask = nvml.c_nvmlGpmMetricsGet_t()
+        self._ask.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        self._ask.numMetrics = len(fields)
+        for place, metric in enumerate(fields.values()):
+            self._ask.metrics[place].metricId = metric
+        self._before = self._take(nvml.nvmlGpmSampleAlloc())
+        self._now = nvml.nvmlGpmSampleAlloc()
+        self._before_at = clock()
+        time.sleep(_SHORTEST_GPM_SECONDS)
+        if "tensor_active" not in self._activity(clock()):
+            raise CountersUnavailableError("the GPU's performance monitor does not report the tensor cores")
+
+    def read(self, now: float) -> _Values:
+        """The activity since the last reading; nothing if that was less than 100 ms ago."""
+        return self._activity(now) if now - self._before_at >= _SHORTEST_GPM_SECONDS else {}
+
+    def _activity(self, now: float) -> _Values:
+        self._take(self._now)
+        self._ask.sample1, self._ask.sample2 = self._before, self._now
+        self._before, self._now, self._before_at = self._now, self._before, now
+        self._nvml.nvmlGpmMetricsGet(self._ask)
+        metrics = self._ask.metrics
+        return {
+            field: metrics[place].value / 100
+            for place, field in enumerate(self._fields)
+            if metrics[place].nvmlReturn == self._nvml.NVML_SUCCESS
+        }
+
+    def close(self) -> None:
+        self._nvml.nvmlGpmSampleFree(self._before)
+        self._nvml.nvmlGpmSampleFree(self._now)
+
+    def _take(self, sample: Any) -> Any:
+        if self._found.gpu_instance is None:
+            return self._nvml.nvmlGpmSampleGet(self._found.gpu, sample)
+        return self._nvml.nvmlGpmMigSampleGet(self._found.gpu, self._found.gpu_instance, sample)
+
+
 class NvmlProbe:
     """Opens NVML for a device; with `gpm`, only if the GPU counts the activity of its tensor cores."""
 
@@ -61,7 +114,7 @@ class NvmlCounters:
 
     interval_seconds = 0.0
 
-    def __init__(self, nvml: Any, found: NvmlDevice, gpm: "Gpm | None", clock: Clock) -> None:
+    def __init__(self, nvml: Any, found: NvmlDevice, gpm: Gpm | None, clock: Clock) -> None:
         self.name = "nvml" if gpm is None else "nvml-gpm"
         self._nvml, self._gpm, self._clock = nvml, gpm, clock
         self._processes_at = -_SECONDS_BETWEEN_PROCESSES
@@ -128,59 +181,6 @@ class NvmlCounters:
         # By its version, because without it nvidia-ml-py raises an error of another class on drivers before 510.
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
         return {"other_memory_bytes": memory_of_others({process.pid: process.usedGpuMemory for process in running})}
-
-
-class Gpm:
-    """Activity between two samples of a GPU's performance monitor (GPM), of Hopper and newer."""
-
-    def __init__(self, nvml: Any, found: NvmlDevice, clock: Clock) -> None:
-        """Take two samples, to see that the driver permits them."""
-        support = nvml.nvmlGpmQueryDeviceSupport(found.gpu)
-        if not support.isSupportedDevice:
-            raise CountersUnavailableError("this GPU has no performance monitor (GPM); Hopper and newer have one")
-        self._nvml, self._found = nvml, found
-        fields = {
-            "tensor_active": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
-            "sm_active": nvml.NVML_GPM_METRIC_SM_UTIL,
-            "dram_active": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
-        }
-        self._fields = tuple(fields)
-        self._ask = nvml.c_nvmlGpmMetricsGet_t()
-        self._ask.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        self._ask.numMetrics = len(fields)
-        for place, metric in enumerate(fields.values()):
-            self._ask.metrics[place].metricId = metric
-        self._before = self._take(nvml.nvmlGpmSampleAlloc())
-        self._now = nvml.nvmlGpmSampleAlloc()
-        self._before_at = clock()
-        time.sleep(_SHORTEST_GPM_SECONDS)
-        if "tensor_active" not in self._activity(clock()):
-            raise CountersUnavailableError("the GPU's performance monitor does not report the tensor cores")
-
-    def read(self, now: float) -> _Values:
-        """The activity since the last reading; nothing if that was less than 100 ms ago."""
-        return self._activity(now) if now - self._before_at >= _SHORTEST_GPM_SECONDS else {}
-
-    def _activity(self, now: float) -> _Values:
-        self._take(self._now)
-        self._ask.sample1, self._ask.sample2 = self._before, self._now
-        self._before, self._now, self._before_at = self._now, self._before, now
-        self._nvml.nvmlGpmMetricsGet(self._ask)
-        metrics = self._ask.metrics
-        return {
-            field: metrics[place].value / 100
-            for place, field in enumerate(self._fields)
-            if metrics[place].nvmlReturn == self._nvml.NVML_SUCCESS
-        }
-
-    def close(self) -> None:
-        self._nvml.nvmlGpmSampleFree(self._before)
-        self._nvml.nvmlGpmSampleFree(self._now)
-
-    def _take(self, sample: Any) -> Any:
-        if self._found.gpu_instance is None:
-            return self._nvml.nvmlGpmSampleGet(self._found.gpu, sample)
-        return self._nvml.nvmlGpmMigSampleGet(self._found.gpu, self._found.gpu_instance, sample)
 
 
 def _reasons_function(nvml: Any, gpu: Any) -> Any:
