@@ -135,12 +135,14 @@ def pytest_runtest_setup() -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of the list.
 
-    A line names a file, a function, or one case of it. With `1/4` behind a function, every fourth case stays.
+    A line names a file, a function, or one case of it. With `1/4`, every fourth of its other cases stays.
     """
     file, function = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]
-    is_left_out = _seen_cases[function] % _ONE_OF.get(function, 1)
-    _seen_cases[function] += 1
-    if is_left_out or not _LISTED.isdisjoint((file, function, item.nodeid)):
+    is_left_out = not _LISTED.isdisjoint((file, function, item.nodeid))
+    if function in _ONE_OF and not is_left_out and not item.get_closest_marker("campaign"):
+        is_left_out = _seen_cases[function] % _ONE_OF[function] > 0
+        _seen_cases[function] += 1
+    if is_left_out:
         item.add_marker(pytest.mark.campaign)
 
 

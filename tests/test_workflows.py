@@ -1,7 +1,9 @@
 """The workflows of GitHub: none has run yet, so what can be checked without GitHub is checked here."""
 
+import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -37,3 +39,25 @@ def test_every_line_of_the_campaigns_list_names_a_test():
             file, _, names = re.split(r"\[| 1/", line)[0].partition("::")
             source = (ROOT / file).read_text()
             assert all(re.search(rf"\b(def|class) {name}\b", source) for name in filter(None, names.split("::"))), line
+
+
+def test_a_share_is_one_of_the_cases_that_nothing_else_leaves_out(monkeypatch):
+    spec = importlib.util.spec_from_file_location("conftest_of_the_root", ROOT / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    monkeypatch.setattr(conftest, "_ONE_OF", {"test_a.py::test_a": 3})
+    monkeypatch.setattr(conftest, "_LISTED", {"test_a.py::test_a[1]"})
+    added = {}
+
+    def item(case):
+        closest = "a mark" if case == "2" else None
+        added[case] = []
+        return SimpleNamespace(
+            nodeid=f"test_a.py::test_a[{case}]",
+            get_closest_marker=lambda name: closest,
+            add_marker=added[case].append,
+        )
+
+    for case in "0123456789":
+        conftest.pytest_itemcollected(item(case))
+    assert [case for case in added if not added[case] and case != "2"] == ["0", "5", "8"]

@@ -12,7 +12,6 @@ import pytest
 from flopwatch.runs.advice import verdict_of
 from flopwatch.runs.reading import read_log
 from flopwatch.runs.waterfall import seconds_of, waterfall_of
-from support.quick import one_in
 from testbeds.unchanged.scripts import FOLDER
 from testbeds.unchanged.slow_input.train import PLACES
 
@@ -20,7 +19,7 @@ CANNOT_BE_DIVIDED = ("compiled",)
 """Where compiled code runs in several parts, or torch is too old, nothing tells a pass from what is between two."""
 
 
-@pytest.fixture(scope="module", params=one_in(2, [place.__name__ for place in PLACES]))
+@pytest.fixture(scope="module", params=[place.__name__ for place in PLACES])
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run"]

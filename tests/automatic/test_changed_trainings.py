@@ -8,7 +8,6 @@ import pytest
 
 from flopwatch.runs import find_log, read_log
 from flopwatch.runs.comparison import compare
-from support.quick import one_in
 from support.warm_python import start_warm
 from testbeds.changed_training import CHANGES, WIDTH
 
@@ -65,7 +64,7 @@ def has_changed(change, before, after):
     return after[name] >= factor * before[name] if factor > 1 else after[name] <= factor * before[name]
 
 
-@pytest.mark.parametrize("change", one_in(2, CHANGES))
+@pytest.mark.parametrize("change", CHANGES)
 def test_the_change_is_named_first(change, plain, tmp_path):
     is_written_in = change in WRITTEN_IN
     width = WIDE if change in SIZES else WIDTH  # where time is injected, all else should be short on a busy machine

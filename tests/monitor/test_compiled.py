@@ -9,7 +9,6 @@ import torch
 import flopwatch
 from flopwatch.flops.tracing import live
 from support.parallel_layouts import COMPILED_ALONE
-from support.quick import one_in
 from testbeds.compiled.trainings import TRAININGS, Compiler, batch_of, true_flops
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -78,7 +77,7 @@ def test_every_length_is_exact_and_right(name, tmp_path):
 
 
 @ON_NEW_TORCH
-@pytest.mark.parametrize("name", one_in(2, ["dynamic", "whole"]))  # "whole" becomes dynamic by itself
+@pytest.mark.parametrize("name", ["dynamic", "whole"])  # "whole" becomes dynamic by itself
 def test_thirty_random_shapes_are_exact_and_right(name, tmp_path):
     chance = Random(1)
     batches = [torch.randint(0, 50, (chance.randint(1, 6), chance.randint(4, 60))) for _ in range(30)]
@@ -95,7 +94,7 @@ def test_thirty_random_shapes_are_exact_and_right(name, tmp_path):
     assert flops_of(rows) == [true_flops(name, ids) for ids in batches]
 
 
-@pytest.mark.parametrize("name", one_in(3, TRAININGS))
+@pytest.mark.parametrize("name", TRAININGS)
 def test_the_training_and_its_compilations_are_the_same_without_a_monitor(name, tmp_path):
     watched, graphs = trained(name, tmp_path)
     bare, bare_graphs = trained(name)

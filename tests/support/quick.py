@@ -1,7 +1,6 @@
-"""Which architectures and which other cases `make test` and CI try; `make campaign` tries them all."""
+"""Which architectures `make test` and CI try; `make campaign` tries them all."""
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any
+from collections.abc import Container, Iterable
 
 import pytest
 
@@ -26,11 +25,3 @@ def for_each(
 
     marked = [pytest.param(item, marks=marks(item.name)) for item in architectures]
     return pytest.mark.parametrize("architecture", marked, ids=lambda item: item.name)
-
-
-def one_in(every: int, cases: Iterable[Any], name: Callable[[Any], str | None] = lambda case: None) -> list[Any]:
-    """Cases of one kind, of which CI tries every so many, and `make campaign` all."""
-    return [
-        pytest.param(case, id=name(case), marks=[pytest.mark.campaign] if number % every else [])
-        for number, case in enumerate(cases)
-    ]

@@ -19,7 +19,6 @@ from flopwatch.flops.tracing.live import LiveStep
 from flopwatch.flops.tracing.observed import ObservedStep, can_observe
 from flopwatch.flops.tracing.recorded import FUSED_GRADIENTS, IN_OPTIMIZER, PASS_WITH_GRAPH
 from support.counted_steps import counted
-from support.quick import one_in
 
 Step = Callable[[], Any]
 
@@ -307,7 +306,7 @@ def test_models_with_risky_ops_have_the_same_flops(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("make", one_in(3, [*ORDINARY, lbfgs, *RISKY_MODELS.values()]))
+@pytest.mark.parametrize("make", [*ORDINARY, lbfgs, *RISKY_MODELS.values()])
 def test_no_bit_of_the_training_changes(make: Callable[[], Step]) -> None:
     states = []
     for is_observed in (False, True):
@@ -560,7 +559,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("test", one_in(3, ALONE))
+@pytest.mark.parametrize("test", ALONE)
 def test_the_profile_of_the_user_stays_whole(test: str) -> None:
     in_new_process(test)
 
