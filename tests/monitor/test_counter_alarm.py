@@ -204,3 +204,12 @@ def test_the_bounds_of_the_verdict(change, kind):
     (compared,) = windows(change)
     verdict = judge(compared)
     assert (None if verdict is None else verdict.kind) == kind
+
+
+@pytest.mark.parametrize(("is_type_seen", "kind"), [(True, "not_counted"), (False, "peak_type")])
+def test_twice_as_much_is_a_wrong_type_only_if_the_type_was_not_seen(is_type_seen, kind):
+    """fp8 has twice the peak of bf16, so a type that was set wrongly looks like a half that was not counted."""
+    peaks = {"bf16": 989e12, "fp8": 1979e12}
+    change = {"dtype": "fp8", "peak_flops_per_s": 1979e12, "counter_flops_per_s": 840e12, "peaks": peaks}
+    (compared,) = windows({**change, "is_type_seen": is_type_seen})
+    assert judge(compared).kind == kind
