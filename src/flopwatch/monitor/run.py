@@ -346,6 +346,8 @@ class MonitoredRun:
         size = self.config.data_parallel_size or data_parallel_size(model, world_size)
         self.rows.layout = JobLayout(world_size, size)
         self.costs.devices_per_batch = self.rows.layout.devices_per_batch
+        if self._passes.waits is not None:
+            self._passes.waits.ranks_per_batch = self.rows.layout.devices_per_batch
         repeated = repeated_weights(model) if world_size > 1 else []
         self.costs.repeated = notices.repeated_weights(repeated) if repeated else None
 

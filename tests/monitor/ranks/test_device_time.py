@@ -276,6 +276,13 @@ def test_where_ranks_wait_elsewhere_too_the_reason_is_kept(group, make, why):
     assert why in waits.why_unknown
 
 
+def test_ranks_that_share_a_batch_wait_for_each_other_in_every_layer(group):
+    waits = KnownWaits(4)
+    waits.ranks_per_batch = 2
+    assert waits.of(nn.parallel.DistributedDataParallel(nn.Linear(8, 8))) is None
+    assert "2 ranks share a batch" in waits.why_unknown
+
+
 def test_compiled_code_inside_of_ddp_is_known_unless_buffers_are_broadcast(group):
     waits = KnownWaits(4)
     assert waits.of(nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), is_region=True) == (True, None)

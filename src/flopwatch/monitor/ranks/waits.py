@@ -39,8 +39,11 @@ class KnownWaits:
     """What is known of the waits of each module that was called, outside of other modules.
 
     Attributes:
+        ranks_per_batch: How many ranks share a batch, and so exchange parts of it inside of the passes.
         why_unknown: Why it is not known how long passes wait; None if it is.
     """
+
+    ranks_per_batch = 1
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -54,6 +57,8 @@ class KnownWaits:
         found = self._found.get(module)
         if found is None:
             found = self._found[module] = _waits_of(module, self._world_size)
+        if self.ranks_per_batch > 1:
+            found = f"{self.ranks_per_batch} ranks share a batch, so they wait for each other inside of the passes"
         if is_region and isinstance(found, PassWaits) and found.ends_with is not None:
             found = _COMPILED
         if isinstance(found, str):
