@@ -20,7 +20,7 @@ from release.contents import build, sdist_problems, twine_check, version_problem
 TORCH = "torch==2.13.0"
 EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "hf", "lightning", "dp", "ray", "nvml")
 INSIDE = Path(__file__).with_name("inside.py")
-COMMANDS = (("--version",), ("--help",), ("selftest",))
+COMMANDS = (("--version",), ("--help",), ("doctor",))
 SBOM = ROOT / "build" / "flopwatch.cdx.json"
 SBOM_TOOL = "cyclonedx-bom==7.5.0"
 _START = time.monotonic()

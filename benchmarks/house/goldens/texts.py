@@ -15,7 +15,7 @@ from house.goldens.tree import Tree
 LARGE_TRIALS = 10_000
 _COMMANDS = [
     "run", "watch", "why", "trace", "explain", "compare", "flops", "peak", "sweep", "trial", "fit", "report", "init",
-    "selftest",
+    "doctor",
 ]  # fmt: skip
 _RUNS_COMPARED = [
     ("ended", "slower"), ("slower", "ended"), ("ended", "ended"), ("by_hand", "doubted"), ("ended", "no_peak"),

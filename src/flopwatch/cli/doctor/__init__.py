@@ -1,5 +1,6 @@
 """`flopwatch doctor`: what is there, what is missing, and whether it works. This file declares its arguments."""
 
+import warnings
 from typing import Annotated
 
 from flopwatch.cli import flag
@@ -23,6 +24,8 @@ def doctor(
     """
     if output is not None and not gpu:
         raise InputError(f"--output {output!r} is the file of --gpu; add --gpu, or leave it out")
+    # Torch warns of this when it is imported; flopwatch does without NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from flopwatch.cli.doctor.examine import show_gpu, show_machine
 
     status = show_gpu(output or GPU_FILE, as_json=as_json) if gpu else show_machine(as_json=as_json)

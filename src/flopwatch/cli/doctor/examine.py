@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from flopwatch.cli import STANDARD_OUTPUT, print_json, say
 from flopwatch.cli.doctor import gpu_file, machine
@@ -26,7 +27,8 @@ from flopwatch.present.terminal import print_document
 
 
 def examine() -> Examined:
-    checks = [run_check(name, check) for name, check in CHECKS.items()]
+    with _one_thread():
+        checks = [run_check(name, check) for name, check in CHECKS.items()]
     imports = Imports()  # after the checks, one of which measures times
     return Examined(
         machine.versions(),
@@ -38,6 +40,17 @@ def examine() -> Examined:
         find_problems(here()),
         checks,
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads that share a tiny model wait for each other most of the time, even more beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def show_machine(*, as_json: bool) -> int:

@@ -20,7 +20,7 @@ CHECKS: Mapping[str, Check] = {
     "times by events": gpu_times.times_by_events,
     "times by a trace": gpu_times.times_by_a_trace,
     "step time of the monitor": gpu_training.time_of_a_step,
-    "memory": gpu_times.memory,
+    "device memory": gpu_times.memory,
     "hardware counters": gpu_times.counters,
     **gpu_times.PEAKS,
     "cost of monitoring": gpu_training.cost_of_monitoring,

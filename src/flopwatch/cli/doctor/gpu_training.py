@@ -118,7 +118,9 @@ def time_of_a_step(accelerator: Accelerator) -> Checked:
     step, model = _transformer_step(accelerator)
     began, seconds = 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        with TrainingMonitor(folder, model=model, mode="estimate", strict=True, log_every=per_row, quiet=True) as monitor:
+        # No step is counted, because the time of counting is not part of the step time.
+        monitor = TrainingMonitor(folder, model=model, mode="estimate", strict=True, log_every=per_row, quiet=True)
+        with monitor:
             for number in range(steps):
                 if number == steps - per_row:
                     accelerator.synchronize()

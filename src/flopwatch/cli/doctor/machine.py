@@ -90,7 +90,7 @@ def limits(root: Path = ROOT) -> dict[str, str]:
     if cores is not None:
         found["cores"] = f"{cores:g} usable, and torch runs {torch.get_num_threads()} threads"
     if memory is not None:
-        found["memory"] = f"{byte_size(memory)} free"
+        found["memory"] = f"{byte_size(memory)} are free"
     shared = shared_memory_bytes(root)
     if shared is not None:
         found["shared memory"] = byte_size(shared)
