@@ -139,4 +139,7 @@ def test_a_convention_that_does_not_define_the_model_says_why(capsys: pytest.Cap
     status, out, _ = run(capsys, "--model", "tiny", "--convention", "palm", *method)
 
     assert status == 0
-    assert "No FLOPs by palm: the model's own FLOPs are not known exactly." in " ".join(out.split())
+    assert (
+        "The convention palm has no FLOPs for this model, because the model's own FLOPs are not known exactly."
+        in " ".join(out.split())
+    )

@@ -96,8 +96,8 @@ def _document(
         "per token": (count.model_flops / tokens, f"{_METHODS[count.method]}, attention {count.attention}"),
     }
     if published is not None and published.flops is not None:
-        ratio = f"{published.flops / count.model_flops:.4f} x the model FLOPs, attention {published.attention}"
-        totals[f"by {published.convention}"] = published.flops, ratio
+        ratio = f"{published.flops / count.model_flops:.4f} x the model FLOPs"
+        totals["by convention"] = published.flops, f"{published.convention}: {ratio}, attention {published.attention}"
     rows = [
         (doc.Cell(name, "strong"), flop_text(flops), doc.Cell(detail, "soft"))
         for name, (flops, detail) in totals.items()
@@ -126,7 +126,12 @@ def _about_convention(published: ConventionFlops | None) -> list[doc.Text]:
     if published is None:
         return []
     if published.why_not is not None:
-        return [doc.Text(f"No FLOPs by {published.convention}: {published.why_not}.", "warn")]
+        return [
+            doc.Text(
+                f"The convention {published.convention} has no FLOPs for this model, because {published.why_not}.",
+                "warn",
+            )
+        ]
     return [doc.Text(f"The convention {published.convention} is stated by {published.source}.", "soft")]
 
 
