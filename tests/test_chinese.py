@@ -28,7 +28,7 @@ _HOLE = re.compile(r"\{\d+\}")
 
 
 def table() -> dict[str, str | None]:
-    content = json.loads(TABLE.read_text("utf-8"))
+    content = json.loads(TABLE.read_text("utf-8").replace("!}", "}"))
     return {**content["texts"], **content["words"], **content["headings"]}
 
 
@@ -289,6 +289,13 @@ def test_no_sentence_is_lost_behind_an_ellipsis() -> None:
         translated("a, b and more... 12 trials. 13 trials. 14 trials")
         == "a, b and more... 12 trials。13 个 trial。14 个 trial"
     )
+
+
+def test_a_name_stays_as_it_is() -> None:
+    assert translated("Why the MFU of padding is 13.8 %") == "为什么 padding 的 MFU 是 13.8 %"
+    assert translated("12 trials, 3 to run in optimizer").endswith("目录 optimizer")
+    text = "cannot read the matrix evaluation: Permission denied; name a YAML file"
+    assert translated(text).startswith("无法读取矩阵 evaluation：")
 
 
 def test_chinese_leaves_out_words_of_grammar_only() -> None:

@@ -6,9 +6,10 @@ The table, `zh.json`, has English sentences with the values as {0}, {1}, and the
 - `words` are words, and sentences that the source joins from pieces.
 - `headings` are words that are found only where they are all that is shown. Within a sentence they may be names.
 
-A sentence is found by its fixed words. What stands in the holes is translated the same way. A text that is no sentence
-of the table is tried by its sentences and their parts. Of all readings, the one that leaves the fewest English words
-wins; what the table does not have stays as it is.
+A sentence is found by its fixed words. What stands in the holes is translated the same way; `{0!}` in the translation
+says that it is a name, such as that of a folder, which stays as it is. A text that is no sentence of the table is tried
+by its sentences and their parts. Of all readings, the one that leaves the fewest English words wins; what the table
+does not have stays as it is.
 """
 
 import json
@@ -42,6 +43,7 @@ _ENGLISH_WORD = re.compile(r"(?<![\w/.`$<-])[A-Za-z]?[a-z]{2,}(?:-[a-z]+)*(?![\w
 _ENGLISH_SPACE = re.compile(r" +(?=[，。；：、（）])|(?<=[，。；：、）]) +(?=[\u4e00-\u9fff])")
 """A space that a piece of a sentence had in English, beside a Chinese comma or bracket."""
 _HOLE = re.compile(r"\{(\d+)\}")
+_NAME = re.compile(r"\{(\d+)!\}")
 _ENDS = {".": "。", ":": "：", ";": "；", "?": "？"}
 _BETWEEN_SENTENCES = (("\n", "\n"), (". ", "。"))
 _WITHIN_SENTENCES = (("; ", "；"), (": ", "："), (", ", "，"))
@@ -52,7 +54,7 @@ _MOST_LETTERS = 4000
 _SEEN = {"; ": 1, ", ": 1, ": ": _MOST_LETTERS}
 """How many letters decide whether a joint at the beginning becomes Chinese."""
 _JOINTS = re.compile("; |: |, |[；：，]")
-_AMOUNT = r"[~≥≈±-]?\d\S* (?:[KMGTP]iB|B|ms|s|min|h|d|%|[kMGTPEZ]?FLOP(?:/s)?)"
+_AMOUNT = r"[~≥≈±-]?\d\S* (?:[KMGTP]iB|B|ms|s|min|h|d|%|[kMGTPEZ]?FLOP(?:/s)?|[mkMGT]?J)"
 _ONE_VALUE = re.compile(rf"{_AMOUNT}(?: {_AMOUNT})?|\S*[^\s:;,]")
 _NUMBER = re.compile(r"\d\S*")
 _GRAMMAR = re.compile(r"[A-Za-z]*")
@@ -81,7 +83,9 @@ class _Sentence:
 
     def __init__(self, english: str, translation: str) -> None:
         parts = _HOLE.split(english)
-        self.translation, literals, order = translation, parts[::2], [int(number) for number in parts[1::2]]
+        literals, order = parts[::2], [int(number) for number in parts[1::2]]
+        self.translation = translation.replace("!}", "}")
+        self.names = {int(number) for number in _NAME.findall(translation)}
         self.has_beginning = bool(literals[0])
         self.size = sum(map(len, literals))
         self.anchor = max(literals, key=len)
@@ -89,7 +93,7 @@ class _Sentence:
         self._alone = [number for number, literal in zip(order[1:], literals[1:-1], strict=True) if not literal]
         self._order = [number for number in order if number not in self._alone]
         self._literals = [literals[0], *filter(None, literals[1:-1]), literals[-1]]
-        own = [int(number) for number in _HOLE.findall(translation)]
+        own = [int(number) for number in _HOLE.findall(self.translation)]
         self._left_out = {*order} - {*own}
         self._is_turned = own != sorted(own, key=order.index)
         self._value = self._allowed()
@@ -119,6 +123,11 @@ class _Sentence:
         if not first and ((len(others) == 1 and is_counted) or others == [" of ", ""]):
             return _NUMBER
         return _ONE_VALUE if self.size < _SHORT else None
+
+
+def _named(value: str) -> _Translation:
+    """A name as it is. Of one word, it counts as translated; several words may be a sentence that is none."""
+    return _Translation(len(_ENGLISH_WORD.findall(value)) if " " in value else 0, value)
 
 
 def _divided(
@@ -252,7 +261,10 @@ class _Reader:
             if size == "several":
                 yield from self._by_parts(text, depth)
             for sentence, values in found:
-                own = {number: self.translation(value, depth) for number, value in values.items()}
+                own = {
+                    number: _named(value) if number in sentence.names else self.translation(value, depth)
+                    for number, value in values.items()
+                }
                 filled = _filled(sentence.translation, {number: part.text for number, part in own.items()})
                 yield _Translation(sum(part.left for part in own.values()), before + filled + end + after)
 
