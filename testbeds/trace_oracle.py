@@ -70,6 +70,7 @@ class Truth:
     end: int
     idle: int
     exposed_communication: int
+    hidden_communication: int
     first_kernel_begin: int
     """Start of the first kernel that was launched in the steps."""
 
@@ -108,7 +109,8 @@ class Trace:
         busy = _length(compute + communication + copies)
         exposed = _length(compute + communication) - _length(compute)
         launched = [each.start for each in self.kernels if each.launch is not None and first <= each.launch < last]
-        return Truth(len(steps), begin, end, end - begin - busy, exposed, min(launched))
+        hidden = _length(communication) - exposed
+        return Truth(len(steps), begin, end, end - begin - busy, exposed, hidden, min(launched))
 
     def _with_work(self, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Without a last mark in which nothing was launched: the profiler opens one more than there are steps."""

@@ -165,6 +165,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", str(first), "train.py"]
     subprocess.run(command, cwd=folder, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
     shutil.copytree(first, second)
+    shutil.copy(ROOT / "tests" / "data" / "gpu_traces" / "tl_mi300_resnet_ac.json.gz", folder / "trace.json.gz")
     for name in ("flopwatch-sweep", "flopwatch-quick", "before", "after"):
         shutil.copytree(STORED, folder / name)
     return folder

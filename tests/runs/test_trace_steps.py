@@ -204,7 +204,7 @@ class TestOtherMarks:
 
     @pytest.mark.parametrize("name", ["load batch", "validation_step", "Optimizer.zero_grad#SGD.zero_grad", "backward"])
     def test_other_annotations_are_no_steps(self, tmp_path, name):
-        with pytest.raises(InputError, match=rf"its annotations are '{name}' \(3\)"):
+        with pytest.raises(InputError, match=rf"Its annotations are '{name}' \(3\)"):
             read(tmp_path, list(self.three(name=name)))
 
 
@@ -229,3 +229,4 @@ def test_random_traces_agree_with_an_independent_reading(tmp_path, seed):
     assert microseconds(split.seconds) == truth.length / 1e3
     assert microseconds(split.idle_seconds) == truth.idle / 1e3
     assert microseconds(split.exposed_communication_seconds) == truth.exposed_communication / 1e3
+    assert microseconds(split.hidden_communication_seconds) == truth.hidden_communication / 1e3

@@ -41,7 +41,7 @@ def trace(
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
     mark: Annotated[
         str | None,
-        flag("Of a trace file: a part of the name of the annotation that marks a step, if it is not known.", "--mark"),
+        flag("Of a trace file: a part of the name of its annotation that marks a step.", "--mark"),
     ] = None,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:

@@ -217,13 +217,14 @@ class _Collected:
     def _without_steps(self) -> str:
         names = self._marks.told()
         if self._mark is not None:
-            has = f"its annotations are {names}" if names else "it has no annotations"
-            return f"has no annotation with {self._mark!r} in its name; {has}"
-        has = f"its annotations are {names}: if one of them is a step, pass --mark with its name"
+            has = f"Its annotations are {names}" if names else "It has no annotations"
+            return f"has no annotation with {self._mark!r} in its name. {has}"
+        has = f"Its annotations are {names}: if one of them is a step, pass --mark with its name"
+        has = has if names else "It has no annotations"
         return (
             "does not mark its steps with ProfilerStep#N, an iteration's own annotation or two steps of an optimizer, "
-            f"so the time of a step is unknown; {has if names else 'it has no annotations'}. To take another one, run "
-            "`flopwatch trace RUN_DIR`, or pass schedule= to torch.profiler.profile and call its step()"
+            f"so the time of a step is unknown. {has}. To take another trace, run `flopwatch trace RUN_DIR`, or pass "
+            "schedule= to torch.profiler.profile and call its step()"
         )
 
 

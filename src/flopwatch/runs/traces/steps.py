@@ -82,7 +82,7 @@ def how_divided(marked_by: str) -> str | None:
         return f"A step is the time from the end of one {marked_by} to the end of the next."
     if _FORWARD.match(marked_by):
         return f"A step is the time from the start of one {marked_by} to the start of the next."
-    return f"A step is the annotation {marked_by} of the trace."
+    return f"Each annotation {marked_by} of the trace is a step."
 
 
 def _apart(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
