@@ -1,7 +1,7 @@
 """Measures the processor time of the thread that samples hardware counters: `python counter_sampling.py [SECONDS]`.
 
 NVIDIA's real bindings talk to a compiled stand-in for the driver's library, so the time of the driver itself is not in
-the figures. Windows of 1 s are sampled every 200 ms, those of 10 s every second.
+the figures.
 """
 
 import os
@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from flopwatch.hardware.counters.protocol import DeviceIdentity
-from flopwatch.hardware.counters.sampler import CounterSampler
+from flopwatch.hardware.counters.sampler import SHORTEST_INTERVAL_SECONDS, CounterSampler
 from testbeds import stand_in_nvml
 
 UUID = "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"
-WINDOW_SECONDS = (10.0, 1.0)
+WINDOWS = ((10.0, SHORTEST_INTERVAL_SECONDS), (1.0, SHORTEST_INTERVAL_SECONDS), (1.0, 0.2))
+"""Length of a window, and the shortest interval of the readings; the last one is not what a monitor does."""
 
 
 def main() -> None:
@@ -31,16 +32,18 @@ def main() -> None:
         library = stand_in_nvml.build(Path(folder))
         for has_gpm in (1, 0):
             for name, work in {"waits": time.sleep, "computes (one thread)": _compute}.items():
-                for window_seconds in WINDOW_SECONDS:
+                for window_seconds, shortest in WINDOWS:
                     with stand_in_nvml.connected(library) as nvml:
                         nvml.set(nvml.gpu(UUID, "0000:3b:00.0", **stand_in_nvml.LOADED_H100), has_gpm=has_gpm)
                         nvml.process(os.getpid(), 1 << 30)
                         nvml.process(1, 1 << 30)
-                        _print_row(name, seconds, work, window_seconds)
+                        _print_row(name, seconds, work, window_seconds, shortest)
 
 
-def _print_row(name: str, seconds: float, work: Callable[[float], None], window_seconds: float) -> None:
-    sampler = CounterSampler(DeviceIdentity("cuda", "H100", UUID))
+def _print_row(
+    name: str, seconds: float, work: Callable[[float], None], window_seconds: float, shortest: float
+) -> None:
+    sampler = CounterSampler(DeviceIdentity("cuda", "H100", UUID), interval_seconds=shortest)
     while sampler.take() is None:
         time.sleep(0.01)
     work(window_seconds)

@@ -119,7 +119,7 @@ def test_a_source_that_wants_longer_intervals_gets_them():
     assert slow.sampled == 1
 
 
-@pytest.mark.parametrize(("window_seconds", "interval"), [(0.1, 0.2), (2.0, 0.4), (5.0, 1.0), (3600.0, 1.0)])
+@pytest.mark.parametrize(("window_seconds", "interval"), [(0.1, 0.5), (3.0, 0.6), (5.0, 1.0), (3600.0, 1.0)])
 def test_a_window_has_five_readings_within_the_shortest_and_the_longest_interval(window_seconds, interval):
     clock = FakeClock()
     sampler = CounterSampler(DEVICE, probes=[FakeCounters()], clock=clock)
@@ -159,6 +159,16 @@ def test_a_notice_that_raises_does_not_end_the_sampling():
 def test_a_source_that_leaves_the_thread_is_passed_over():
     sources = [FakeCounters("a", raises=SystemExit(3)), FakeCounters("b")]
     sampler = CounterSampler(DEVICE, probes=sources)
+    assert next_window(sampler).source == "b"
+    sampler.close()
+
+
+def test_a_source_that_cannot_be_closed_is_passed_over():
+    class Stuck(FakeCounters):
+        def close(self):
+            raise SystemExit(3)
+
+    sampler = CounterSampler(DEVICE, probes=[Stuck("a", raises=RuntimeError("lost")), FakeCounters("b")])
     assert next_window(sampler).source == "b"
     sampler.close()
 

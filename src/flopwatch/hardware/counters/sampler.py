@@ -16,7 +16,9 @@ _MOST_READINGS = 5000
 """Readings that wait for `take`; those of more than an hour at one per second. Older ones are dropped."""
 _SECONDS_TO_CLOSE = 0.2
 _READINGS_PER_WINDOW = 5
-_LONGEST_INTERVAL_SECONDS = 1.0
+SHORTEST_INTERVAL_SECONDS = 0.5
+"""With shorter intervals, the thread would take more than 0.05 % of a core (docs/counters.md)."""
+LONGEST_INTERVAL_SECONDS = 1.0
 
 Notify = Callable[[str, str], object]
 """Gets a code, `counters_changed` or `counters_absent`, and a sentence."""
@@ -46,7 +48,7 @@ class CounterSampler:
         notify: Notify | None = None,
         *,
         probes: Sequence[CounterProbe] | None = None,
-        interval_seconds: float = 0.2,
+        interval_seconds: float = SHORTEST_INTERVAL_SECONDS,
         hang_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
@@ -92,7 +94,7 @@ class CounterSampler:
     def _adapt_interval(self) -> None:
         before, self._taken_at = self._taken_at, self._clock()
         fifth = (self._taken_at - before) / _READINGS_PER_WINDOW
-        self.interval_seconds = max(self._least_interval, min(fifth, _LONGEST_INTERVAL_SECONDS))
+        self.interval_seconds = max(self._least_interval, min(fifth, LONGEST_INTERVAL_SECONDS))
 
     def _pass_over_if_hanging(self) -> None:
         turn = self._turn
