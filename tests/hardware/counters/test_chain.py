@@ -1,12 +1,18 @@
 """The order of the sources, two sources read as one, and what this machine says of each."""
 
+import time
+
 import pytest
 import torch
 
 from flopwatch.hardware.counters.chain import JoinedProbe, open_counters, probes_for
+from flopwatch.hardware.counters.dcgm import DcgmCounters
 from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
+from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.hardware.identity import identify
 from flopwatch.testing import FakeCounters
+from support.dcgm_exporter import LOADED, Exporter, gpu, page
+from testbeds.stand_in_nvml import LOADED_H100
 
 GPU = DeviceIdentity("cuda", "NVIDIA H100", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77")
 
@@ -126,3 +132,38 @@ def test_amds_gpus_are_told_apart_by_the_build_of_torch():
             hip = "6.4"
 
     assert identify("cuda:0", Rocm).kind == "rocm"
+
+
+def test_a_run_passes_from_one_real_source_to_the_next_until_the_gpu_is_lost(nvml, monkeypatch):
+    """Real bindings and a real HTTP server: the performance monitor is refused, the exporter ends, the GPU is lost."""
+    exporter = Exporter()
+    exporter.text = page(gpu(0, GPU.uuid, LOADED))
+    monkeypatch.setenv("FLOPWATCH_DCGM", exporter.address)
+    nvml.gpu(GPU.uuid, **LOADED_H100)
+    told, windows = [], []
+    monkeypatch.setattr(DcgmCounters, "interval_seconds", 0.1)
+    sampler = CounterSampler(GPU, lambda *message: told.append(message), interval_seconds=0.12)
+
+    def wait_for(source):
+        until = time.monotonic() + 30
+        while sampler.source != source:
+            assert time.monotonic() < until, (source, sampler.source, told)
+            time.sleep(0.005)
+        sampler.take()
+        while (window := sampler.take()) is None and source is not None:
+            time.sleep(0.005)
+        windows.append(window)
+
+    wait_for("nvml-gpm")
+    nvml.fail("gpm_sample", 3)
+    wait_for("dcgm+nvml")
+    exporter.close()
+    wait_for("nvml")
+    nvml.set(0, is_lost=1)
+    wait_for(None)
+    sampler.close()
+    assert [window and window.source for window in windows] == ["nvml-gpm", "dcgm+nvml", "nvml", None]
+    assert windows[0].sm_clock_mhz == windows[2].sm_clock_mhz == 1755
+    assert [code for code, _ in told] == ["counters_changed", "counters_changed", "counters_absent"]
+    assert "fell off the bus" in told[-1][1]
+    assert nvml.inits == nvml.samples == 0
