@@ -157,7 +157,7 @@ def test_each_missing_extra_is_named_with_the_command_that_brings_it(flopwatch, 
     status, out, _ = flopwatch("doctor")
     assert status == 0
     for extra in EXTRAS:
-        assert re.search(rf'missing +{extra.name} .*\n +pip install "flopwatch\[{extra.name}\]"', out), extra.name
+        assert re.search(rf'missing +{extra.name} +pip install "flopwatch\[{extra.name}\]" ', out), extra.name
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_source_of_counters_says_what_it_reads_and_the_others_why_they_are_not
         ("echo slurm 25.05.1", "there", "slurm 25.05.1"),
         ("echo sbatch: error: no configuration >&2; exit 1", "unusable", "status 1: sbatch: error: no configuration"),
         ("sleep 60", "unusable", "does not answer"),
-        (None, "missing", "sweeps on Slurm"),
+        (None, "missing", ""),
     ],
 )
 def test_programs_are_asked_for_their_version(script, state, said, tmp_path, monkeypatch):

@@ -41,16 +41,19 @@ class Examined:
         return [*failed, *broken, *(problem.what for problem in self.problems if problem.is_failure)]
 
 
+_NO_COUNTERS = "No source of hardware counters knows this device."
+
+
 def examined_document(found: Examined) -> doc.Document:
     sections = [
         doc.Section("Versions", [doc.Facts([*found.versions.items(), *found.limits.items()])]),
         doc.Section("Devices", list(_devices(found.devices))),
-        doc.Section("Hardware counters", [_counters(found.counters)]),
-        doc.Section("Extras", [_parts(found.extras)]),
-        doc.Section("Programs", [_parts(found.programs)]),
+        doc.Section("Hardware counters", list(_parts(found.counters, if_none=_NO_COUNTERS * (not found.counters)))),
+        doc.Section("Extras", list(_parts(found.extras))),
+        doc.Section("Programs", list(_parts(found.programs))),
     ]
     if found.problems:
-        sections.append(doc.Section("Known problems", [doc.Items(list(map(_problem, found.problems)))]))
+        sections.append(doc.Section("Known problems", [part for each in found.problems for part in _problem(each)]))
     # The end of the output is what a terminal shows.
     checks = doc.Section("Checks", [checks_grid(found.checks), _verdict(found.failures)])
     return doc.Document("", [*sections, checks])
@@ -62,8 +65,10 @@ def _verdict(failures: Sequence[str]) -> doc.Text:
     return doc.Text(f"{plural(len(failures), 'part')} of this installation failed: {', '.join(failures)}", "failed")
 
 
-def _problem(problem: Problem) -> doc.Cell:
-    return doc.Cell(problem.what, detail=problem.command)
+def _problem(problem: Problem) -> Iterator[doc.Part]:
+    yield doc.Text(f"{problem.what}:" if problem.command else problem.what, "warn")
+    if problem.command:
+        yield doc.Text(problem.command, "command")
 
 
 def checks_grid(checks: Sequence[CheckResult], *, with_seconds: bool = False) -> doc.Grid:
@@ -100,20 +105,17 @@ def _name(device: Device) -> str:
     return f"{several}{facts.name} ({', '.join(filter(None, parts))})"
 
 
-def _counters(parts: Sequence[Part]) -> doc.Part:
-    if not parts:
-        return doc.Text("No source of hardware counters knows this device.", "soft")
-    return _parts(parts)
-
-
-def _parts(parts: Sequence[Part]) -> doc.Grid:
+def _parts(parts: Sequence[Part], if_none: str = "") -> Iterator[doc.Part]:
     rows: list[tuple[doc.Cell | str, ...]] = []
     for part in parts:
         said = doc.Cell(part.said, "soft" if part.state == "missing" else "")
-        rows.append((_MARKS[part.state], doc.Cell(part.name, is_name=True), said))
-        if part.command:
-            rows.append(("", "", doc.Cell(part.command, is_name=True)))
-    return doc.Grid(["", "", ""], rows)
+        brings = said if part.said else doc.Cell(part.command, is_name=True)
+        rows.append((_MARKS[part.state], doc.Cell(part.name, is_name=True), brings, doc.Cell(part.use, "soft")))
+    has_use = any(part.use for part in parts)
+    yield doc.Grid([""] * (4 if has_use else 3), rows if has_use else [row[:3] for row in rows], note=if_none)
+    for part in parts:
+        if part.said and part.command:
+            yield doc.Text(part.command, "command")
 
 
 def gpu_document(device: str, results: Sequence[CheckResult], path: str, issues: str) -> doc.Document:

@@ -50,12 +50,12 @@ EXTRAS = (
         "hf",
         (("transformers", "4.57"), ("accelerate", "1.4"), ("trl", "0.24")),
         ("transformers", "accelerate", "trl"),
-        "models and Trainer of Hugging Face",
+        "Hugging Face",
     ),
     Extra("lightning", (("lightning|pytorch-lightning", "2.4"),), ("lightning|pytorch_lightning",), "callback"),
-    Extra("dp", (("opacus", "1.6"),), ("opacus",), "private trainers of sweeps"),
-    Extra("ray", (("ray", "2.40"),), ("ray",), "sweeps on a Ray cluster"),
-    Extra("nvml", (("nvidia-ml-py", "12.535"),), ("pynvml",), "counters of NVIDIA GPUs"),
+    Extra("dp", (("opacus", "1.6"),), ("opacus",), "private training"),
+    Extra("ray", (("ray", "2.40"),), ("ray",), "sweeps on Ray"),
+    Extra("nvml", (("nvidia-ml-py", "12.535"),), ("pynvml",), "NVIDIA counters"),
 )
 
 
@@ -149,19 +149,20 @@ def part_of(extra: Extra, imports: Imports) -> Part:
     missing = [names.partition("|")[0] for names, own in found.items() if own is None]
     if missing:
         others = [names for names, own in found.items() if own is not None]
-        said = f"{extra.use}; not installed: {', '.join(missing)}" if others else extra.use
-        return Part(extra.name, "missing", said, extra.command)
+        said = f"not installed: {', '.join(missing)}" if others else ""
+        return Part(extra.name, "missing", said, extra.command, extra.use)
     for names, lowest in extra.packages:
         own = found[names]
         if own is not None and is_older(own, lowest):
             said = f"{names.partition('|')[0]} {own} is older than {lowest}, the oldest that flopwatch supports"
-            return Part(extra.name, "broken", said, extra.command.replace("install", "install --upgrade"))
+            command = extra.command.replace("install", "install --upgrade")
+            return Part(extra.name, "broken", said, command, extra.use)
     errors = [error for module in extra.modules if (error := imports.error_of(module))]
     if errors:
         command = extra.command.replace("install", "install --upgrade --force-reinstall")
-        return Part(extra.name, "broken", f"cannot be imported: {errors[0]}", command)
+        return Part(extra.name, "broken", f"cannot be imported: {errors[0]}", command, extra.use)
     versions = [str(own) if len(found) == 1 else f"{names} {own}" for names, own in found.items()]
-    return Part(extra.name, "there", ", ".join(versions))
+    return Part(extra.name, "there", ", ".join(versions), use=extra.use)
 
 
 def find_extras(imports: Imports) -> list[Part]:

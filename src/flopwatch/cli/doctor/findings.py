@@ -19,14 +19,16 @@ class Part:
     Attributes:
         state: `broken` if it is installed and does not work; `unusable` if that need not be wrong, as with Slurm's
             commands on a machine without a cluster.
-        said: Its version, or why it is not there.
+        said: Its version, or why it is not there; empty if it just is not installed.
         command: The command that brings or repairs it; empty if there is none.
+        use: What it is for.
     """
 
     name: str
     state: State
     said: str
     command: str = ""
+    use: str = ""
 
 
 @dataclass(frozen=True, slots=True)

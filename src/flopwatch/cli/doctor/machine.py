@@ -167,14 +167,14 @@ class _Program:
 
 _PROGRAMS = (
     _Program("sbatch", "sweeps on Slurm", "sudo apt install slurm-client"),
-    _Program("sacct", "why a Slurm job ended", "sudo apt install slurm-client"),
+    _Program("sacct", "sweeps on Slurm", "sudo apt install slurm-client"),
     _Program(
         "nvidia-smi",
-        "state of NVIDIA GPUs; comes with their driver",
+        "NVIDIA's driver",
         "sudo ubuntu-drivers install",
         ("--query-gpu=driver_version", "--format=csv,noheader"),
     ),
-    _Program("git", "the commit of a run in its log", "sudo apt install git"),
+    _Program("git", "commit of a run", "sudo apt install git"),
 )
 
 
@@ -185,14 +185,14 @@ def programs() -> list[Part]:
 def _program(program: _Program) -> Part:
     path = shutil.which(program.name)
     if path is None:
-        return Part(program.name, "missing", program.use, program.command)
+        return Part(program.name, "missing", "", program.command, program.use)
     try:
         done = subprocess.run(
             [path, *program.arguments], capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Part(program.name, "unusable", f"does not answer: {first_line(error)}")
+        return Part(program.name, "unusable", f"does not answer: {first_line(error)}", use=program.use)
     said = one_line(done.stdout.strip().partition("\n")[0] or done.stderr.strip().partition("\n")[0], 100)
     if done.returncode:
-        return Part(program.name, "unusable", f"ended with status {done.returncode}: {said}")
-    return Part(program.name, "there", said)
+        return Part(program.name, "unusable", f"ended with status {done.returncode}: {said}", use=program.use)
+    return Part(program.name, "there", said, use=program.use)
