@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from flopwatch.numbers import energy, flop_rate, percent
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog
-from flopwatch.text import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,16 @@ def counters_of(log: RunLog) -> Counters | None:
     )
 
 
+def energy_per_work(found: Counters) -> list[str]:
+    """Energy per token, sample and step, in words; without what is unknown."""
+    each = [
+        (found.joules_per_token, f"{energy(found.joules_per_token)} per token"),
+        (found.joules_per_sample, f"{energy(found.joules_per_sample)} per sample"),
+        (found.joules_per_step, f"{energy(found.joules_per_step)} per step"),
+    ]
+    return [words for joules, words in each if joules is not None]
+
+
 def counter_sentences(found: Counters) -> list[str]:
     """Energy, and count against counters, in one sentence each; without what is unknown.
 
@@ -59,11 +68,9 @@ counted, 420.0 TFLOP/s by its counters (nvml), 1.05 times as many.']
     """
     said = []
     if found.energy_joules is not None:
-        works = ("step", "token", "sample")
-        each = [(work, getattr(found, f"joules_per_{work}")) for work in works]
-        per_work = listed([f"{energy(joules)} per {work}" for work, joules in each if joules is not None])
         whole = f"{energy(found.energy_joules)} ({found.source})"
-        said.append(f"Energy of the devices: {whole}{f'; {per_work}' if per_work else ''}.")
+        together = "; ".join(filter(None, [whole, ", ".join(energy_per_work(found))]))
+        said.append(f"Energy of the devices: {together}.")
     if found.flops_per_s is not None and found.counted_flops_per_s:
         times = found.flops_per_s / found.counted_flops_per_s
         said.append(

@@ -8,6 +8,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, energy, flop_rate, flops
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
 from flopwatch.report.run.contents import Moment, RunReport
+from flopwatch.runs.counters import energy_per_work
 from flopwatch.runs.explain import what_ran
 from flopwatch.text import one_line, plural
 
@@ -111,9 +112,8 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
         yield metric_text("training/loss", report.last("training/loss")), "newest loss"
     if report.counters is not None and report.counters.energy_joules is not None:
-        per_work = ((work, getattr(report.counters, f"joules_per_{work}")) for work in ("token", "sample", "step"))
-        each = next((f", {energy(joules)} per {work}" for work, joules in per_work if joules is not None), "")
-        yield energy(report.counters.energy_joules), f"energy of the devices{each}"
+        what = ["energy of the devices", *energy_per_work(report.counters)[:1]]
+        yield energy(report.counters.energy_joules), ", ".join(what)
     if report.goodput is not None:
         productive, known = duration(report.goodput.productive_seconds), duration(report.goodput.known_seconds)
         yield percent(report.goodput.share), f"goodput: {productive} of {known} productive"
