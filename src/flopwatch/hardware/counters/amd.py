@@ -103,7 +103,7 @@ def _find(smi: Any, device: DeviceIdentity) -> Any:
 
 def _number(value: object) -> float | None:
     """A number; amdsmi writes N/A for what the device does not report."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _activity(activity: _Values) -> _Values:
