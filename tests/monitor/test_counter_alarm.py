@@ -19,7 +19,7 @@ STEPS = 80
 
 
 def active(flops_per_step, step_seconds, peak=BF16_PEAK, clock_mhz=CLOCK_MHZ):
-    """The share of cycles in which the tensor pipes work, if a share of it is the padding of tiles."""
+    """The share of cycles in which the tensor cores work, if a share of it is the padding of tiles."""
     return TILES * flops_per_step / step_seconds / (peak * clock_mhz / CLOCK_MHZ)
 
 
@@ -80,11 +80,11 @@ def test_a_peak_of_the_wrong_type_is_named_with_the_right_type(told, tmp_path, m
     assert f"not in {told}, but in bf16" in notice.message
 
 
-def test_a_peak_of_a_type_outside_of_the_tensor_pipes_is_named(tmp_path, monkeypatch):
+def test_a_peak_of_a_type_outside_of_the_tensor_cores_is_named(tmp_path, monkeypatch):
     seconds = seconds_at(0.05)  # of the peak in bf16; 74 % of that in fp32
     training = FakeTraining(tmp_path, monkeypatch, readings(active(STEP_FLOPS, seconds)), dtype="fp32")
     training.train([seconds] * STEPS)
-    assert training.alarms() == ["counters_pipes_busy"]
+    assert training.alarms() == ["counters_tensor_cores_busy"]
 
 
 def test_a_clock_that_is_held_down_is_named_with_its_reason(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ from functools import cache
 from flopwatch.hardware.peaks import DeviceFacts, Unknown, derive_peak, find_accelerator, read_table
 
 TENSOR_TYPES = ("fp16", "bf16", "tf32", "fp8", "fp6", "fp4", "int8", "int4", "fp16_fp16acc", "fp8_fp16acc")
-"""Compute types whose products run on NVIDIA's tensor pipes. Plain fp32 and, outside of data centres, fp64 do not."""
+"""Compute types whose products run on NVIDIA's tensor cores. Plain fp32 and, outside of data centres, fp64 do not."""
 
 
 def peak_clock_mhz(facts: DeviceFacts) -> float | None:
-    """The clock that the peaks of the tensor pipes are stated at; None if it is unknown.
+    """The clock that the peaks of the tensor cores are stated at; None if it is unknown.
 
     It is the stated peak divided by multiprocessors and FLOP per clock, because it is not always the highest clock: an
     H100's peak is that at 1,830 MHz, and its driver reports 1,980 MHz.

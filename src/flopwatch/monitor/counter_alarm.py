@@ -1,8 +1,8 @@
 """Holds what hardware counters saw against what flopwatch counted, and names the likely reason if they disagree (pure).
 
-The share of cycles in which the tensor pipes are busy, times the clock, follows the utilisation that is computed from
+The share of cycles in which the tensor cores are busy, times the clock, follows the utilisation that is computed from
 FLOPs: within 2 points after a correction for tiles, with r = 0.78 over 608 production trainings, in which it found two
-wrong FLOP formulas (arXiv 2605.20799). flopwatch does not correct for tiles, so the pipes may be busy with their
+wrong FLOP formulas (arXiv 2605.20799). flopwatch does not correct for tiles, so the cores may be busy with their
 padding, up to 15 % in trainings whose sizes are no multiples of a tile; `TOLERANCE` leaves room for this and for noise.
 """
 
@@ -42,7 +42,7 @@ class Compared:
         clock_share: The mean clock, divided by that of the peak.
         throttled: Share of the readings in which the clock was held down, by reason, the most frequent first.
         peaks: Peaks of the device by compute type, also of types that are not in use.
-        uses_tensor_pipes: False if no product ran in a type that runs on tensor pipes, so that they should be idle.
+        uses_tensor_cores: False if no product ran in a type that runs on tensor cores, so that they should be idle.
         is_type_seen: True if `dtype` was seen in the products that ran; False if it was set, or follows from weights.
     """
 
@@ -58,7 +58,7 @@ class Compared:
     throttled: tuple[tuple[str, float], ...] = ()
     other_memory_bytes: int | None = None
     peaks: Mapping[str, float] = field(default_factory=dict)
-    uses_tensor_pipes: bool = True
+    uses_tensor_cores: bool = True
     is_type_seen: bool = True
 
     @property
@@ -95,7 +95,7 @@ def judge(compared: Compared) -> Disagreement | None:
     'not_counted'
     """
     if compared.counter_flops_per_s is None:
-        is_busy = not compared.uses_tensor_pipes and (compared.tensor_active or 0.0) >= _BUSY
+        is_busy = not compared.uses_tensor_cores and (compared.tensor_active or 0.0) >= _BUSY
         return Disagreement("peak_type", compared) if is_busy else None
     difference = compared.counter_flops_per_s - compared.counted_flops_per_s
     if compared.counted_flops_per_s <= 0 or compared.peak_flops_per_s <= 0:
@@ -179,7 +179,7 @@ def _joined(span: Sequence[Compared]) -> Compared:
         tuple(sorted(shares.items(), key=lambda share: -share[1])),
         min(memory, default=None),  # what was there all the time
         last.peaks,
-        last.uses_tensor_pipes,
+        last.uses_tensor_cores,
         last.is_type_seen,
     )
 

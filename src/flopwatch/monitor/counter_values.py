@@ -63,9 +63,9 @@ def flops_by_counters(
 ) -> float | None:
     """FLOP/s of a device by its counters; None if a part is unknown.
 
-    The share of cycles in which the tensor pipes were busy, times the peak of the types in use, times the clock over
+    The share of cycles in which the tensor cores were busy, times the peak of the types in use, times the clock over
     the clock of the peak (the OFU of arXiv 2605.20799). A counter of arithmetic instructions, as CPUs have it, is used
-    as it is. Tensor pipes are also busy with the padding of tiles, so the figure is somewhat higher than the FLOPs.
+    as it is. Tensor cores are also busy with the padding of tiles, so the figure is somewhat higher than the FLOPs.
 
     >>> window = CounterWindow("nvml-gpm", 50, 10.0, tensor_active=0.5, sm_clock_mhz=1464.0)
     >>> flops_by_counters(window, tensor_peak_flops_per_s=989.4e12, peak_clock_mhz=1830.0) / 1e12

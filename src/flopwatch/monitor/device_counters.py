@@ -124,7 +124,7 @@ class DeviceCounters:
                 seen.throttled or (),
                 None if costs.peaks.ranks > 1 else seen.other_memory_bytes,
                 costs.tensor_peaks(),
-                costs.uses_tensor_pipes,
+                costs.uses_tensor_cores,
                 costs.is_type_seen,
             )
         )
@@ -151,8 +151,8 @@ def _notice_of(found: Disagreement, source: str) -> NoticeText:
         return notices.notice("counters_not_counted", source=source, counters=counters, counted=counted)
     if seen.counter_flops_per_s is None:
         busy = percent(seen.tensor_active)
-        return notices.notice("counters_pipes_busy", source=source, busy=busy, dtype=seen.dtype)
-    likely = found.likely_type or "another type, or outside of the tensor pipes"
+        return notices.notice("counters_tensor_cores_busy", source=source, busy=busy, dtype=seen.dtype)
+    likely = found.likely_type or "another type, or outside of the tensor cores"
     return notices.notice(
         "counters_peak_type", source=source, counters=counters, counted=counted, dtype=seen.dtype, likely=likely
     )

@@ -54,13 +54,13 @@ _WARNINGS = {
     "counters_peak_type": "counters and count disagree: {counters} by the counters ({source}), {counted} by the FLOPs "
     "of the steps. A likely reason is the compute type, whose peak both MFU and the counters' figure rely on: the "
     "products seem to run not in {dtype}, but in {likely}; pass dtype= if you know it",
-    "counters_pipes_busy": "the tensor pipes are busy in {busy} of the cycles ({source}), but the peak is that of "
-    "{dtype}, whose products do not run there; pass dtype= with the type that the products run in",
+    "counters_tensor_cores_busy": "the tensor cores are busy in {busy} of the cycles ({source}), but the peak is that "
+    "of {dtype}, whose products do not run there; pass dtype= with the type that the products run in",
     "counters_other_process": "the device computes more than is counted: {counters} by its counters ({source}), "
     "{counted} by the FLOPs of the steps. A likely reason is another process on this device, where others hold {held} "
     "of memory; it also slows this training down",
     "counters_throttled": "the device's clock is held down to {clock} of that of its peak ({source}; {reason} in "
-    "{often} of the readings), so MFU is lower than the {busy} of the cycles in which its tensor pipes are busy; look "
+    "{often} of the readings), so MFU is lower than the {busy} of the cycles in which its tensor cores are busy; look "
     "at power limit and cooling",
     "step_logged_twice": "step {step} was logged twice, and both count as optimizer steps. With gradient "
     "accumulation, pass each batch to micro_batch() and log the step once, after optimizer.step()",

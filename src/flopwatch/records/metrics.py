@@ -79,7 +79,7 @@ _ALL = (
         "By hardware counters, mean over devices; compare it with perf/hardware_flops_per_second_per_device.",
         basic=True,
     ),
-    Metric("counters/tensor_active", "1", "Share of the cycles in which the tensor pipes were busy.", basic=True),
+    Metric("counters/tensor_active", "1", "Share of the cycles in which the tensor cores were busy.", basic=True),
     Metric("counters/sm_active", "1", "Share of the cycles in which a compute unit had work."),
     Metric("counters/dram_active", "1", "Share of the cycles in which the device's memory was read or written."),
     Metric("counters/sm_clock_mhz", "MHz", "Mean clock of the compute units."),

@@ -17,7 +17,7 @@ class Counters:
         joules_per_step: At the mean power of the last session; `joules_per_token` and `joules_per_sample` too.
         flops_per_s: FLOP/s of a device by its counters in the newest window; None if they do not show it.
         counted_flops_per_s: Executed FLOPs per second of a device, as counted in the same window.
-        tensor_active: Share of the cycles in which the tensor pipes were busy, in the newest window.
+        tensor_active: Share of the cycles in which the tensor cores were busy, in the newest window.
     """
 
     source: str
@@ -78,5 +78,5 @@ counted, 420.0 TFLOP/s by its counters (nvml), 1.05 times as many.']
             f"{flop_rate(found.flops_per_s)} by its counters ({found.source}), {times:.2f} times as many."
         )
     elif found.tensor_active is not None:
-        said.append(f"The tensor pipes were busy in {percent(found.tensor_active)} of the cycles ({found.source}).")
+        said.append(f"The tensor cores were busy in {percent(found.tensor_active)} of the cycles ({found.source}).")
     return said

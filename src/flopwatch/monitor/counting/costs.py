@@ -102,8 +102,8 @@ class StepCosts:
         return {self.peaks.name(name) for name in (self._main_type, *self._types) if name is not None}
 
     @property
-    def uses_tensor_pipes(self) -> bool:
-        """Whether products ran in a type that runs on the tensor pipes of an NVIDIA device."""
+    def uses_tensor_cores(self) -> bool:
+        """Whether products ran in a type that runs on the tensor cores of an NVIDIA device."""
         return not self._types_in_use.isdisjoint(TENSOR_TYPES)
 
     @property
@@ -113,7 +113,7 @@ class StepCosts:
         return bool(self._types) and self._config.dtype is None and peak is not None and peak.kind != "override"
 
     def tensor_peak(self, mean_flops_per_s: float | None) -> float | None:
-        """The peak of the tensor pipes in the types that run on them; None if the main type does not, or is unknown.
+        """The peak of the tensor cores in the types that run on them; None if the main type does not, or is unknown.
 
         `mean_flops_per_s` is the mean over all types in use, which is right only if all of them run there.
         """
@@ -123,7 +123,7 @@ class StepCosts:
         return mean_flops_per_s if self._types_in_use.issubset(TENSOR_TYPES) else peak.flops_per_s
 
     def tensor_peaks(self) -> dict[str, float]:
-        """The peaks of one device in the usual types of tensor pipes, as far as they are known."""
+        """The peaks of one device in the usual types of tensor cores, as far as they are known."""
         found = {name: self.peaks.known(name) for name in ("tf32", "bf16", "fp16", "fp8")}
         return {name: peak.flops_per_s for name, peak in found.items() if peak is not None and peak.kind != "override"}
 

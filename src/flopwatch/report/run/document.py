@@ -268,7 +268,7 @@ def _counter_section(report: RunReport, found: Counters) -> doc.Section:
     both = ("perf/hardware_flops_per_second_per_device", "counters/flops_per_second_per_device")
     drawings = [
         *_chart(report, "FLOP/s of a device, counted and by hardware counters", both, ChartStyle(_short_flops)),
-        *_chart(report, "Tensor pipes busy, share of the cycles", ("counters/tensor_active",), ChartStyle(percent)),
+        *_chart(report, "Tensor cores busy, share of the cycles", ("counters/tensor_active",), ChartStyle(percent)),
         *_chart(report, "Energy per token", ("perf/joules_per_token",), ChartStyle(energy)),
     ]
     if drawings:

@@ -25,7 +25,7 @@ NAMES = {
     "ranks/waiting_percent": "waiting for other ranks",
     "perf/hardware_flops_per_second_per_device": "counted",
     "counters/flops_per_second_per_device": "by hardware counters",
-    "counters/tensor_active": "tensor pipes busy",
+    "counters/tensor_active": "tensor cores busy",
     "perf/joules_per_token": "energy per token",
     "training/lr": "learning rate",
     "training/grad_norm": "gradient norm",
