@@ -30,6 +30,7 @@ NOT_RUN = {
     "README.zh-CN.md": ["installs packages"],
     "docs/accuracy.md": ["takes minutes and installs other tools", "takes hours"],
     "docs/counters.md": ["takes ten minutes and needs gcc"],
+    "docs/doctor.md": ["takes long, and needs an accelerator"],
     "docs/index.md": ["installs packages"],
     "docs/overhead.md": ["takes half an hour and installs other tools", "needs a checkout of another commit"],
     "docs/sweep.md": ["needs a W&B account and an MLflow server"],

@@ -41,6 +41,7 @@ class Examined:
         return [*failed, *broken, *(problem.what for problem in self.problems if problem.is_failure)]
 
 
+_WORTH_A_TIME = 0.1
 _NO_COUNTERS = "No source of hardware counters knows this device."
 
 
@@ -74,10 +75,14 @@ def _problem(problem: Problem) -> Iterator[doc.Part]:
 def checks_grid(checks: Sequence[CheckResult], *, with_seconds: bool = False) -> doc.Grid:
     columns: list[doc.Head | str] = ["", "", "", *(doc.numbers("") if with_seconds else ())]
     rows: list[tuple[doc.Cell | str, ...]] = [
-        (_MARKS[check.outcome], check.name, doc.Cell(check.said), *([duration(check.seconds)] if with_seconds else []))
+        (_MARKS[check.outcome], check.name, doc.Cell(check.said), *([_took(check.seconds)] if with_seconds else []))
         for check in checks
     ]
     return doc.Grid(columns, rows)
+
+
+def _took(seconds: float) -> str:
+    return duration(seconds) if seconds >= _WORTH_A_TIME else ""
 
 
 def _devices(devices: Sequence[Device]) -> Iterator[doc.Part]:

@@ -69,7 +69,7 @@ def times_by_events(accelerator: Accelerator) -> Checked:
         return Checked("failed", "events have not passed, although the device has done its work")
     by_step = [timer.seconds(*pair) for pair in pairwise(marks)]
     by_events = timer.seconds(marks[0], marks[-1])
-    said = f"{step_time(by_events)} by events, {step_time(seconds)} by the host's clock"
+    said = f"{step_time(by_events)} by events, {step_time(seconds)} by the host"
     is_right = abs(by_events / seconds - 1) <= _NEAR and abs(sum(by_step) / by_events - 1) <= _NEAR and min(by_step) > 0
     figures = {"event_seconds": by_events, "host_seconds": seconds, "seconds_until_queued": queued_seconds}
     return passed_if(is_right, said, **figures, step_seconds=by_step)
