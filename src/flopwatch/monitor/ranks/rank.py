@@ -150,7 +150,14 @@ class Rank:
             why = None if self.device is None else self.device.why_unknown
             if self.is_logging and why is not None and profile is not None and profile.compute is None:
                 self._notify(*notices.notice("own_time_unknown", why=why))
-            self.link.send(report_of(self.rank, window.steps, peak_flops_per_s=peak_flops_per_s, profile=profile))
+            report = report_of(
+                self.rank,
+                window.steps,
+                peak_flops_per_s=peak_flops_per_s,
+                profile=profile,
+                counter_values=window.counter_values,
+            )
+            self.link.send(report)
 
     def doubt(self, first_step: int) -> None:
         """Tell the logging rank that steps from this one on are not exact on this rank, although they were sent so."""
@@ -167,11 +174,13 @@ class Rank:
         if link is not None:
             while link.merged:
                 report = link.merged.popleft()
-                steps: tuple[MeasuredStep, ...] = ()
+                own: list[Window] = []
                 while self._incomplete and self._incomplete[0].steps[-1].step <= report.last_step:
-                    steps += self._incomplete.popleft().steps
-                if steps:  # there are none if the monitor has failed on this rank only
-                    yield Window(steps, report)
+                    own.append(self._incomplete.popleft())
+                if own:  # there are none if the monitor has failed on this rank only
+                    steps = tuple(step for window in own for step in window.steps)
+                    counters = tuple(each for window in own for each in window.counters)
+                    yield Window(steps, report, None, counters, own[-1].counter_values)
             if link.failure is not None:
                 self._leave_because(f"the connection to the other ranks has failed: {link.failure}")
             elif len(self._incomplete) > _MOST_INCOMPLETE:
