@@ -28,8 +28,8 @@ class FakeAccelerator:
         product: A name of `flopwatch.testing.FAKE_DEVICES`.
         event_factor, trace_factor: What events and traces say of a time, in truths.
         peak_share: The measured peak, as a share of that of the datasheet.
-        counter_factor: What the counters of the tensor pipes say of their use, in truths.
-        counters: Other sources of hardware counters, which replace those of the tensor pipes.
+        counter_factor: What the counters of the tensor cores say of their use, in truths.
+        counters: Other sources of hardware counters, which replace those of the tensor cores.
         leaks: Whether memory that is given back stays allocated.
         count: Number of devices.
     """
@@ -109,7 +109,7 @@ class FakeAccelerator:
 
 
 class _TensorPipes:
-    """Counters of a device whose tensor pipes do the FLOPs of its matmuls. It is a source and its own probe."""
+    """Counters of a device whose tensor cores do the FLOPs of its matmuls. It is a source and its own probe."""
 
     name = "pipes"
 

@@ -142,7 +142,7 @@ PEAKS: dict[str, Callable[[Accelerator], Checked]] = {
 
 
 def counters(accelerator: Accelerator) -> Checked:
-    """FLOP/s by the counters of the tensor pipes, against those of matmuls whose FLOPs are known."""
+    """FLOP/s by the counters of the tensor cores, against those of matmuls whose FLOPs are known."""
     opened = accelerator.open_counters()
     if opened.source is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in opened.reasons.items())
@@ -184,7 +184,7 @@ def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[C
 
 
 def _matrix_type(accelerator: Accelerator) -> str:
-    """Older NVIDIA devices have tensor pipes for fp16 only."""
+    """Older NVIDIA devices have tensor cores for fp16 only."""
     capability = accelerator.facts.compute_capability
     return "fp16" if capability is not None and capability < _FIRST_WITH_BF16 else "bf16"
 
