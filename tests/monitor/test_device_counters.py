@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from flopwatch.records.flops import Peak
 from flopwatch.runs.reading import read_log
 from flopwatch.testing import FakeClock, FakeCounters
 from support.counted_device import TOKENS, FakeTraining, seconds_at
+from support.torchrun import torchrun
 
 PEAK = Peak(4e12, "a device", "bf16", "a datasheet", "datasheet", "high")
 
@@ -232,3 +234,17 @@ def test_windows_that_are_joined_add_their_energy_and_keep_the_later_power():
     joined = extend(reported(0, 100.0), reported(0, 300.0))
     assert joined.counters["counters/energy_joules"] == (2.5 * 400, 1)
     assert joined.counters["counters/power_watts"] == (300.0, 1)
+
+
+@pytest.mark.slow
+def test_a_row_of_several_ranks_has_the_counters_of_all(tmp_path):
+    """Both ranks share one CPU, of 100 W: its power counts once."""
+    results = torchrun(Path(__file__).parent / "scripts" / "metered_ranks.py", str(tmp_path), ranks=2)
+    newest = results[0]["newest"]
+    assert newest["ranks/reporting"] == 2
+    assert newest["counters/power_watts"] == pytest.approx(100)
+    assert newest["counters/tensor_active"] == pytest.approx(0.3)
+    assert newest["perf/joules_per_step"] == pytest.approx(100 * newest["perf/step_time"])
+    rows = read_log(tmp_path / "training_log.jsonl").rows
+    assert {row.counters_source for row in rows} == {"meter"}
+    assert newest["total/energy_joules"] == pytest.approx(sum(row.values["counters/energy_joules"] for row in rows))
