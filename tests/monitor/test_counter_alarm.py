@@ -87,6 +87,13 @@ def test_a_peak_of_a_type_outside_of_the_tensor_cores_is_named(tmp_path, monkeyp
     assert training.alarms() == ["counters_tensor_cores_busy"]
 
 
+def test_fp64_is_no_alarm_because_some_tensor_cores_compute_it(tmp_path, monkeypatch):
+    seconds = seconds_at(0.05)
+    training = FakeTraining(tmp_path, monkeypatch, readings(active(STEP_FLOPS, seconds)), dtype="fp64")
+    training.train([seconds] * STEPS)
+    assert training.alarms() == []
+
+
 def test_a_clock_that_is_held_down_is_named_with_its_reason(tmp_path, monkeypatch):
     clock = 1100.0
     seconds = seconds_at(0.3)

@@ -107,7 +107,8 @@ class TrainingMonitor:
         flops_profile_freq: Steps between two counts in mode `profiler`.
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
         mode: `smart` counts some of the steps as they run, and knows from them what the others cost; `estimate` never
-            counts; `profiler` counts at least every `flops_profile_freq` steps; `hybrid` works like `profiler`.
+            counts; `profiler` counts at least every `flops_profile_freq` steps; `hybrid` does the same, and reads the
+            hardware counters of the device beside it.
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.
@@ -266,6 +267,7 @@ class TrainingMonitor:
         try:  # on the step's path, a `Guard` would cost two more calls
             run.note_step(*step)
             if run.ranks.is_off:
+                run.device_counters.close()
                 self._run = None
         except Exception as error:  # noqa: BLE001 - the border to the training
             caught("log_step", error)

@@ -103,8 +103,8 @@ class StepCosts:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether products ran in a type that runs on the tensor cores of an NVIDIA device."""
-        return not self._types_in_use.isdisjoint(TENSOR_TYPES)
+        """Whether products ran in a type that may run on the tensor cores of an NVIDIA device, as fp64 does on some."""
+        return not self._types_in_use.isdisjoint((*TENSOR_TYPES, "fp64"))
 
     @property
     def is_type_seen(self) -> bool:
