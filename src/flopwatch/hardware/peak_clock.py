@@ -5,7 +5,7 @@ from functools import cache
 from flopwatch.hardware.peaks import DeviceFacts, Unknown, derive_peak, find_accelerator, read_table
 
 TENSOR_TYPES = ("fp16", "bf16", "tf32", "fp8", "fp6", "fp4", "int8", "int4", "fp16_fp16acc", "fp8_fp16acc")
-"""Compute types whose products run on NVIDIA's tensor cores. Plain fp32 does not; fp64 does on some, at another clock."""
+"""Compute types of products on NVIDIA's tensor cores. Plain fp32 is none; fp64 runs there on some, at another clock."""
 
 
 def peak_clock_mhz(facts: DeviceFacts) -> float | None:
