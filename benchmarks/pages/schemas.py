@@ -15,6 +15,8 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
+from flopwatch.cli.doctor.document import Examined
+from flopwatch.cli.doctor.findings import CheckResult
 from flopwatch.records.flops import ConventionFlops, FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trial import TrialResult
@@ -107,6 +109,22 @@ class TraceRequest(TypedDict):
     steps: int
 
 
+class GpuChecks(TypedDict):
+    """What the checks of an accelerator have found.
+
+    Attributes:
+        is_complete: False if the checks were ended before the last one.
+        seconds: Time of all checks.
+    """
+
+    format: Format
+    kind: Literal["flopwatch doctor --gpu"]
+    is_complete: bool
+    versions: Mapping[str, str]
+    seconds: float
+    checks: list[CheckResult]
+
+
 class NewestValue(TypedDict):
     """The newest value of a metric, and the last step of its window."""
 
@@ -177,6 +195,8 @@ KINDS: Mapping[str, Written] = {
         _as_written(SweepSummary, left_out=("rows",), trials=get_type_hints(SweepSummary)["rows"], format=Format),
     ),
     "fit": Written("`flopwatch fit --json`", _as_written(Found, folder=str)),
+    "doctor": Written("`flopwatch doctor --json`", _as_written(Examined, failures=list[str])),
+    "doctor_gpu": Written("the file of `flopwatch doctor --gpu`", GpuChecks),
 }
 
 

@@ -83,7 +83,7 @@ def test_json_has_all_that_is_shown_and_the_status_is_the_same(flopwatch, quick,
     assert found["failures"] == ["FLOPs of a known layer"]
     assert found["checks"][0]["figures"] == {"counted_flops": 1, "expected_flops": 65536}
     assert {extra["name"] for extra in found["extras"]} == {extra.name for extra in EXTRAS}
-    assert found["devices"][-1]["kind"] == "cpu"
+    assert found["devices"][-1]["facts"]["kind"] == "cpu"
 
 
 def test_it_speaks_chinese(flopwatch, quick, monkeypatch):

@@ -57,11 +57,7 @@ def show_machine(*, as_json: bool) -> int:
     """Print what `flopwatch doctor` finds; returns its exit status."""
     found = examine()
     if as_json:
-        devices = [
-            {**asdict(device.facts), "count": device.count, "peaks": [peak.to_json() for peak in device.peaks]}
-            for device in found.devices
-        ]
-        print_json({"failures": found.failures, **asdict(found), "devices": devices})
+        print_json({"failures": found.failures, **asdict(found)})
     else:
         print_document(examined_document(found))
     return int(bool(found.failures))
