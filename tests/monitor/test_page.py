@@ -26,5 +26,5 @@ def test_every_preset_is_on_the_page():
 def test_every_key_has_a_unit_or_is_a_plain_number_and_a_sentence():
     for metric in METRICS.values():
         assert metric.description.endswith("."), metric
-        assert metric.group in {"training", "perf", "total", "time", "ranks"}
+        assert metric.group in {"training", "perf", "counters", "total", "time", "ranks"}
         assert find_metric(metric.key) is metric
