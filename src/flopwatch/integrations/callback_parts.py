@@ -169,7 +169,7 @@ def _leave_rows_to_framework(run: MonitoredRun) -> None:
         run.outlets.print_no_rows()
 
 
-_GROUPS = ("perf", "total", "time", "ranks")
+_GROUPS = ("perf", "counters", "total", "time", "ranks")
 """Groups of metrics for the framework's log; not `training`, because the framework logs loss and learning rate."""
 
 
