@@ -82,10 +82,13 @@ class Accelerator(Protocol):
         """The first source of hardware counters that works, and why the others do not."""
 
 
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}  # torch 2.6 has no public function that tells them
+
+
 class TorchAccelerator:
     """The current accelerator, through torch. Written from torch's documentation, and not yet run on one."""
 
-    load = Load("medium", 8, 512)  # a teraFLOP per step, and less than 4 GiB
+    load = Load("medium", 8, 512)  # about a teraFLOP per step
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = find_device(device)
@@ -93,7 +96,7 @@ class TorchAccelerator:
             raise InputError(why_there_is_none())
         self.facts = read_device(self.device)
         self.count = torch.accelerator.device_count()
-        self.backend = torch.distributed.get_default_backend_for_device(self.device)
+        self.backend = _BACKENDS.get(self.device.type, "gloo")
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize()

@@ -35,7 +35,7 @@ _ALLOCATED_BYTES = 256 << 20
 _COUNTER_SPANS, _SPAN_SECONDS = 8, 0.3
 _COUNTER_TOLERANCE = 0.25
 """The same as that of the monitor's alarm (`monitor/counter_alarm.py`)."""
-_TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FIRST_WITH_BF16 = (8, 0)
 MEASURED_TYPES = ("bf16", "fp16", "tf32", "fp32")
 
@@ -152,7 +152,7 @@ def counters(accelerator: Accelerator) -> Checked:
     finally:
         opened.source.close()
     figures = {**asdict(window), "matmul_flops_per_s": flops_per_s, "not_used": dict(opened.reasons)}
-    dtype = _matrix_type(accelerator)
+    dtype = matrix_type(accelerator)
     peak, clock = peak_flops(accelerator.facts, dtype), peak_clock_mhz(accelerator.facts)
     if window.tensor_active is None or window.sm_clock_mhz is None:
         said = f"{window.source} does not report tensor activity and clock"
@@ -168,7 +168,7 @@ def counters(accelerator: Accelerator) -> Checked:
 
 def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[CounterWindow, float]:
     """Run matmuls, and read the counters between them: the window of the readings, and FLOP/s."""
-    run, side = accelerator.time_matmul(_TORCH_TYPES[_matrix_type(accelerator)]), _side(accelerator)
+    run, side = accelerator.time_matmul(TORCH_TYPES[matrix_type(accelerator)]), _side(accelerator)
     shape = (side, side, side)
     calls = math.ceil(_SPAN_SECONDS / min(run(shape, 1) for _ in range(3)))
     before = source.sample()
@@ -183,7 +183,7 @@ def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[C
     return window, _COUNTER_SPANS * calls * matmul_flops(shape) / seconds
 
 
-def _matrix_type(accelerator: Accelerator) -> str:
+def matrix_type(accelerator: Accelerator) -> str:
     """Older NVIDIA devices have tensor cores for fp16 only."""
     capability = accelerator.facts.compute_capability
     return "fp16" if capability is not None and capability < _FIRST_WITH_BF16 else "bf16"
@@ -191,7 +191,7 @@ def _matrix_type(accelerator: Accelerator) -> str:
 
 def _side(accelerator: Accelerator) -> int:
     """The side of square matrices whose product takes a millisecond, so that launching it does not matter."""
-    run, side = accelerator.time_matmul(_TORCH_TYPES[_matrix_type(accelerator)]), 512
+    run, side = accelerator.time_matmul(TORCH_TYPES[matrix_type(accelerator)]), 512
     while side < _LARGEST_SIDE and min(run((side, side, side), 1) for _ in range(3)) < _CALL_SECONDS:
         side *= 2
     return side
@@ -199,7 +199,7 @@ def _side(accelerator: Accelerator) -> int:
 
 def steady_work(accelerator: Accelerator) -> Callable[[], None]:
     """A function that queues matmuls for some 40 ms, and does not wait for them."""
-    side, dtype = _side(accelerator), _TORCH_TYPES[_matrix_type(accelerator)]
+    side, dtype = _side(accelerator), TORCH_TYPES[matrix_type(accelerator)]
     one = min(accelerator.time_matmul(dtype)((side, side, side), 1) for _ in range(3))
     left = torch.randn(side, side, device=accelerator.device, dtype=dtype)
     right, into = torch.randn_like(left), torch.empty_like(left)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwatch.cli.doctor import checks
 from flopwatch.cli.doctor.accelerator import Accelerator
 from flopwatch.cli.doctor.findings import Checked, NotPossibleError, passed_if
+from flopwatch.cli.doctor.gpu_times import TORCH_TYPES, matrix_type
 from flopwatch.clock import monotonic_seconds
 from flopwatch.models.load import load_model
 from flopwatch.models.presets import PRESETS
@@ -60,12 +61,12 @@ def flops_of_a_transformer(accelerator: Accelerator) -> Checked:
 
 
 def _transformer_step(accelerator: Accelerator) -> tuple[Step, torch.nn.Module]:
-    device, load = accelerator.device, accelerator.load
+    device, load, dtype = accelerator.device, accelerator.load, TORCH_TYPES[matrix_type(accelerator)]
     model = load_model(load.preset, device="cpu").to(device)
 
     def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ids = torch.randint(PRESETS[load.preset].vocab_size, (load.batch_size, load.seq_len), device=device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
             loss = model(input_ids=ids, labels=ids)["loss"]
         loss.backward()
         return loss, {"input_ids": ids, "labels": ids}
