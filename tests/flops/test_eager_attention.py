@@ -129,6 +129,9 @@ class OwnAttention(nn.Module):
         elif self.way == "two masks":
             scores = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
             scores = scores.masked_fill(self.mask.mT, float("-inf"))  # type: ignore[union-attr]
+        elif self.way == "masked and not masked":
+            masked = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
+            return masked.softmax(-1) @ value + scores.softmax(-1) @ (key @ query.mT @ value)
         return scores.softmax(-1) @ value
 
 
@@ -141,7 +144,7 @@ def test_masks_of_own_attention_are_read(way: str) -> None:
     assert (causal.attention, causal.notes) == ("causal", ())
 
 
-@pytest.mark.parametrize("way", ["none", "bias", "activations", "two masks"])
+@pytest.mark.parametrize("way", ["none", "bias", "activations", "two masks", "masked and not masked"])
 def test_what_cannot_be_established_is_told_and_counted_in_full(way: str) -> None:
     model = OwnAttention(torch.ones(10, 10, dtype=torch.bool).tril(), way)
     saved, causal = left_out(model, torch.zeros(3, 10, 16))  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def by_count(chosen: Convention, model: nn.Module, count: FlopCount, shape: tupl
     flops = count.forward_flops + count.backward_flops
     if not chosen.has_routers:
         flops -= sum(count.by_module[path].forward + count.by_module[path].backward for path in routers(model, count))
-    return flops + 6 * (shape[0] * (shape[1] or 1)) * _parameters_in_no_product(chosen, model)
+    return flops + 6 * (shape[0] * (shape[1] or 1)) * parameters_in_no_product(chosen, model)
 
 
 def routers(model: nn.Module, count: FlopCount) -> list[str]:
@@ -135,7 +135,8 @@ def number_of_experts(model: nn.Module) -> int:
     return 0
 
 
-def _parameters_in_no_product(chosen: Convention, model: nn.Module) -> int:
+def parameters_in_no_product(chosen: Convention, model: nn.Module) -> int:
+    """How many parameters count 6 FLOPs per token although no product uses them."""
     if chosen.more_parameters == "none":
         return 0
     tables = {id(table): table for table in _tables(model)} if chosen.more_parameters == "all" else {}
