@@ -101,7 +101,7 @@ def shared_memory_bytes(root: Path = ROOT) -> int | None:
     """The size of /dev/shm, in which the workers of a DataLoader hand over batches; None if there is none."""
     try:
         found = os.statvfs(root / "dev/shm")
-    except OSError:
+    except (OSError, AttributeError):  # Windows has no such function
         return None
     return found.f_frsize * found.f_blocks
 
