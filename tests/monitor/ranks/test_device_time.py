@@ -3,6 +3,8 @@
 No GPU has run this. `Ranks` simulates devices that work behind their hosts and wait for each other as DDP does.
 """
 
+import copy
+import pickle
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,6 +318,56 @@ def test_the_wait_before_the_forward_pass_ends_with_the_module_inside_and_nothin
 
     assert [code for code, *_ in tape.events] == begins + [codes.RANKS_END] * is_called + ends
     assert not inside._forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+class WaitingForRanks:
+    """Calls of DistributedDataParallel that stop where it would wait for the other ranks before its forward pass."""
+
+    def __init__(self, inside):
+        self.inside, self.parallel = inside, nn.parallel.DistributedDataParallel(inside)
+        clock = FakeClock()
+        self.tape = Tape(Device(clock), clock)
+        self._hooks = PassHooks(self.tape)
+        self._hooks.waits = KnownWaits(4)
+
+    def call(self, while_waiting):
+        handle = self.parallel.register_forward_pre_hook(lambda *_: while_waiting(self.inside))
+        self._hooks.forward_begins(self.parallel)
+        try:
+            self._hooks.forward_ends(self.parallel(torch.ones(4, 8)))
+        finally:
+            handle.remove()
+
+    def hooks_left(self):
+        return [*torch.nn.modules.module._global_forward_pre_hooks, *self.inside._forward_pre_hooks]
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, torch.fx.symbolic_trace, lambda inside: inside])
+def test_the_module_inside_can_be_copied_and_saved_while_its_rank_waits(group, use):
+    waiting = WaitingForRanks(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    saved = []
+    waiting.call(lambda inside: saved.append(pickle.dumps(use(inside))))
+
+    assert b"flopwatch" not in saved[0]
+    assert [code for code, *_ in waiting.tape.events][-2:] == [codes.RANKS_END, codes.FORWARD_END]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_no_hook_stays_when_the_wait_was_interrupted(group, error):
+    def interrupt(_):
+        raise error
+
+    waiting = WaitingForRanks(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    with pytest.raises(error):
+        waiting.call(interrupt)
+    assert b"flopwatch" not in pickle.dumps(waiting.inside)
+    waiting.tape.end_step()
+    waiting.tape.start_step()
+    waiting.call(lambda _: None)
+
+    assert waiting.hooks_left() == []
+    assert [code for code, *_ in waiting.tape.events].count(codes.RANKS_END) == 1
 
 
 def test_a_wait_whose_end_was_not_seen_is_unknown():

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from flopwatch.guard import Guard
@@ -50,7 +51,7 @@ class PassHooks:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._arrival: RemovableHandle | None = None
-        """A hook on the module inside of DistributedDataParallel, until that is called."""
+        """Of a hook for all modules, while a wait runs. One on the user's module would be saved with it."""
         self.guard = Guard("passes", lambda *_: tape.note(UNSEEN))
 
     def forward_begins(self, module: nn.Module | None = None, code: int = FORWARD) -> None:
@@ -68,13 +69,21 @@ class PassHooks:
         self._tape.note(KNOWS_WAITS, None if found is None else found.is_replicated)
         if found is not None and found.ends_with is not None:
             self._tape.note(RANKS)
-            self._arrival = found.ends_with.register_forward_pre_hook(self._ranks_arrived, prepend=True)
+            self._stop_waiting()
+            self._arrival = register_module_forward_pre_hook(partial(self._module_called, weakref.ref(found.ends_with)))
 
-    def _ranks_arrived(self, *_: Any) -> None:
+    def _module_called(self, awaited: "weakref.ref[nn.Module]", module: nn.Module, _: Any) -> None:
+        found = awaited()
+        if module is found or found is None:  # it is None if Ctrl-C has ended the wait and the model is gone
+            with self.guard:
+                self._stop_waiting()
+                if self._tape.in_pass == FORWARD:
+                    self._tape.add(RANKS_END)
+
+    def _stop_waiting(self) -> None:
         if self._arrival is not None:
             self._arrival.remove()
             self._arrival = None
-            self._tape.add(RANKS_END)
 
     def forward_ends(self, output: Any) -> None:
         """End a forward pass, and listen for the backward pass of its output."""
@@ -83,9 +92,7 @@ class PassHooks:
             return
         tape.in_pass = None
         tape.add(FORWARD_END)
-        if self._arrival is not None:  # the module inside was not called
-            self._arrival.remove()
-            self._arrival = None
+        self._stop_waiting()
         with self.guard:  # the output may be anything
             self._listen(output)
 
