@@ -20,6 +20,7 @@ PARTS = (
         "further cases of what CI tests with one or two",
     ),
     Part("architectures", "benchmarks/accuracy/more_architectures.py", "FLOPs of 45 more architectures are exact"),
+    Part("published", "-m published", "rows of published tables agree with our FLOPs per token (docs/published.md)"),
     Part("zoo", "-m zoo", "counts, laws and padded batches of hundreds of architectures (docs/zoo.md)"),
     Part("start-cost", "benchmarks/startup/start_cost.py", "what counting costs in the first steps"),
     Part(

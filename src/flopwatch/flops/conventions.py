@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from flopwatch.errors import InputError
@@ -144,7 +145,7 @@ def parameters_in_no_product(chosen: Convention, model: nn.Module) -> int:
     return sum(each.numel() for each in (*vectors, *tables.values()))
 
 
-def _tables(model: nn.Module) -> Iterator[nn.Parameter]:
+def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
     """The tables of embeddings, without a table that is the weight of the output too and so is in a product."""
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from flopwatch.optional import lazy_exports
 
 if TYPE_CHECKING:
-    from flopwatch.records.flops import FlopCount, Peak, PhaseFlops, UncountedOp
+    from flopwatch.records.flops import ConventionFlops, FlopCount, Peak, PhaseFlops, UncountedOp
     from flopwatch.records.metrics import METRICS, Goodput, Metric, find_metric
     from flopwatch.records.run import Notice, Provenance, Row, RunStart, Summary
     from flopwatch.records.sweep_results import read_results
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METRICS",
+    "ConventionFlops",
     "FlopCount",
     "Goodput",
     "Limits",
@@ -36,7 +37,9 @@ __all__ = [
 __getattr__ = lazy_exports(
     "flopwatch.records",
     {
-        **dict.fromkeys(("FlopCount", "Peak", "PhaseFlops", "UncountedOp"), "flopwatch.records.flops"),
+        **dict.fromkeys(
+            ("ConventionFlops", "FlopCount", "Peak", "PhaseFlops", "UncountedOp"), "flopwatch.records.flops"
+        ),
         **dict.fromkeys(("METRICS", "Goodput", "Metric", "find_metric"), "flopwatch.records.metrics"),
         **dict.fromkeys(("Notice", "Provenance", "Row", "RunStart", "Summary"), "flopwatch.records.run"),
         **dict.fromkeys(("Limits", "Measured", "TrialResult", "TrialSpec"), "flopwatch.records.trial"),
