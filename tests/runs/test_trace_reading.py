@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.runs.traces import TraceSplit, newest_traces, read_trace, trace_name
+from flopwatch.runs.traces import TraceSplit, newest_traces, read_trace, trace_name, traces_of_log
 from flopwatch.runs.traces import files as splits
 from support.make_trace import PART_TRUTH, event, steps_on_device, write_large_trace, write_trace
 
@@ -69,6 +70,25 @@ def test_the_rank_is_the_one_that_the_trace_names(tmp_path):
     assert read_trace(path).rank == 5
     path = write_trace(tmp_path / "step9_rank2.pt.trace.json", steps_on_device(1), distributedInfo=None)
     assert read_trace(path).rank == 2
+
+
+@pytest.mark.parametrize("rank", [True, -1, 1.5, "1"])
+def test_what_is_no_rank_is_not_taken_for_one(tmp_path, rank):
+    path = write_trace(tmp_path / "step9_rank2.pt.trace.json", steps_on_device(1), distributedInfo={"rank": rank})
+    assert repr(read_trace(path).rank) == "2"
+
+
+def test_a_name_of_megabytes_is_read_in_no_more_than_the_time_of_its_start(tmp_path):
+    """All of this name would take days."""
+    path = write_trace(tmp_path / "t.json", [*steps_on_device(1), event("kernel", "triton" * 1_000_000, 4e12, 5)])
+    assert read_trace(path).steps == 1
+
+
+def test_of_a_trace_of_several_devices_the_reports_of_a_run_say_what_its_idle_time_is():
+    one, two = (TraceSplit(f"{devices}.json", 0, "cuda", 3, 1.0, devices=devices) for devices in (1, 2))
+    used, notes = traces_of_log(SimpleNamespace(starts=[]), [one, two])
+    assert used == [one, two]
+    assert notes == ["The trace 2.json is of 2 devices: time in which any of them works is not idle."]
 
 
 def test_a_step_that_had_not_ended_is_left_out(tmp_path):

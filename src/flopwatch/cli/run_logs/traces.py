@@ -174,6 +174,9 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
         divided = how_divided(split.marked_by)
         if divided is not None:
             said.insert(2, Text(divided, "soft"))
+        if split.devices > 1:
+            several = f"The trace is of {split.devices} devices: time in which any of them works is not idle."
+            said.append(Text(several, "strong"))
         if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
             said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))
         if split.hidden_communication_seconds:

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
+from flopwatch.runs.traces.events import name_of
 from flopwatch.runs.traces.intervals import COMPUTING, USES, Intervals
 from flopwatch.runs.traces.uses import use_of_kernel, use_of_launches
 
@@ -20,9 +21,16 @@ _NO_ID = -1
 
 
 class DeviceWork:
-    """Kernels and copies, collected event by event."""
+    """Kernels and copies, collected event by event.
+
+    Attributes:
+        devices: The devices that ran kernels, as the trace names them.
+        has_launches: Whether the host launched kernels, of which the trace may have none.
+    """
 
     def __init__(self) -> None:
+        self.devices: set[str] = set()
+        self.has_launches = False
         self._starts, self._ends, self._correlations, self._ops = array("q"), array("q"), array("q"), array("q")
         self._uses, self._streams = array("b"), array("i")
         self._launched: dict[int, int] = {}
@@ -41,19 +49,24 @@ class DeviceWork:
         self._names_launching_op |= op not in (_NO_ID, correlation)
         stream = str((event.get("pid"), event.get("tid")))
         self._streams.append(self._stream_numbers.setdefault(stream, len(self._stream_numbers)))
-        self._uses.append(USES.index(self._use_of_kernel(str(event.get("name", "")), category)))
+        self._uses.append(USES.index(self._use_of_kernel(name_of(event), category)))
         self._starts.append(start)
         self._ends.append(end)
         self._correlations.append(correlation)
         self._ops.append(op if category == "kernel" else _NO_ID)
+        if category == "kernel":
+            about = event.get("args")
+            device = about.get("device") if isinstance(about, dict) else None
+            self.devices.add(str(event.get("pid") if device is None else device))
 
     def add_launch(self, event: Mapping[str, Any], start: int) -> None:
+        self.has_launches |= "Launch" in name_of(event)
         correlation = _number(event, "correlation")
         if correlation > 0:
             self._launched[correlation] = start
 
     def add_op(self, event: Mapping[str, Any]) -> None:
-        use = self._use_of_op(str(event.get("name", "")))
+        use = self._use_of_op(name_of(event))
         if use is not None:
             self._launches_of[use].add(_number(event, "External id"))
 

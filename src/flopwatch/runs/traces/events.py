@@ -26,6 +26,7 @@ _GZIP_START = b"\x1f\x8b"
 _CUT = "is incomplete: the file ends in the middle, as if the process that wrote it was stopped or the disk was full"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _EVENTS = "traceEvents"
+_LONGEST_NAME = 4096
 _MOST_MICROSECONDS = 2**63 // 1000
 """Beyond this, nanoseconds do not fit in 8 bytes; a trace with such a time is damaged."""
 
@@ -161,6 +162,11 @@ def _read_list(text: _Text, take: Callable[[dict[str, Any]], None]) -> None:
             raise _NotATraceError(f"its events are of type {type(event).__name__}, not objects")
         take(event)
         is_over = text.skip(",]") == "]"
+
+
+def name_of(event: Mapping[str, Any]) -> str:
+    """The name of an event. Of a name of megabytes only the start, or the search for patterns in it would not end."""
+    return str(event.get("name", ""))[:_LONGEST_NAME]
 
 
 def interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:

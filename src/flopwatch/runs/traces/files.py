@@ -18,7 +18,7 @@ TRACES = "traces"
 """Name of the folder with the traces of a run."""
 _NANOSECONDS_PER_SECOND = 1e9
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 
 
 def trace_name(step: int, rank: int) -> str:
@@ -78,13 +78,18 @@ def usable_traces(run_dir: str | Path, files: Sequence[str] = ()) -> tuple[tuple
 
 
 def traces_of_log(log: RunLog, traces: Sequence[TraceSplit]) -> tuple[Sequence[TraceSplit], list[str]]:
-    """The traces that were not written before the run began, by an earlier run in its folder, and a note on others."""
+    """The traces that were not written before the run began, by an earlier run in its folder, and notes on them."""
     began = log.starts[0].unix_time if log.starts else 0.0
     used = [trace for trace in traces if trace.written_unix_time is None or trace.written_unix_time >= began]
+    notes = [
+        f"The trace {one_line(trace.file)} is of {trace.devices} devices: time in which any of them works is not idle."
+        for trace in used
+        if trace.devices > 1
+    ]
     older = [one_line(trace.file) for trace in traces if trace not in used]
-    if not older:
-        return traces, []
-    return used, [f"The trace {older[0]} is older than this run and of an earlier one, so it is not used."]
+    if older:
+        notes.append(f"The trace {older[0]} is older than this run and of an earlier one, so it is not used.")
+    return used, notes
 
 
 def _written(path: Path) -> tuple[int, int] | None:

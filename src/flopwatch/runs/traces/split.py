@@ -17,9 +17,9 @@ from typing import Any
 from flopwatch.decode import Stored
 from flopwatch.errors import InputError
 from flopwatch.runs.traces.device import KERNELS, DeviceWork
-from flopwatch.runs.traces.events import interval_of, read_events
+from flopwatch.runs.traces.events import interval_of, name_of, read_events
 from flopwatch.runs.traces.intervals import USES, Intervals, split_time
-from flopwatch.runs.traces.steps import OPTIMIZER, PROFILER_STEP, StepMarks
+from flopwatch.runs.traces.steps import OPTIMIZER, PROFILER_STEP, StepMarks, Thread
 from flopwatch.runs.traces.uses import use_of_op
 
 OWN_ENTRY = "flopwatch"
@@ -58,6 +58,7 @@ class TraceSplit(Stored):
         idle_seconds: Time in which the device has no work: waiting for input, for the host, or for Python.
         written_unix_time: When the file was written; None if it does not matter, because the user has named the file.
         marked_by: The annotation of the trace that marks its steps, with N for a number.
+        devices: Number of accelerators whose kernels the trace has. The time in which any of them works is not idle.
     """
 
     file: str
@@ -75,6 +76,7 @@ class TraceSplit(Stored):
     idle_seconds: float = 0.0
     written_unix_time: float | None = None
     marked_by: str = PROFILER_STEP
+    devices: int = 1
 
 
 def read_trace(path: str | Path, mark: str | None = None) -> TraceSplit:
@@ -91,7 +93,7 @@ def read_trace(path: str | Path, mark: str | None = None) -> TraceSplit:
     own = about.get(OWN_ENTRY)
     own = own if isinstance(own, dict) else {}
     marked_by, steps = found.steps(own.get("steps"))
-    problem = found.problem(steps, str(own.get("device", "cpu")))
+    problem = found.problem(marked_by, steps, str(own.get("device") or found.launching_kind))
     if problem:
         raise InputError(f"the trace {str(path)!r} {problem}")
     begin, end, intervals = found.window(steps)
@@ -100,14 +102,19 @@ def read_trace(path: str | Path, mark: str | None = None) -> TraceSplit:
     seconds["exposed_communication_seconds"] = seconds.pop("communication_seconds")
     device = "cpu" if found.is_on_cpu else found.kind
     whole = (end - begin) / _NANOSECONDS_PER_SECOND - seconds.pop("outside_seconds")
-    return TraceSplit(path.name, _rank(about, path), device, len(steps), whole, **seconds, marked_by=marked_by)
+    if whole <= 0:
+        raise InputError(
+            f"the trace {str(path)!r} has steps that take no time; take another one with: flopwatch trace RUN_DIR"
+        )
+    rank, devices = _rank(about, path), max(1, found.devices)
+    return TraceSplit(path.name, rank, device, len(steps), whole, **seconds, marked_by=marked_by, devices=devices)
 
 
 def _rank(about: Mapping[str, Any], path: Path) -> int:
     of_job = about.get("distributedInfo")
     rank = of_job.get("rank") if isinstance(of_job, dict) else None
     named = _RANK.search(path.name)
-    return rank if isinstance(rank, int) else int(named[1]) if named else 0
+    return rank if type(rank) is int and rank >= 0 else int(named[1]) if named else 0
 
 
 class _Collected:
@@ -117,7 +124,7 @@ class _Collected:
         self.kind = "cuda"
         self._has_events = False
         self._mark = mark
-        self._marks = StepMarks(mark)
+        self._marks = StepMarks(mark or None)
         self._device = DeviceWork()
         self._on_host = {use: Intervals() for use in USES}
         self._annotated = {use: Intervals() for use in ("outside", "optimizer")}
@@ -127,6 +134,15 @@ class _Collected:
     @property
     def is_on_cpu(self) -> bool:
         return not self._device
+
+    @property
+    def launching_kind(self) -> str:
+        """Of what kind the device is for which the host launched kernels, whether or not the trace has those."""
+        return self.kind if self._device.has_launches else "cpu"
+
+    @property
+    def devices(self) -> int:
+        return len(self._device.devices)
 
     def add(self, event: Mapping[str, Any]) -> None:
         self._has_events = True
@@ -138,9 +154,9 @@ class _Collected:
         elif category == "cpu_op":
             self._add_op(event, *interval)
         elif category == "user_annotation":
-            self._add_annotation(str(event.get("name", "")), *interval)
+            self._add_annotation(event, *interval)
         elif category == "gpu_user_annotation":
-            self._add_annotation_of_device(str(event.get("name", "")), *interval)
+            self._add_annotation_of_device(name_of(event), *interval)
         elif category.endswith(_LAUNCHES):
             self._device.add_launch(event, interval[0])
             if category == "xpu_runtime":
@@ -148,12 +164,13 @@ class _Collected:
 
     def _add_op(self, event: Mapping[str, Any], start: int, end: int) -> None:
         self._device.add_op(event)
-        use = self._use_of_op(str(event.get("name", "")))
+        use = self._use_of_op(name_of(event))
         if use is not None:
             self._on_host[use].add(start, end)
 
-    def _add_annotation(self, name: str, start: int, end: int) -> None:
-        self._marks.add(name, start, end)
+    def _add_annotation(self, event: Mapping[str, Any], start: int, end: int) -> None:
+        name = name_of(event)
+        self._marks.add(name, start, end, Thread(str(event.get("pid")), str(event.get("tid"))))
         use = _marked_use(name)
         if use is not None:
             self._on_host[use].add(start, end)
@@ -199,11 +216,17 @@ class _Collected:
             },
         )
 
-    def problem(self, steps: list[tuple[int, int]], device: str) -> str | None:
+    def problem(self, marked_by: str, steps: list[tuple[int, int]], device: str) -> str | None:
         if not self._has_events:
             return "has no events; take another one with: flopwatch trace RUN_DIR"
         if not steps:
             return self._without_steps()
+        processes = self._marks.processes(marked_by)
+        if len(processes) > 1:
+            return (
+                f"has steps of {len(processes)} processes, and which kernel is of which of them is unknown; "
+                "pass the trace of one process"
+            )
         if self.is_on_cpu and device != "cpu":
             return (
                 f"is of a training on {device}, but the profiler recorded no kernels of the device; "

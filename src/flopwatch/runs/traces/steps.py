@@ -3,8 +3,9 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 PROFILER_STEP = "ProfilerStep#N"
 OPTIMIZER = "Optimizer.step#"
@@ -16,45 +17,66 @@ _ITERATION = re.compile(
     re.IGNORECASE,
 )
 _FORWARD = re.compile(r"(DistributedDataParallel|FullyShardedDataParallel)\.forward$|\W*forward\W*$")
+_ROUNDING = 2_000
+"""Nanoseconds by which a step may begin before the one before it ends, if the profiler has rounded to microseconds."""
 _MOST_NAMES = 1000
 _TOLD_NAMES = 5
+
+
+class Thread(NamedTuple):
+    """A thread of the host that has written annotations, as the trace names it."""
+
+    process: str
+    number: str
 
 
 class StepMarks:
     """The annotations of a trace that mark its steps.
 
-    The first of these that a trace has: the name that the user gives, `ProfilerStep#N`, an annotation of an iteration
-    such as `iteration 7` or `train_step`, the optimizer's step, and the forward pass. Of the last two, a step is the
-    time from one to the next, so that there is one step less than marks.
+    The first of these that a trace has: the name that the user gives, or else a part of it, `ProfilerStep#N`, an
+    annotation of an iteration such as `iteration 7` or `train_step`, the optimizer's step, and the forward pass. Of all
+    but `ProfilerStep#N`, which has no time between its steps, a step is the time from one to the next, so that there is
+    one step less than marks. A single mark of an iteration, or of the user's name, is a step.
     """
 
     def __init__(self, mark: str | None = None) -> None:
         self.names: Counter[str] = Counter()
         self._mark = mark
-        self._found: dict[tuple[int, str], tuple[array[int], array[int]]] = {}
+        self._found: dict[tuple[int, str], dict[Thread, tuple[array[int], array[int]]]] = {}
 
-    def add(self, name: str, start: int, end: int) -> None:
+    def add(self, name: str, start: int, end: int, thread: Thread) -> None:
         template = _NUMBER.sub("N", name)
         if template in self.names or len(self.names) < _MOST_NAMES:
             self.names[template] += 1
         rank = self._rank(name, template)
         if rank is not None:
-            starts, ends = self._found.setdefault((rank, template), (array("q"), array("q")))
+            threads = self._found.setdefault((rank, template), {})
+            starts, ends = threads.setdefault(thread, (array("q"), array("q")))
             starts.append(start)
             ends.append(end)
 
     def chosen(self) -> tuple[str, list[tuple[int, int]]]:
         """The name of the annotation, with N for a number, and start and end of its steps; no steps without one."""
-        for rank, template in sorted(self._found, key=lambda key: (key[0], -len(self._found[key][0]))):
-            marks = _apart(*self._found[rank, template])
+        for rank, template in sorted(self._found, key=lambda key: (key[0], -self._count(key))):
+            marks = _of_one_training([list(zip(*marks, strict=True)) for marks in self._found[rank, template].values()])
             steps = marks
-            if rank == _OF_OPTIMIZER:
+            if template.startswith(OPTIMIZER):
                 steps = [(before[1], end) for before, (_, end) in pairwise(marks)]
-            elif rank == _OF_FORWARD:
+            elif template != PROFILER_STEP:
                 steps = [(start, after[0]) for (start, _), after in pairwise(marks)]
+            if not steps and rank not in (_OF_OPTIMIZER, _OF_FORWARD):
+                steps = marks
             if steps:
-                return (PROFILER_STEP if rank == _OF_PROFILER else template), steps
+                return template, steps
         return "", []
+
+    def _count(self, key: tuple[int, str]) -> int:
+        return sum(len(starts) for starts, _ in self._found[key].values())
+
+    def processes(self, marked_by: str) -> list[str]:
+        """The processes that have written this annotation."""
+        found = {each.process for (_, name), threads in self._found.items() if name == marked_by for each in threads}
+        return sorted(found)
 
     def told(self) -> str:
         """The annotations that a trace has, for a message."""
@@ -63,7 +85,9 @@ class StepMarks:
 
     def _rank(self, name: str, template: str) -> int | None:
         if self._mark is not None:
-            return _OF_USER if self._mark in name or self._mark in template else None
+            if self._mark in (name, template):
+                return _OF_USER
+            return _OF_USERS_PART if self._mark in name or self._mark in template else None
         if _PROFILER_STEP.match(name):
             return _OF_PROFILER
         if name.startswith(OPTIMIZER):
@@ -71,7 +95,7 @@ class StepMarks:
         return _OF_ITERATION if _ITERATION.match(name) else _OF_FORWARD if _FORWARD.match(name) else None
 
 
-_OF_USER, _OF_PROFILER, _OF_ITERATION, _OF_OPTIMIZER, _OF_FORWARD = range(5)
+_OF_USER, _OF_USERS_PART, _OF_PROFILER, _OF_ITERATION, _OF_OPTIMIZER, _OF_FORWARD = range(6)
 
 
 def how_divided(marked_by: str) -> str | None:
@@ -80,15 +104,25 @@ def how_divided(marked_by: str) -> str | None:
         return None
     if marked_by.startswith(OPTIMIZER):
         return f"A step is the time from the end of one {marked_by} to the end of the next."
-    if _FORWARD.match(marked_by):
-        return f"A step is the time from the start of one {marked_by} to the start of the next."
-    return f"Each annotation {marked_by} of the trace is a step."
+    return f"A step is the time from the start of one {marked_by} to the start of the next."
 
 
-def _apart(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+_Marks = list[tuple[int, int]]
+
+
+def _of_one_training(by_thread: Collection[_Marks]) -> list[tuple[int, int]]:
+    """The marks in order; if threads have marked steps at the same time, those of the thread that has most."""
+    found = _apart(mark for marks in by_thread for mark in marks)
+    if len(by_thread) > 1 and any(after[0] < before[1] - _ROUNDING for before, after in pairwise(found)):
+        most: _Marks = max(by_thread, key=len)
+        return _apart(most)
+    return found
+
+
+def _apart(marks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The marks in order, without those inside of another one."""
     found: list[tuple[int, int]] = []
-    for start, end in sorted(zip(starts, ends, strict=True)):
-        if not found or start >= found[-1][1]:
+    for start, end in sorted(marks, key=lambda mark: (mark[0], -mark[1])):
+        if not found or end > found[-1][1]:
             found.append((start, end))
     return found
