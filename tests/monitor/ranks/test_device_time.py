@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from flopwatch import TrainingMonitor
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.device_time import _NOT_SEEN
 from flopwatch.monitor.ranks.job_values import StragglerHistory, job_values, straggler_values
@@ -268,8 +269,9 @@ def test_where_ranks_wait_is_known_of_ddp_alone(group):
         (lambda group: sharded(), "sharded"),
         (lambda group: nn.Sequential(nn.SyncBatchNorm(8)), "SyncBatchNorm"),
         (lambda group: nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=group), "2 of 4 ranks"),
+        (lambda group: nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(8, 8))), "another module calls"),
     ],
-    ids=["FSDP2", "SyncBatchNorm", "some of the ranks"],
+    ids=["FSDP2", "SyncBatchNorm", "some of the ranks", "a module around DDP"],
 )
 def test_where_ranks_wait_elsewhere_too_the_reason_is_kept(group, make, why):
     waits = KnownWaits(4)
@@ -290,6 +292,13 @@ def test_compiled_code_inside_of_ddp_is_known_unless_buffers_are_broadcast(group
     assert waits.of(nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), is_region=True) == (True, None)
     assert waits.of(nn.parallel.DistributedDataParallel(nn.BatchNorm1d(8)), is_region=True) is None
     assert "forward_sync_buffers=False" in waits.why_unknown
+
+
+def test_nothing_is_looked_for_on_a_cpu_or_on_one_rank(tmp_path):
+    model = nn.Linear(8, 8)
+    with TrainingMonitor(tmp_path, model=model, sinks=[]) as monitor, monitor.step(torch.ones(4, 8)):
+        assert monitor._run._passes.waits is None
+    assert Rank(0, 1, 0, lambda *_: None).use_device_time() is None
 
 
 def test_the_reason_is_told_once_on_the_logging_rank():

@@ -162,7 +162,7 @@ def _document(splits: Sequence[TraceSplit]) -> Document:
         steps, average = plural(split.steps, "step"), step_time(split.seconds / split.steps)
         spent = [(use.name, getattr(split, field)) for field, use in OF_TRACES.items()]
         rows = [
-            (name, step_time(seconds / split.steps), percent(seconds / split.seconds if split.seconds else 0.0))
+            (name, step_time(seconds / split.steps), percent(seconds / split.seconds))
             for name, seconds in spent
             if seconds
         ]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 NOT_REPLICATED = "no forward pass of a DistributedDataParallel module was seen in a step"
 _SHARDED = "the model is sharded (FSDP, tensor parallel), so its layers wait for those of other ranks"
 _SYNC_BATCH_NORM = "SyncBatchNorm waits for other ranks inside of the passes"
+_WRAPPED = "another module calls the DistributedDataParallel module, so it is not seen when its forward pass begins"
 _COMPILED = (
     "DistributedDataParallel broadcasts the buffers of compiled code, and when that ends is not seen; it does not "
     "broadcast them with forward_sync_buffers=False (broadcast_buffers=False in earlier releases of torch)"
@@ -78,7 +79,7 @@ def _waits_of(module: nn.Module, world_size: int) -> PassWaits | str:
     if any(isinstance(part, nn.SyncBatchNorm) for part in parts):
         return _SYNC_BATCH_NORM
     if not isinstance(module, DistributedDataParallel):
-        return PassWaits()
+        return _WRAPPED if any(isinstance(part, DistributedDataParallel) for part in parts) else PassWaits()
     ranks = module.process_group.size()
     if ranks != world_size:
         return f"the model is replicated over {ranks} of {world_size} ranks, and the others work on other parts of it"
