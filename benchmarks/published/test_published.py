@@ -92,7 +92,7 @@ def test_figures_in_brackets_are_compared_too(found):
         ("Llama 3 8B", 8192, "causal"),  # megatron, maxtext
         ("Llama 3 8B", 8192, "full"),  # torchtitan
         ("Qwen2.5 7B", 4096, "causal"),  # Automodel's factor for LoRA
-        ("Mixtral 8x7B", 4096, "causal"),  # experts
+        ("Qwen3 30B", 4096, "causal"),  # experts
         ("GPT-OSS 20B, heads of 45", 4096, "causal"),  # sinks, windows, experts
     ],
 )

@@ -42,6 +42,9 @@ OTHER_THAN_DEFAULT = {
     "sink_options": {"tensorboard": {"log_dir": "events"}},
     "log_what_ran": False,
     "strict": True,
+    "counters": False,
+    "hardware_counters_enabled": False,
+    "fallback_to_profiler": False,
 }
 STEPS, SAMPLES, POSITIONS, WIDTH = 6, 2, 8, 4
 SCRIPT = f"""

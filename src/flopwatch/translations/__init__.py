@@ -114,7 +114,7 @@ class _Sentence:
         values = dict(zip(self._order, found, strict=True)) | dict.fromkeys(self._alone, "")
         return values if all(_GRAMMAR.fullmatch(values[number]) for number in self._left_out) else None
 
-    def _allowed(self) -> "re.Pattern[str] | None":
+    def _allowed(self) -> re.Pattern[str] | None:
         """In a short sentence, a hole is a word or an amount; in `{0} trials`, a number; in `next: {0}`, all."""
         first, *others = self._literals
         if _LABEL.fullmatch(first) and others == [""]:
@@ -131,7 +131,7 @@ def _named(value: str) -> _Translation:
 
 
 def _divided(
-    text: str, literals: Sequence[str], allowed: "re.Pattern[str] | None", *, from_end: bool = False
+    text: str, literals: Sequence[str], allowed: re.Pattern[str] | None, *, from_end: bool = False
 ) -> list[str] | None:
     """What stands between the literals: each value is the shortest that is allowed, from the left or from the end.
 
