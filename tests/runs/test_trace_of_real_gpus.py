@@ -93,7 +93,7 @@ def test_the_user_can_name_the_annotation_that_is_a_step():
     truth = trace.between([outer])
     assert (split.steps, split.marked_by) == (1, "[param|pytorch.model.alex_net|N|N|N|measure|forward]")
     assert split.seconds == pytest.approx(truth.length / 1e9, rel=1e-9)
-    with pytest.raises(InputError, match="has no annotation with 'nothing' in its name. Its annotations are"):
+    with pytest.raises(InputError, match=r"has no annotation with 'nothing' in its name. Its annotations are"):
         read_trace(excerpt("hta_alexnet"), "nothing")
 
 
