@@ -3,14 +3,16 @@
 The share of cycles in which the tensor cores are busy, times the clock, follows the utilisation that is computed from
 FLOPs: within 2 points after a correction for tiles, with r = 0.78 over 608 production trainings, in which it found two
 wrong FLOP formulas (arXiv 2605.20799). flopwatch does not correct for tiles, so the cores may be busy with their
-padding, up to 15 % in trainings whose sizes are no multiples of a tile; `TOLERANCE` leaves room for this and for noise.
+padding, up to 15 % in trainings whose sizes are no multiples of a tile; `_TOLERANCE` leaves room for this and noise.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-TOLERANCE = 0.25
+from flopwatch.hardware.counters.sampler import LONGEST_INTERVAL_SECONDS
+
+_TOLERANCE = 0.25
 """Counted FLOP/s and those by counters agree up to this factor, either way."""
 LEAST_POINTS = 3.0
 """They also agree if they differ by fewer points of the peak: the 2 points of the paper, and noise."""
@@ -18,7 +20,6 @@ CONFIRMED_BY = 3
 """An alarm needs so many spans in a row with the same verdict."""
 _SPAN_SECONDS, _SPAN_READINGS = 5.0, 10
 """A span is as many windows as it takes to have these: shorter ones say little, because both ends are uncertain."""
-_LONGEST_INTERVAL_SECONDS = 1.0
 _COVERED = 0.9
 """Windows whose steps take less than this share of the counters' time are left out: other work is in the rest."""
 _LOW_CLOCK, _OFTEN_THROTTLED = 0.9, 0.5
@@ -65,7 +66,7 @@ class Compared:
     def is_comparable(self) -> bool:
         """Whether the counters saw the steps and little else; readings come up to an interval after the steps' ends."""
         interval = self.seconds / max(self.readings, 1)
-        allowed = max((1 - _COVERED) * self.seconds, min(interval, _LONGEST_INTERVAL_SECONDS))
+        allowed = max((1 - _COVERED) * self.seconds, min(interval, LONGEST_INTERVAL_SECONDS))
         return self.seconds > 0 and abs(self.steps_seconds - self.seconds) <= allowed
 
 
@@ -82,6 +83,11 @@ class Disagreement:
     kind: Kind
     compared: Compared
     likely_type: str | None = None
+
+
+def is_near(ratio: float) -> bool:
+    """Whether FLOP/s by counters and counted ones agree, given their ratio."""
+    return 1 / (1 + _TOLERANCE) <= ratio <= 1 + _TOLERANCE
 
 
 def judge(compared: Compared) -> Disagreement | None:
@@ -102,7 +108,7 @@ def judge(compared: Compared) -> Disagreement | None:
         return None
     ratio = compared.counter_flops_per_s / compared.counted_flops_per_s
     is_close = 100 * abs(difference) / compared.peak_flops_per_s < LEAST_POINTS
-    if is_close or 1 / (1 + TOLERANCE) <= ratio <= 1 + TOLERANCE:
+    if is_close or is_near(ratio):
         return Disagreement("throttled", compared) if _is_held_down(compared) else None
     likely = _type_with_ratio(compared, ratio)
     if ratio < 1:
@@ -124,9 +130,8 @@ def _type_with_ratio(compared: Compared, ratio: float) -> str | None:
     explains = {
         name: abs(ratio * peak / compared.peak_flops_per_s / _TILES**0.5 - 1)
         for name, peak in compared.peaks.items()
-        if 1 / (1 + TOLERANCE) <= ratio * peak / compared.peak_flops_per_s <= 1 + TOLERANCE
+        if name != compared.dtype and is_near(ratio * peak / compared.peak_flops_per_s)
     }
-    explains.pop(compared.dtype, None)
     return min(explains, key=lambda name: explains[name], default=None)
 
 
@@ -166,21 +171,17 @@ def _joined(span: Sequence[Compared]) -> Compared:
         name: sum(each.seconds * dict(each.throttled).get(name, 0.0) for each in span) / seconds for name in reasons
     }
     memory = [each.other_memory_bytes for each in span if each.other_memory_bytes is not None]
-    return Compared(
-        seconds,
-        sum(each.steps_seconds for each in span),
-        sum(each.readings for each in span),
-        last.dtype,
-        last.peak_flops_per_s,
-        _mean(span, "counted_flops_per_s") or 0.0,
-        _mean(span, "counter_flops_per_s"),
-        _mean(span, "tensor_active"),
-        _mean(span, "clock_share"),
-        tuple(sorted(shares.items(), key=lambda share: -share[1])),
-        min(memory, default=None),  # what was there all the time
-        last.peaks,
-        last.uses_tensor_cores,
-        last.is_type_seen,
+    return replace(
+        last,
+        seconds=seconds,
+        steps_seconds=sum(each.steps_seconds for each in span),
+        readings=sum(each.readings for each in span),
+        counted_flops_per_s=_mean(span, "counted_flops_per_s") or 0.0,
+        counter_flops_per_s=_mean(span, "counter_flops_per_s"),
+        tensor_active=_mean(span, "tensor_active"),
+        clock_share=_mean(span, "clock_share"),
+        throttled=tuple(sorted(shares.items(), key=lambda share: -share[1])),
+        other_memory_bytes=min(memory, default=None),  # what was there all the time
     )
 
 

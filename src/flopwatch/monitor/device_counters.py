@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -55,10 +56,8 @@ class DeviceCounters:
             return
         self.close()
         self._device, self._peak_clock_mhz = device, None
-        try:
+        with suppress(InputError):  # torch does not say what device it is
             self._peak_clock_mhz = peak_clock_mhz(read_device(device))
-        except InputError:  # torch does not say what device it is
-            self._peak_clock_mhz = None
         self._sampler = CounterSampler(identify(device), lambda code, message: self._told.append((code, message)))
 
     def take(self) -> tuple[CounterWindow, ...]:

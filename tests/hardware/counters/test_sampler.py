@@ -9,7 +9,7 @@ import time
 import pytest
 
 from flopwatch.hardware.counters.protocol import DeviceIdentity
-from flopwatch.hardware.counters.sampler import CounterSampler, EnergyMeter
+from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.testing import FakeClock, FakeCounters
 
 DEVICE = DeviceIdentity("cuda", "Fake GPU", uuid="1234")
@@ -248,21 +248,3 @@ def test_the_process_ends_and_a_forked_child_does_not_sample(hangs, then):
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_energy_of_a_block_is_between_two_readings():
-    clock = FakeClock()
-    counters = FakeCounters("fake", [{"energy_joules": 100.0}, {"energy_joules": 700.0}], clock=clock)
-    meter = EnergyMeter(counters)
-    meter.start()
-    clock.advance(2.0)
-    meter.stop()
-    assert (meter.joules, meter.seconds) == (600.0, 2.0)
-
-
-@pytest.mark.parametrize("fails_after", [0, 1])
-def test_a_meter_whose_source_fails_knows_no_energy(fails_after):
-    meter = EnergyMeter(FakeCounters(raises=RuntimeError("lost"), fails_after=fails_after))
-    meter.start()
-    meter.stop()
-    assert meter.joules is None

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from flopwatch.hardware.counters.chain import OpenedCounters
 from flopwatch.records.settings import TrialSpec
@@ -12,7 +13,7 @@ from flopwatch.sweep.progress import Heartbeat
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import energy
 from flopwatch.sweep.worker.measure import measure_trial
-from flopwatch.testing import FakeCounters
+from flopwatch.testing import FakeClock, FakeCounters
 
 WATTS = 40.0
 
@@ -70,13 +71,38 @@ def test_energy_that_is_not_known_is_absent(source, steps, tmp_path, monkeypatch
     assert not found.not_measured
 
 
+def metered(source, monkeypatch):
+    monkeypatch.setattr(energy, "open_counters", lambda device: OpenedCounters(source, {}))
+    monkeypatch.setattr(energy, "usable_cores", lambda: range(energy.os.cpu_count()))
+    return energy.StepEnergy(torch.device("cpu"), is_alone=True)
+
+
+def test_the_energy_of_steps_is_between_two_readings(monkeypatch):
+    clock = FakeClock()
+    source = FakeCounters("fake", [{"energy_joules": 100.0}, {"energy_joules": 700.0}], clock=clock)
+    meter = metered(source, monkeypatch)
+    meter.start()
+    clock.advance(2.0)
+    assert meter.joules_per_step(4) == 150.0
+
+
+@pytest.mark.parametrize("fails_after", [0, 1])
+def test_the_energy_is_unknown_if_a_reading_fails(fails_after, monkeypatch):
+    clock = FakeClock()
+    readings = [{"energy_joules": 100.0}, {"energy_joules": 700.0}]
+    source = FakeCounters("fake", readings, clock=clock, raises=RuntimeError("lost"), fails_after=fails_after)
+    meter = metered(source, monkeypatch)
+    meter.start()
+    clock.advance(2.0)
+    assert meter.joules_per_step(4) is None
+    assert source.closed == 1
+
+
 def test_a_cpu_that_a_trial_shares_with_others_is_not_metered(monkeypatch):
     source = Meter("rapl")
     monkeypatch.setattr(energy, "open_counters", lambda device: OpenedCounters(source, {}))
     monkeypatch.setattr(energy, "usable_cores", lambda: range(1))
     monkeypatch.setattr(energy.os, "cpu_count", lambda: 2)
-    import torch
-
     meter = energy.StepEnergy(torch.device("cpu"), is_alone=True)
     meter.start()
     assert meter.joules_per_step(1) is None

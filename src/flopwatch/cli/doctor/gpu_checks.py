@@ -8,7 +8,7 @@ from flopwatch.cli.doctor.accelerator import Accelerator
 from flopwatch.cli.doctor.findings import Checked, CheckResult, NotPossibleError, run_check
 from flopwatch.clock import Clock, monotonic_seconds
 
-MOST_SECONDS = 300.0
+_MOST_SECONDS = 300.0
 Check = Callable[[Accelerator], Checked]
 
 CHECKS: Mapping[str, Check] = {
@@ -33,15 +33,14 @@ def run_all(
     tell: Callable[[str], object] = lambda name: None,
     checks: Mapping[str, Check] = CHECKS,
     clock: Clock = monotonic_seconds,
-    most_seconds: float = MOST_SECONDS,
 ) -> Iterator[CheckResult]:
     """Run one check after the other; `tell` gets the name of each before it. If no time is left, it is not possible."""
     began = clock()
     for name, check in checks.items():
         tell(name)
-        has_time = clock() - began < most_seconds
+        has_time = clock() - began < _MOST_SECONDS
         yield run_check(name, partial(check if has_time else _no_time_is_left, accelerator), clock)
 
 
 def _no_time_is_left(accelerator: Accelerator) -> Checked:
-    raise NotPossibleError(f"the checks before it took {MOST_SECONDS / 60:.0f} minutes")
+    raise NotPossibleError(f"the checks before it took {_MOST_SECONDS / 60:.0f} minutes")

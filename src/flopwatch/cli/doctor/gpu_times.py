@@ -23,6 +23,8 @@ from flopwatch.hardware.counters.protocol import CounterSource
 from flopwatch.hardware.measure import matmul_flops
 from flopwatch.hardware.peak_clock import peak_clock_mhz
 from flopwatch.hardware.peaks import Unknown, find_accelerator
+from flopwatch.monitor.counter_alarm import is_near
+from flopwatch.monitor.counter_values import flops_by_counters
 from flopwatch.numbers import byte_size, flop_rate, percent, step_time
 from flopwatch.records.counters import CounterReading, CounterWindow, window_of
 from flopwatch.runs.traces import read_trace
@@ -33,11 +35,6 @@ _NEAR = 0.05
 _ABOVE_PEAK = 1.05
 _ALLOCATED_BYTES = 256 << 20
 _COUNTER_SPANS, _SPAN_SECONDS = 8, 0.3
-_COUNTER_TOLERANCE = 0.25
-"""The same as that of the monitor's alarm (`monitor/counter_alarm.py`)."""
-TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_FIRST_WITH_BF16 = (8, 0)
-MEASURED_TYPES = ("bf16", "fp16", "tf32", "fp32")
 
 
 def product(accelerator: Accelerator) -> Checked:
@@ -137,7 +134,7 @@ def measured_peak(dtype: str, accelerator: Accelerator) -> Checked:
 
 
 PEAKS: dict[str, Callable[[Accelerator], Checked]] = {
-    f"peak in {dtype}": partial(measured_peak, dtype) for dtype in MEASURED_TYPES
+    f"peak in {dtype}": partial(measured_peak, dtype) for dtype in ("bf16", "fp16", "tf32", "fp32")
 }
 
 
@@ -152,23 +149,20 @@ def counters(accelerator: Accelerator) -> Checked:
     finally:
         opened.source.close()
     figures = {**asdict(window), "matmul_flops_per_s": flops_per_s, "not_used": dict(opened.reasons)}
-    dtype = matrix_type(accelerator)
-    peak, clock = peak_flops(accelerator.facts, dtype), peak_clock_mhz(accelerator.facts)
+    peak, clock = peak_flops(accelerator.facts, matrix_type(accelerator)), peak_clock_mhz(accelerator.facts)
     if window.tensor_active is None or window.sm_clock_mhz is None:
-        said = f"{window.source} does not report tensor activity and clock"
-        return Checked("not possible", said, figures)
-    if peak is None or clock is None:
+        return Checked("not possible", f"{window.source} does not report tensor activity and clock", figures)
+    by_counters = flops_by_counters(window, None if peak is None else peak.flops_per_s, clock)
+    if by_counters is None:
         return Checked("not possible", "the FLOP per clock of this device are not known", figures)
-    by_counters = window.tensor_active * peak.flops_per_s * window.sm_clock_mhz / clock
     ratio = by_counters / flops_per_s
     said = f"{flop_rate(by_counters)} by {window.source}, {flop_rate(flops_per_s)} by count"
-    is_near = 1 / (1 + _COUNTER_TOLERANCE) <= ratio <= 1 + _COUNTER_TOLERANCE
-    return passed_if(is_near, said, **figures, counter_flops_per_s=by_counters, ratio=ratio)
+    return passed_if(is_near(ratio), said, **figures, counter_flops_per_s=by_counters, ratio=ratio)
 
 
 def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[CounterWindow, float]:
     """Run matmuls, and read the counters between them: the window of the readings, and FLOP/s."""
-    run, side = accelerator.time_matmul(TORCH_TYPES[matrix_type(accelerator)]), _side(accelerator)
+    run, side = accelerator.time_matmul(matrix_type(accelerator)), _side(accelerator)
     shape = (side, side, side)
     calls = math.ceil(_SPAN_SECONDS / min(run(shape, 1) for _ in range(3)))
     before = source.sample()
@@ -183,15 +177,14 @@ def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[C
     return window, _COUNTER_SPANS * calls * matmul_flops(shape) / seconds
 
 
-def matrix_type(accelerator: Accelerator) -> str:
-    """Older NVIDIA devices have tensor cores for fp16 only."""
-    capability = accelerator.facts.compute_capability
-    return "fp16" if capability is not None and capability < _FIRST_WITH_BF16 else "bf16"
+def matrix_type(accelerator: Accelerator) -> torch.dtype:
+    """NVIDIA devices before compute capability 8.0 have tensor cores for fp16 only."""
+    return torch.float16 if (accelerator.facts.compute_capability or (8, 0)) < (8, 0) else torch.bfloat16
 
 
 def _side(accelerator: Accelerator) -> int:
     """The side of square matrices whose product takes a millisecond, so that launching it does not matter."""
-    run, side = accelerator.time_matmul(TORCH_TYPES[matrix_type(accelerator)]), 512
+    run, side = accelerator.time_matmul(matrix_type(accelerator)), 512
     while side < _LARGEST_SIDE and min(run((side, side, side), 1) for _ in range(3)) < _CALL_SECONDS:
         side *= 2
     return side
@@ -199,7 +192,7 @@ def _side(accelerator: Accelerator) -> int:
 
 def steady_work(accelerator: Accelerator) -> Callable[[], None]:
     """A function that queues matmuls for some 40 ms, and does not wait for them."""
-    side, dtype = _side(accelerator), TORCH_TYPES[matrix_type(accelerator)]
+    side, dtype = _side(accelerator), matrix_type(accelerator)
     one = min(accelerator.time_matmul(dtype)((side, side, side), 1) for _ in range(3))
     left = torch.randn(side, side, device=accelerator.device, dtype=dtype)
     right, into = torch.randn_like(left), torch.empty_like(left)

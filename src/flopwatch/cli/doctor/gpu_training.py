@@ -5,7 +5,6 @@ Not yet run on an accelerator; the tests drive them with a fake one.
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwatch.cli.doctor import checks
 from flopwatch.cli.doctor.accelerator import Accelerator
 from flopwatch.cli.doctor.findings import Checked, NotPossibleError, passed_if
-from flopwatch.cli.doctor.gpu_times import TORCH_TYPES, matrix_type
+from flopwatch.cli.doctor.gpu_times import matrix_type
 from flopwatch.clock import monotonic_seconds
 from flopwatch.models.load import load_model
 from flopwatch.models.presets import PRESETS
@@ -61,7 +60,7 @@ def flops_of_a_transformer(accelerator: Accelerator) -> Checked:
 
 
 def _transformer_step(accelerator: Accelerator) -> tuple[Step, torch.nn.Module]:
-    device, load, dtype = accelerator.device, accelerator.load, TORCH_TYPES[matrix_type(accelerator)]
+    device, load, dtype = accelerator.device, accelerator.load, matrix_type(accelerator)
     model = load_model(load.preset, device="cpu").to(device)
 
     def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -214,11 +213,11 @@ def _train_as_rank(rank: int, kind: str, backend: str, folder: str) -> None:
 def _reduced_bytes_per_s(device: torch.device, times: int = 5) -> float:
     content = torch.ones(_REDUCED_BYTES, dtype=torch.uint8, device=device)
     torch.distributed.all_reduce(content)
-    began = time.perf_counter()
+    began = monotonic_seconds()
     for _ in range(times):
         torch.distributed.all_reduce(content)
     float(content[0])  # waits for the device
-    return times * _REDUCED_BYTES / (time.perf_counter() - began)
+    return times * _REDUCED_BYTES / (monotonic_seconds() - began)
 
 
 def _monitored(model: torch.nn.Module, step: Step, steps: int, folder: str | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.clock import monotonic_seconds
 from flopwatch.guard import caught
 from flopwatch.hardware.counters.amd import AmdProbe
 from flopwatch.hardware.counters.cpu import PerfProbe, RaplProbe
@@ -73,16 +73,13 @@ class JoinedProbe:
 class _Joined:
     """Two sources read as one, each at its own interval; of what both know, the second one's value is taken."""
 
-    def __init__(
-        self, name: str, first: CounterSource, second: CounterSource, clock: Clock = monotonic_seconds
-    ) -> None:
+    def __init__(self, name: str, first: CounterSource, second: CounterSource) -> None:
         self.name = name
         self.interval_seconds = min(first.interval_seconds, second.interval_seconds)
-        self._clock = clock
         self._read_at = dict.fromkeys((first, second), -math.inf)
 
     def sample(self) -> CounterReading:
-        now = self._clock()
+        now = monotonic_seconds()
         values: dict[str, Any] = {}
         for source, read_at in self._read_at.items():
             if now - read_at >= source.interval_seconds:

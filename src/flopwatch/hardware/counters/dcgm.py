@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.hardware.counters.nvml import throttle_reasons
-from flopwatch.hardware.counters.nvml_device import find_device, gpu_uuid, open_nvml
+from flopwatch.hardware.counters.nvml_device import find_device, open_nvml
 from flopwatch.hardware.counters.protocol import CounterSource, CountersUnavailableError, DeviceIdentity
 from flopwatch.records.counters import CounterReading
 
@@ -148,7 +148,7 @@ def _wanted(device: DeviceIdentity) -> _Wanted:
         nvml = open_nvml()
         try:
             found = find_device(nvml, device)
-            return _Wanted(gpu_uuid(nvml, found), None, str(found.gpu_instance))
+            return _Wanted(str(nvml.nvmlDeviceGetUUID(found.gpu)), None, str(found.gpu_instance))
         finally:
             nvml.nvmlShutdown()
     if device.uuid is None and device.pci_bus_id is None:

@@ -67,11 +67,6 @@ def find_device(nvml: Any, device: DeviceIdentity) -> NvmlDevice:
     return _instance(nvml, handle)
 
 
-def gpu_uuid(nvml: Any, found: NvmlDevice) -> str:
-    """UUID of the GPU, as NVML and DCGM write it."""
-    return str(nvml.nvmlDeviceGetUUID(found.gpu))
-
-
 def _by_uuid(nvml: Any, device: DeviceIdentity) -> Any:
     """The handle of the first UUID that NVML knows.
 

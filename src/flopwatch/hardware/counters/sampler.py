@@ -190,34 +190,3 @@ def _listed(reasons: Mapping[str, str]) -> str:
     for name, reason in tuple(reasons.items()):
         names.setdefault(reason, []).append(name)
     return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items()) or "No source knows this device"
-
-
-class EnergyMeter:
-    """The energy that a device uses between `start` and `stop`, by two readings of one source; never raises.
-
-    Attributes:
-        joules: Energy between the two readings; None if the source does not know it.
-        seconds: Time between the two readings.
-    """
-
-    def __init__(self, source: CounterSource) -> None:
-        self.joules: float | None = None
-        self.seconds: float | None = None
-        self._source = source
-        self._first: CounterReading | None = None
-
-    def start(self) -> None:
-        """Take the first reading."""
-        self._first = self._sample()
-
-    def stop(self) -> None:
-        """Take the second reading, and set `joules` and `seconds`."""
-        last = self._sample()
-        if self._first is not None and last is not None:
-            window = window_of([last], self._first)
-            self.joules, self.seconds = (window.energy_joules, window.seconds) if window else (None, None)
-
-    def _sample(self) -> CounterReading | None:
-        with Guard("an energy reading"):
-            return self._source.sample()
-        return None

@@ -10,8 +10,8 @@ import torch
 from flopwatch.guard import Guard
 from flopwatch.hardware.counters.chain import open_counters
 from flopwatch.hardware.counters.protocol import CounterSource, DeviceIdentity
-from flopwatch.hardware.counters.sampler import EnergyMeter
 from flopwatch.hardware.identity import identify
+from flopwatch.records.counters import CounterReading, window_of
 from flopwatch.sweep.host.processes import usable_cores
 
 _LEAST_SECONDS = 0.5
@@ -29,7 +29,7 @@ class StepEnergy:
 
     def __init__(self, device: torch.device, *, is_alone: bool) -> None:
         self._source: CounterSource | None = None
-        self._meter: EnergyMeter | None = None
+        self._first: CounterReading | None = None
         self.place: tuple[str, DeviceIdentity | None] = (socket.gethostname(), None)
         if device.type == "cpu" and not (is_alone and len(usable_cores()) == os.cpu_count()):
             return
@@ -37,21 +37,25 @@ class StepEnergy:
             identity = identify(device)
             self.place = (self.place[0], identity)
             self._source = open_counters(identity).source
-            self._meter = None if self._source is None else EnergyMeter(self._source)
 
     def start(self) -> None:
-        if self._meter is not None:
-            self._meter.start()
+        self._first = self._read()
 
     def joules_per_step(self, steps: int) -> float | None:
         """Energy per step since `start`; None if it is unknown, or if too little time has passed."""
-        if self._meter is None or self._source is None:
+        last = self._read()
+        if self._source is not None:
+            with suppress(Exception):
+                self._source.close()
+        window = None if last is None or self._first is None else window_of([last], self._first)
+        if window is None or not window.energy_joules or not steps or window.seconds < _LEAST_SECONDS:
             return None
-        self._meter.stop()
-        with suppress(Exception):
-            self._source.close()
-        joules, seconds = self._meter.joules, self._meter.seconds
-        return joules / steps if joules and steps and seconds is not None and seconds >= _LEAST_SECONDS else None
+        return window.energy_joules / steps
+
+    def _read(self) -> CounterReading | None:
+        with Guard("an energy reading"):
+            return None if self._source is None else self._source.sample()
+        return None
 
 
 def job_energy(of_processes: Sequence[tuple[Hashable, float | None]]) -> float | None:
