@@ -157,7 +157,7 @@ def test_each_missing_extra_is_named_with_the_command_that_brings_it(flopwatch, 
     status, out, _ = flopwatch("doctor")
     assert status == 0
     for extra in EXTRAS:
-        assert re.search(rf'missing +{extra.name} +pip install "flopwatch\[{extra.name}\]" ', out), extra.name
+        assert re.search(rf'absent +{extra.name} +pip install "flopwatch\[{extra.name}\]" ', out), extra.name
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from flopwatch.text import plural
 
 _MARKS: Mapping[str, doc.Cell] = {
     "there": doc.Cell("ok", "ok"),
-    "missing": doc.Cell("missing", "soft"),
-    "unusable": doc.Cell("no use", "warn"),
+    "missing": doc.Cell("absent", "soft"),
+    "unusable": doc.Cell("unusable", "warn"),
     "broken": doc.Cell("FAIL", "failed"),
     "passed": doc.Cell("ok", "ok"),
     "failed": doc.Cell("FAIL", "failed"),
