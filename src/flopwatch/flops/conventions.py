@@ -7,11 +7,10 @@ them count every position of the batch, and nothing that is run again. Where a m
 not define, there is a reason in place of a figure.
 """
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from flopwatch.errors import InputError
@@ -65,7 +64,7 @@ CONVENTIONS = {
     )
 }
 
-_PRODUCTS = {"addbmm", "addmm", "baddbmm", "bmm", "mm"}
+_OF_TRANSFORMERS = re.compile(r"^(addbmm|addmm|baddbmm|bmm|mm)$|attention|attn|grouped_mm|linear")
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -140,22 +139,12 @@ def parameters_in_no_product(chosen: Convention, model: nn.Module) -> int:
     """How many parameters count 6 FLOPs per token although no product uses them."""
     if chosen.more_parameters == "none":
         return 0
-    tables = {id(table): table for table in _tables(model)} if chosen.more_parameters == "all" else {}
-    vectors = (each for each in model.parameters() if each.dim() < 2)
-    return sum(each.numel() for each in (*vectors, *tables.values()))
-
-
-def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tables of embeddings, without a table that is the weight of the output too and so is in a product."""
-    users: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), []).append(module)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and all(
-            isinstance(each, nn.Embedding) for each in users[id(module.weight)]
-        ):
-            yield module.weight
+    tables: dict[bool, set[int]] = {True: set(), False: set()}
+    for module in model.modules() if chosen.more_parameters == "all" else ():
+        tables[isinstance(module, nn.Embedding)].update(map(id, module.parameters(recurse=False)))
+    # A table that is the weight of the output too is in a product.
+    alone = tables[True] - tables[False]
+    return sum(each.numel() for each in model.parameters() if each.dim() < 2 or id(each) in alone)
 
 
 def _why_not_trained_as_a_whole(model: nn.Module) -> str | None:
@@ -170,7 +159,7 @@ def _why_not_trained_as_a_whole(model: nn.Module) -> str | None:
 def _why_not_defined(chosen: Convention, model: nn.Module, batch: Any, count: FlopCount) -> str | None:
     if count.method not in ("trace", "step") or count.uncounted:
         return "the model's own FLOPs are not known exactly"
-    other = [op for op, flops in count.by_op.items() if flops.total and not _is_of_transformers(op)]
+    other = [op for op, flops in count.by_op.items() if flops.total and not _OF_TRANSFORMERS.search(op)]
     if other:
         return f"the convention defines products of matrices and attention, and the model also runs {', '.join(other)}"
     if read_shape(batch).seq_len is None:
@@ -183,7 +172,3 @@ def _why_not_defined(chosen: Convention, model: nn.Module, batch: Any, count: Fl
     if chosen.attention == "causal" and count.attention != "causal":
         return "the convention counts the unmasked half of attention, and no mask of attention could be read"
     return None
-
-
-def _is_of_transformers(op: str) -> bool:
-    return op in _PRODUCTS or any(word in op for word in ("attention", "attn", "grouped_mm", "linear"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from flopwatch.cli.doctor.findings import CheckResult, Part, Problem
 from flopwatch.cli.doctor.machine import Device
@@ -74,15 +75,11 @@ def _problem(problem: Problem) -> Iterator[doc.Part]:
 
 def checks_grid(checks: Sequence[CheckResult], *, with_seconds: bool = False) -> doc.Grid:
     columns: list[doc.Head | str] = ["", "", "", *(doc.numbers("") if with_seconds else ())]
-    rows: list[tuple[doc.Cell | str, ...]] = [
-        (_MARKS[check.outcome], check.name, doc.Cell(check.said), *([_took(check.seconds)] if with_seconds else []))
-        for check in checks
-    ]
+    rows: list[tuple[doc.Cell | str, ...]] = []
+    for check in checks:
+        took = duration(check.seconds) if check.seconds >= _WORTH_A_TIME else ""
+        rows.append((_MARKS[check.outcome], check.name, doc.Cell(check.said), *([took] if with_seconds else [])))
     return doc.Grid(columns, rows)
-
-
-def _took(seconds: float) -> str:
-    return duration(seconds) if seconds >= _WORTH_A_TIME else ""
 
 
 def _devices(devices: Sequence[Device]) -> Iterator[doc.Part]:
@@ -94,13 +91,8 @@ def _devices(devices: Sequence[Device]) -> Iterator[doc.Part]:
         of_source: dict[tuple[str, str], list[str]] = {}
         for peak in device.peaks:
             of_source.setdefault((peak.kind, peak.source), []).append(f"{peak.dtype} {flop_rate(peak.flops_per_s)}")
-        yield doc.Facts(
-            [
-                pair
-                for (kind, source), peaks in of_source.items()
-                for pair in ((kind, ", ".join(peaks)), ("from", source))
-            ]
-        )
+        facts = (((kind, ", ".join(peaks)), ("from", source)) for (kind, source), peaks in of_source.items())
+        yield doc.Facts([*chain.from_iterable(facts)])
 
 
 def _name(device: Device) -> str:

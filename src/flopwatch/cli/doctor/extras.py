@@ -80,17 +80,17 @@ def is_older(found: str, lowest: str) -> bool:
 
 
 class Imports:
-    """Imports the modules of the installed extras in another process; `of` waits for its answer."""
+    """Imports the modules of the installed extras in another process; `error_of` waits for its answer."""
 
     def __init__(self, extras: tuple[Extra, ...] = EXTRAS, seconds: float = 60.0) -> None:
         self._seconds = seconds
         self._errors: dict[str, str] | None = None
-        modules = [module for extra in extras if _is_complete(extra) for module in extra.modules]
-        self._modules, self._process = modules, None
-        if modules:
+        self._modules = [module for extra in extras if _is_complete(extra) for module in extra.modules]
+        self._process = None
+        if self._modules:
             # The folder of the user may have files or folders that are named like a package, such as `wandb`.
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", _IMPORT, *modules],
+                [sys.executable, "-W", "ignore", "-c", _IMPORT, *self._modules],
                 cwd=tempfile.gettempdir(),
                 env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
                 stdout=subprocess.PIPE,

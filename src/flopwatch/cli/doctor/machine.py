@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,42 +157,29 @@ _COUNTED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    name: str
-    use: str
-    command: str
-    arguments: tuple[str, ...] = ("--version",)
-
-
 _PROGRAMS = (
-    _Program("sbatch", "sweeps on Slurm", "sudo apt install slurm-client"),
-    _Program("sacct", "sweeps on Slurm", "sudo apt install slurm-client"),
-    _Program(
-        "nvidia-smi",
-        "NVIDIA's driver",
-        "sudo ubuntu-drivers install",
-        ("--query-gpu=driver_version", "--format=csv,noheader"),
-    ),
-    _Program("git", "commit of a run", "sudo apt install git"),
+    Part("sbatch", "missing", "", "sudo apt install slurm-client", "sweeps on Slurm"),
+    Part("sacct", "missing", "", "sudo apt install slurm-client", "sweeps on Slurm"),
+    Part("nvidia-smi", "missing", "", "sudo ubuntu-drivers install", "NVIDIA's driver"),
+    Part("git", "missing", "", "sudo apt install git", "commit of a run"),
 )
+_VERSIONS = {"nvidia-smi": ("--query-gpu=driver_version", "--format=csv,noheader")}
 
 
 def programs() -> list[Part]:
-    return [_program(program) for program in _PROGRAMS]
+    return [_program(missing) for missing in _PROGRAMS]
 
 
-def _program(program: _Program) -> Part:
-    path = shutil.which(program.name)
+def _program(missing: Part) -> Part:
+    path = shutil.which(missing.name)
     if path is None:
-        return Part(program.name, "missing", "", program.command, program.use)
+        return missing
+    command, found = [path, *_VERSIONS.get(missing.name, ("--version",))], replace(missing, command="")
     try:
-        done = subprocess.run(
-            [path, *program.arguments], capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Part(program.name, "unusable", f"does not answer: {first_line(error)}", use=program.use)
+        return replace(found, state="unusable", said=f"does not answer: {first_line(error)}")
     said = one_line(done.stdout.strip().partition("\n")[0] or done.stderr.strip().partition("\n")[0], 100)
     if done.returncode:
-        return Part(program.name, "unusable", f"ended with status {done.returncode}: {said}", use=program.use)
-    return Part(program.name, "there", said, use=program.use)
+        return replace(found, state="unusable", said=f"ended with status {done.returncode}: {said}")
+    return replace(found, state="there", said=said)

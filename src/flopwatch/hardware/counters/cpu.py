@@ -12,6 +12,7 @@ from typing import Final
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.hardware.counters.protocol import CounterSource, CountersUnavailableError, DeviceIdentity
+from flopwatch.hardware.cpu import read_cpu
 from flopwatch.records.counters import CounterReading
 
 _POWERCAP = Path("/sys/class/powercap")
@@ -177,23 +178,16 @@ def events_of_cpu(root: Path = Path("/")) -> tuple[PerfEvent, ...]:
         raise CountersUnavailableError(
             "the kernel offers no counters of the processor here, as in most virtual machines and on hybrid processors"
         )
-    facts = _cpu_facts(root)
-    flags = facts.get("flags", "").split()
-    family = int(facts.get("cpu family", "0"))
+    facts = read_cpu(root)
+    flags, identity = facts.flags, dict(facts.identity)
+    vendor, family = identity.get("vendor_id"), int(identity.get("family") or 0)
     # ADX came with Broadwell, as these events did; cores with AVX-VNNI but without AVX-512 count them otherwise.
-    if facts.get("vendor_id") == "GenuineIntel" and "adx" in flags and ("avx_vnni" not in flags or "avx512f" in flags):
+    if vendor == "GenuineIntel" and "adx" in flags and ("avx_vnni" not in flags or "avx512f" in flags):
         return INTEL_EVENTS
-    if facts.get("vendor_id") == "AuthenticAMD" and family >= 0x17 and "clwb" in flags:  # Zen 2 and newer
+    if vendor == "AuthenticAMD" and family >= 0x17 and "clwb" in flags:  # Zen 2 and newer
         return AMD_EVENTS
-    raise CountersUnavailableError(f"it is not known how {facts.get('model name', 'this processor')} counts FLOPs")
-
-
-def _cpu_facts(root: Path) -> dict[str, str]:
-    with suppress(OSError):
-        first = (root / "proc/cpuinfo").read_text().partition("\n\n")[0]
-        pairs = (line.partition(":") for line in first.splitlines())
-        return {key.strip(): value.strip() for key, _, value in pairs}
-    return {}
+    name = "this processor" if facts.name == "cpu" else facts.name
+    raise CountersUnavailableError(f"it is not known how {name} counts FLOPs")
 
 
 def _perf_event_open(event: PerfEvent, thread: int) -> int:
