@@ -36,8 +36,8 @@ _INFOS = {
     "again while nothing else runs, with `flopwatch peak --measure --measure-again`",
     "not_causal": "attention causal was asked for, but the model ran no fused attention. Plain matrix products show no "
     "mask, so all pairs of positions are counted, and the FLOPs are those of attention full",
-    "hybrid_without_counters": "mode hybrid counts FLOPs as mode {mode} does: {why}; `flopwatch doctor` names what "
-    "would bring them",
+    "hybrid_without_counters": "mode hybrid counts FLOPs as mode {mode} does: {why}; `flopwatch doctor` shows what "
+    "is missing",
     "every_step_counted": "count: every slows down every step, so step times, rates and MFU are those of slower steps; "
     "leave it out to see what the training does alone",
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
@@ -47,7 +47,7 @@ _WARNINGS = {
     "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} "
     "FLOP/s ({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
     "peak_flops_per_s=312e12 (--peak-tflops 312) if it is 312 TFLOP/s",
-    "counters_absent": "hardware counters were asked for: {why}; `flopwatch doctor` names what would bring them",
+    "counters_absent": "hardware counters were asked for: {why}; `flopwatch doctor` shows what is missing",
     "counters_not_counted": "the device computes more than is counted: {counters} by its counters ({source}), "
     "{counted} by the FLOPs of the steps. A likely reason is a kernel that flopwatch does not count, such as one of "
     "your own; MFU and HFU are too low then. Tell its FLOPs with flopwatch.register_formula",
