@@ -171,12 +171,8 @@ class FakeCounters:
         self.opened = self.sampled = self.closed = 0
         self.is_hanging = False
         self._readings = [CounterReading(name, 0.0, **values) for values in readings]
-        self._absent = absent
-        self._raises = raises
-        self._fails_after = fails_after
-        self._hangs = hangs
-        self._clock = clock
-        self._released = Event()
+        self._absent, self._raises, self._fails_after, self._hangs = absent, raises, fails_after, hangs
+        self._clock, self._released = clock, Event()
 
     def open(self, device: DeviceIdentity | None = None) -> "FakeCounters":
         self.opened += 1

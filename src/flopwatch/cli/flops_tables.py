@@ -126,12 +126,8 @@ def _about_convention(published: ConventionFlops | None) -> list[doc.Text]:
     if published is None:
         return []
     if published.why_not is not None:
-        return [
-            doc.Text(
-                f"The convention {published.convention} has no FLOPs for this model, because {published.why_not}.",
-                "warn",
-            )
-        ]
+        said = f"The convention {published.convention} has no FLOPs for this model, because {published.why_not}."
+        return [doc.Text(said, "warn")]
     return [doc.Text(f"The convention {published.convention} is stated by {published.source}.", "soft")]
 
 

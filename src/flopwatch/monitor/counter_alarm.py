@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flopwatch.hardware.counters.sampler import LONGEST_INTERVAL_SECONDS
+from flopwatch.monitor.counter_values import weighted_mean
 
 _TOLERANCE = 0.25
 """Counted FLOP/s and those by counters agree up to this factor, either way."""
@@ -176,16 +177,10 @@ def _joined(span: Sequence[Compared]) -> Compared:
         seconds=seconds,
         steps_seconds=sum(each.steps_seconds for each in span),
         readings=sum(each.readings for each in span),
-        counted_flops_per_s=_mean(span, "counted_flops_per_s") or 0.0,
-        counter_flops_per_s=_mean(span, "counter_flops_per_s"),
-        tensor_active=_mean(span, "tensor_active"),
-        clock_share=_mean(span, "clock_share"),
+        counted_flops_per_s=weighted_mean(span, "counted_flops_per_s", "seconds") or 0.0,
+        counter_flops_per_s=weighted_mean(span, "counter_flops_per_s", "seconds"),
+        tensor_active=weighted_mean(span, "tensor_active", "seconds"),
+        clock_share=weighted_mean(span, "clock_share", "seconds"),
         throttled=tuple(sorted(shares.items(), key=lambda share: -share[1])),
         other_memory_bytes=min(memory, default=None),  # what was there all the time
     )
-
-
-def _mean(span: Sequence[Compared], name: str) -> float | None:
-    known = [(getattr(each, name), each.seconds) for each in span if getattr(each, name) is not None]
-    seconds = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / seconds if seconds else None

@@ -32,18 +32,18 @@ def joined(windows: Sequence[CounterWindow]) -> CounterWindow | None:
         ",".join(dict.fromkeys(name for window in windows for name in window.source.split(","))),
         sum(window.readings for window in windows),
         sum(window.seconds for window in windows),
-        **{name: _mean(windows, name) for name in MEANS},
+        **{name: weighted_mean(windows, name, "readings") for name in MEANS},
         energy_joules=None if None in energy else sum(filter(None, energy)),
         throttled=_throttled(windows),
         other_memory_bytes=max(memory, default=None),
     )
 
 
-def _mean(windows: Sequence[CounterWindow], name: str) -> float | None:
-    known = [(getattr(window, name), window.readings) for window in windows if getattr(window, name) is not None]
-    return (
-        sum(value * readings for value, readings in known) / sum(readings for _, readings in known) if known else None
-    )
+def weighted_mean(items: Sequence[object], name: str, weight: str) -> float | None:
+    """The mean of a field over the items that know it, each with its weight; None if none knows it."""
+    known = [(getattr(each, name), getattr(each, weight)) for each in items if getattr(each, name) is not None]
+    whole = sum(each for _, each in known)
+    return sum(value * each for value, each in known) / whole if whole else None
 
 
 def _throttled(windows: Sequence[CounterWindow]) -> tuple[tuple[str, float], ...] | None:

@@ -31,15 +31,11 @@ _ABSENT = "mode hybrid was asked for, and there are no hardware counters"
 class DeviceCounters:
     """Reads the counters of this rank's device, if the configuration asks for them. Its methods never wait.
 
-    Attributes:
-        mode: How FLOPs are counted: the mode of the configuration, or what `hybrid` has become without counters.
-        note: Why `mode` is not that of the configuration; None if it is.
+    `on_mode` gets the mode that `hybrid` becomes without counters, and why.
     """
 
     def __init__(self, config: MonitorConfig, notify: Notify, on_mode: Callable[[ModeName, str], None]) -> None:
         self._config, self._notify, self._on_mode = config, notify, on_mode
-        self.mode: ModeName = config.mode
-        self.note: str | None = None
         is_hybrid = config.mode == "hybrid"
         self._is_wanted = is_hybrid and config.hardware_counters_enabled if config.counters is None else config.counters
         if is_hybrid and not self._is_wanted:
@@ -79,15 +75,14 @@ class DeviceCounters:
         if code != "counters_absent":
             self._notify("info", code, message)
         elif self._config.mode == "hybrid":
-            self._become_other(_ABSENT)
-            self._notify(*notices.notice("hybrid_without_counters", why=message, mode=self.mode))
+            self._notify(*notices.notice("hybrid_without_counters", why=message, mode=self._become_other(_ABSENT)))
         else:
             self._notify(*notices.notice("counters_absent", why=message))
 
-    def _become_other(self, why: str) -> None:
-        self.mode = "profiler" if self._config.fallback_to_profiler else "smart"
-        self.note = f"{why}, so FLOPs are counted as in mode {self.mode}"
-        self._on_mode(self.mode, self.note)
+    def _become_other(self, why: str) -> ModeName:
+        mode: ModeName = "profiler" if self._config.fallback_to_profiler else "smart"
+        self._on_mode(mode, f"{why}, so FLOPs are counted as in mode {mode}")
+        return mode
 
     def with_values(self, window: Window, costs: StepCosts, peak_flops_per_s: float | None) -> Window:
         """The window with the metrics of its counters; the peak is that of the types in use, on one device."""

@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,12 +44,13 @@ class Device:
 
 def versions(root: Path = ROOT, torch_module: Any = torch) -> dict[str, str]:
     """The versions of what flopwatch runs on; unknown ones are left out."""
+    cudnn = torch_module.backends.cudnn.version() if torch_module.version.cuda else None
     found = {
         "flopwatch": __version__,
         "Python": platform.python_version(),
         "torch": str(torch_module.__version__),
         "built for": built_for(torch_module),
-        "cuDNN": _cudnn(torch_module),
+        "cuDNN": "" if cudnn is None else f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}",
         "driver": _driver(root),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
     }
@@ -67,11 +69,6 @@ def built_for(torch_module: Any = torch) -> str:
     if build.cuda:
         return f"CUDA {build.cuda}"
     return "Intel GPUs" if getattr(build, "xpu", None) else "Apple GPUs" if sys.platform == "darwin" else "CPUs only"
-
-
-def _cudnn(torch_module: Any) -> str:
-    number = torch_module.backends.cudnn.version() if torch_module.version.cuda else None
-    return "" if number is None else f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
 
 
 def _driver(root: Path) -> str:
@@ -108,9 +105,7 @@ def shared_memory_bytes(root: Path = ROOT) -> int | None:
 
 def devices(torch_module: Any = torch) -> list[Device]:
     """The accelerators that torch finds, equal ones together, and the CPU."""
-    found: dict[DeviceFacts, int] = {}
-    for facts in [*accelerators(torch_module), read_device("cpu")]:
-        found[facts] = found.get(facts, 0) + 1
+    found = Counter([*accelerators(torch_module), read_device("cpu")])
     return [_device(facts, count) for facts, count in found.items()]
 
 

@@ -21,6 +21,8 @@ _LEAST_SHARED_BYTES = 256 << 20
 # The wheels of PyPI are those for CUDA; those for CPUs only and for ROCm have an index of their own.
 _CUDA_WHEELS = "pip install --force-reinstall torch --index-url https://pypi.org/simple"
 _ROCM_WHEELS = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm6.4"
+_VENDORS = (("NVIDIA", "CUDA", "dev/nvidiactl", _CUDA_WHEELS), ("AMD", "ROCm", "dev/kfd", _ROCM_WHEELS))
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ALLOW_PROFILING = (
     "echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/profiling.conf "
     "&& sudo reboot"
@@ -64,14 +66,11 @@ def _of_accelerators(around: Around) -> Iterator[Problem]:
     if around.torch_module.accelerator.is_available():
         return
     build = built_for(around.torch_module)
-    for vendor, sign, wheels in (
-        ("NVIDIA", "dev/nvidiactl", _CUDA_WHEELS),
-        ("AMD", "dev/kfd", _ROCM_WHEELS),
-    ):
+    for vendor, platform, sign, wheels in _VENDORS:
         if not around.has(sign):
             continue
         hidden = [name for name in _HIDING if around.setting(name) in ("", "-1")]
-        if not build.startswith({"NVIDIA": "CUDA", "AMD": "ROCm"}[vendor]):
+        if not build.startswith(platform):
             yield Problem(f"there is an {vendor} GPU, but this torch is built for {build}, so it cannot use it", wheels)
         elif hidden:
             yield Problem(f"the variable {hidden[0]} hides all GPUs from torch", f"unset {hidden[0]}")
@@ -81,9 +80,6 @@ def _of_accelerators(around: Around) -> Iterator[Problem]:
         else:
             what = f"there is an {vendor} GPU, but torch, built for {build}, finds none: the driver may be too old"
             yield Problem(what, 'python -c "import torch; torch.zeros(1).cuda()"')
-
-
-_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def _of_nvidia(around: Around) -> Iterator[Problem]:

@@ -96,7 +96,7 @@ class StepCounter:
         is_frequent = self.mode in ("profiler", "hybrid")
         return self._config.flops_profile_freq if is_frequent else self._config.recalibration_frequency
 
-    def become(self, mode: ModeName, why: str | None) -> None:
+    def become(self, mode: ModeName, why: str) -> None:
         """Count as in another mode from now on, because `hybrid` has no hardware counters."""
         self.mode, self.mode_note = mode, why
         if mode == "smart":
@@ -156,9 +156,9 @@ class StepCounter:
         found = self.evidence.provenance(self.mode, attention)
         if found is None and self._estimates.is_used:
             found = Provenance(0, self.mode, "estimate", False, attention, notes=self._estimates.notes)
-        return (
-            found if found is None or self.mode_note is None else replace(found, notes=(*found.notes, self.mode_note))
-        )
+        if found is None or self.mode_note is None:
+            return found
+        return replace(found, notes=(*found.notes, self.mode_note))
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 

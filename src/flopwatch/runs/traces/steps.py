@@ -57,7 +57,8 @@ class StepMarks:
 
     def chosen(self) -> tuple[str, list[tuple[int, int]]]:
         """The name of the annotation, with N for a number, and start and end of its steps; no steps without one."""
-        for rank, template in sorted(self._found, key=lambda key: (key[0], -self._count(key))):
+        counts = {key: sum(len(starts) for starts, _ in each.values()) for key, each in self._found.items()}
+        for rank, template in sorted(counts, key=lambda key: (key[0], -counts[key])):
             marks = _of_one_training([list(zip(*marks, strict=True)) for marks in self._found[rank, template].values()])
             steps = marks
             if template.startswith(OPTIMIZER):
@@ -69,9 +70,6 @@ class StepMarks:
             if steps:
                 return template, steps
         return "", []
-
-    def _count(self, key: tuple[int, str]) -> int:
-        return sum(len(starts) for starts, _ in self._found[key].values())
 
     def processes(self, marked_by: str) -> list[str]:
         """The processes that have written this annotation."""
