@@ -154,9 +154,9 @@ def test_a_wrong_reading_fails_its_check_and_a_true_one_passes(check, wrong):
 
 
 def test_a_count_that_is_off_by_one_fails():
-    assert gpu_training._compared({"x": 100}, "x", 100).outcome == "passed"
-    assert gpu_training._compared({"x": 101}, "x", 100).outcome == "failed"
-    assert gpu_training._compared({}, "x", 100).outcome == "failed"
+    assert gpu_training._compared(100, 100).outcome == "passed"
+    assert gpu_training._compared(101, 100).outcome == "failed"
+    assert gpu_training._compared(None, 100).outcome == "failed"
 
 
 def test_a_monitored_step_that_is_timed_wrongly_fails(monkeypatch):

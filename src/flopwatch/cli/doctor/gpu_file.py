@@ -14,8 +14,6 @@ from flopwatch.cli import write_file
 from flopwatch.cli.doctor.findings import CheckResult
 from flopwatch.present.json_form import strict_json
 
-FORMAT = 1
-KIND = "flopwatch doctor --gpu"
 ISSUES = "https://github.com/flopwatch/flopwatch/issues/new?template=gpu.yml"
 _PATH = re.compile(r"(?:(?<![\w.:/])/|~/|[A-Za-z]:\\)[^\s'\":;,()\]]+[/\\][^\s'\":;,()\]]*")
 _URL = re.compile(r"\b[a-z]+://\S+")
@@ -26,8 +24,8 @@ _SHORTEST_NAME = 2
 def content(versions: Mapping[str, str], results: Sequence[CheckResult], *, is_complete: bool) -> dict[str, Any]:
     """What the file holds. `is_complete` is False if the checks were ended before the last one."""
     found = {
-        "format": FORMAT,
-        "kind": KIND,
+        "format": 1,
+        "kind": "flopwatch doctor --gpu",
         "is_complete": is_complete,
         "versions": dict(versions),
         "seconds": sum(result.seconds for result in results),

@@ -38,7 +38,7 @@ def flops_of_a_layer(accelerator: Accelerator) -> Checked:
     """A monitored training of one linear layer: 2 x rows x inputs x outputs forward, as many for the weights."""
     model, steps = torch.nn.Linear(_SIDE, _SIDE, device=accelerator.device), 40
     values = _monitored(model, partial(_layer_step, model, accelerator.device), steps)
-    return _compared(values, "total/model_flops", steps * 2 * 2 * _ROWS * _SIDE * _SIDE)
+    return _compared(values.get("total/model_flops"), steps * 2 * 2 * _ROWS * _SIDE * _SIDE)
 
 
 def _layer_step(model: torch.nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +56,7 @@ def flops_of_a_transformer(accelerator: Accelerator) -> Checked:
     sizes, tokens, length = PRESETS[load.preset], load.batch_size * load.seq_len, load.seq_len
     weights = 12 * sizes.width**2 * sizes.layers + sizes.width * sizes.vocab_size
     forward = 2 * tokens * weights + 4 * tokens * length * sizes.width * sizes.layers
-    return _compared(values, "total/model_flops", steps * 3 * forward)
+    return _compared(values.get("total/model_flops"), steps * 3 * forward)
 
 
 def _transformer_step(accelerator: Accelerator) -> tuple[Step, torch.nn.Module]:
@@ -105,7 +105,7 @@ def recomputation(accelerator: Accelerator) -> Checked:
 
     values = _monitored(model, step, steps)
     recomputed = values["total/hardware_flops"] - values["total/model_flops"]
-    return _compared({"recomputed": recomputed}, "recomputed", steps * blocks * 2 * 2 * _ROWS * 4 * width * width)
+    return _compared(recomputed, steps * blocks * 2 * 2 * _ROWS * 4 * width * width)
 
 
 def monitored_training(accelerator: Accelerator) -> Checked:
@@ -175,7 +175,7 @@ def two_ranks(accelerator: Accelerator) -> Checked:
         started = spawn(_train_as_rank, arguments, nprocs=2, join=False)
         _wait_for(started)
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-    checked = _compared(found, "total/model_flops", 2 * _RANK_STEPS * 2 * 2 * _ROWS * _SIDE * _SIDE)
+    checked = _compared(found.get("total/model_flops"), 2 * _RANK_STEPS * 2 * 2 * _ROWS * _SIDE * _SIDE)
     rate = found["reduced_bytes_per_s"] / 1e9
     said = f"{checked.said}; {accelerator.backend} reduces {rate:.1f} GB/s"
     is_right = checked.outcome == "passed" and found["sum"] == 3
@@ -231,8 +231,7 @@ def _monitored(model: torch.nn.Module, step: Step, steps: int, folder: str | Non
     return dict(monitor.summary.values) if monitor.summary else {}
 
 
-def _compared(values: dict[str, Any], name: str, expected: int) -> Checked:
-    counted = values.get(name)
+def _compared(counted: float | None, expected: int) -> Checked:
     if counted is None:
         return Checked("failed", "the monitor knows no FLOPs of this training", {"expected_flops": expected})
     figures = {"counted_flops": counted, "expected_flops": expected}

@@ -40,9 +40,9 @@ class Product:
     sizes: tuple[int, int, int]
     """Rows, contracted and columns."""
 
-    def is_over(self, queries: int, keys: int) -> bool:
+    def is_over(self, scores: "Scores") -> bool:
         """Whether two of its three dimensions are the queries and the keys."""
-        return not Counter((queries, keys)) - Counter(self.sizes)
+        return not Counter((scores.queries, scores.keys)) - Counter(self.sizes)
 
     @property
     def is_outer(self) -> bool:
@@ -117,11 +117,7 @@ class MaskedProducts:
         for module, products in self._products.items():
             scores = self._one_mask(module)
             for product in products:
-                if (
-                    scores is not None
-                    and product.batch == scores.planes
-                    and product.is_over(scores.queries, scores.keys)
-                ):
+                if scores is not None and product.batch == scores.planes and product.is_over(scores):
                     masked = scores.pairs - scores.allowed
                     needed, extra = (part * masked // scores.pairs for part in (product.needed, product.extra))
                     found.append((product, needed, extra))
@@ -134,8 +130,7 @@ class MaskedProducts:
         met = self._scores.get(module, [])
         if len(set(met)) != 1:
             return None
-        forward = [each for each in self._products[module] if each.phase == "forward"]
-        over = [each for each in forward if each.is_over(met[0].queries, met[0].keys)]
+        over = [each for each in self._products[module] if each.phase == "forward" and each.is_over(met[0])]
         return met[0] if len(over) == 2 * len(met) else None
 
 
