@@ -18,8 +18,8 @@ def doctor(
 ) -> None:
     """Check that flopwatch works on this machine, and say what is missing; takes ten seconds.
 
-    Shows versions, devices with their peaks, hardware counters, extras and programs, with the command that installs what
-    is missing. The status is 1 if something that is installed does not work. With --gpu, it checks an accelerator
+    Shows versions, devices with their peaks, hardware counters, extras and programs, with the command that installs
+    what is missing. The status is 1 if something that is installed does not work. With --gpu, it checks an accelerator
     instead, which takes up to five minutes.
     """
     if output is not None and not gpu:
