@@ -59,7 +59,9 @@ def test_every_check_passes_on_a_true_accelerator_and_its_figures_are_in_the_fil
     assert figures["hardware counters"]["source"] == "pipes"
     assert "15 of 15 checks passed on NVIDIA H100 80GB HBM3." in out
     assert gpu_file.ISSUES in out
-    assert max(map(len, out.splitlines())) <= max(80, len(gpu_file.ISSUES) + 2)
+    # Addresses and paths are not divided, and the path of a test's folder may be long.
+    divided = [line for line in out.splitlines() if not any(w.startswith(("/", "https:")) for w in line.split())]
+    assert max(map(len, divided)) <= 80
 
 
 def test_a_failed_check_ends_with_status_1_and_is_named(run, monkeypatch):
