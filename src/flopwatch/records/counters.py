@@ -1,7 +1,8 @@
 """What hardware counters say about one device: one reading, and the readings of a logging window together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 MEANS = ("tensor_active", "sm_active", "dram_active", "sm_clock_mhz", "power_watts", "flops_per_s")
@@ -41,7 +42,7 @@ class CounterReading:
 
 @dataclass(frozen=True, slots=True)
 class CounterWindow:
-    """The readings of one logging window: means over the readings that have a value, None if none has it.
+    """The readings of one logging window: means over the time for which a value is known, None if it never is.
 
     Attributes:
         source: The source of the newest reading; several joined by `,` if it changed within the window.
@@ -77,7 +78,8 @@ def window_of(readings: Sequence[CounterReading], before: CounterReading | None 
     """
     if not readings:
         return None
-    means = {name: _mean(getattr(reading, name) for reading in readings) for name in MEANS}
+    weights = _seconds_of_each(readings, before)
+    means = {name: _mean([getattr(reading, name) for reading in readings], weights) for name in MEANS}
     whole = [before, *readings] if before is not None else list(readings)
     memory = [reading.other_memory_bytes for reading in readings if reading.other_memory_bytes is not None]
     return CounterWindow(
@@ -91,9 +93,22 @@ def window_of(readings: Sequence[CounterReading], before: CounterReading | None 
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def _seconds_of_each(readings: Sequence[CounterReading], before: CounterReading | None) -> list[float]:
+    """Seconds from the reading before to each one; without a reading before, the first has those of the others."""
+    seconds = [later.seconds - earlier.seconds for earlier, later in pairwise(readings)]
+    first = fmean(seconds) if seconds else 1.0
+    return [first if before is None else readings[0].seconds - before.seconds, *seconds]
+
+
+def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The mean over time. Readings are late on a busy machine, so that each stands for another time."""
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    if not known:
+        return None
+    total = sum(weight for _, weight in known)
+    if total <= 0:
+        return fmean(value for value, _ in known)
+    return sum(value * weight for value, weight in known) / total
 
 
 def _energy_used(readings: Sequence[CounterReading]) -> float | None:

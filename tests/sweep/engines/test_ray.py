@@ -178,10 +178,11 @@ def test_what_no_node_has_begun_is_withdrawn_and_what_runs_goes_on(tmp_path):
 
 
 @on_ray
-def test_a_cluster_that_does_not_answer_for_a_while_is_waited_out_and_told(tmp_path, monkeypatch):
+def test_a_cluster_that_does_not_answer_for_a_while_is_waited_out_and_told(tmp_path, ray, monkeypatch):
     monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.2)
     trials = contract.make_trials(tmp_path, "echo hello", "echo hello")
-    engine = RayEngine(address="auto")
+    # "auto" would be the newest cluster of this machine, which may be that of another test.
+    engine = RayEngine(address=ray.get_runtime_context().gcs_address)
     engine.open(tmp_path, [])
     note = engine._cluster._note
 

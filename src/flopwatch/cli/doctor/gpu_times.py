@@ -166,15 +166,13 @@ def _counted_matmuls(accelerator: Accelerator, source: CounterSource) -> tuple[C
     shape = (side, side, side)
     calls = math.ceil(_SPAN_SECONDS / min(run(shape, 1) for _ in range(3)))
     before = source.sample()
-    began = monotonic_seconds()
     readings: list[CounterReading] = []
     for _ in range(_COUNTER_SPANS):
         run(shape, calls)
         readings.append(source.sample())
-    seconds = monotonic_seconds() - began
     window = window_of(readings, before)
     assert window is not None  # it has readings
-    return window, _COUNTER_SPANS * calls * matmul_flops(shape) / seconds
+    return window, _COUNTER_SPANS * calls * matmul_flops(shape) / window.seconds
 
 
 def matrix_type(accelerator: Accelerator) -> torch.dtype:
