@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,11 +203,32 @@ def test_an_extra_that_cannot_be_imported_is_found(code, said, tmp_path, monkeyp
     assert (said or version("pytest")) in part.said
 
 
-def test_an_extra_whose_import_hangs_is_not_waited_for(tmp_path, monkeypatch):
-    (tmp_path / "hanging_extra.py").write_text("import time\ntime.sleep(600)")
+@pytest.mark.parametrize(
+    ("code", "state", "said"),
+    [
+        ("import time\ntime.sleep(600)", "unusable", "it is not known whether it works"),
+        ("import os\nos._exit(0)", "broken", "importing it ended the process with status 0"),
+        ("print('no end of the line', end='')\nraise ImportError('no')", "broken", "ImportError: no"),
+        # A server that the import starts and that keeps the output open.
+        ("import subprocess\nsubprocess.Popen(['sleep', '5'])", "there", version("pytest")),
+        ("input()", "broken", "EOFError"),
+    ],
+)
+def test_an_extra_whose_import_hangs_or_ends_the_process_is_told_and_not_waited_for(
+    code, state, said, tmp_path, monkeypatch
+):
+    (tmp_path / "strange_extra.py").write_text(code)
+    (tmp_path / "later_extra.py").write_text("raise ImportError('later')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    extra = Extra("x", (("pytest", "1.0"),), ("hanging_extra",), "sink")
-    assert part_of(extra, Imports((extra,), seconds=0.5)).state == "there"
+    strange, later = (Extra(name, (("pytest", "1.0"),), (f"{name}_extra",), "sink") for name in ("strange", "later"))
+    seconds = 0.5 if "sleep(600)" in code else 60.0
+    imports = Imports((strange, later), seconds=seconds)
+    began = time.monotonic()
+    part = part_of(strange, imports)
+    assert (part.state, said in part.said) == (state, True), part
+    assert time.monotonic() - began < 5
+    if seconds > 1:
+        assert part_of(later, imports).said == "cannot be imported: ImportError: later"
 
 
 # --- The machine ------------------------------------------------------------------------------------------------------
@@ -237,6 +259,14 @@ def test_a_source_of_counters_says_what_it_reads_and_the_others_why_they_are_not
     monkeypatch.setattr(machine, "open_counters", lambda device: open_counters(device, probes))
     parts = [(part.name, part.state, part.said) for part in machine.counters()]
     assert parts == [("nvml", "missing", "libnvidia-ml.so.1 is not there"), ("dcgm", "there", "reads compute activity")]
+
+
+def test_a_source_of_counters_that_fails_after_its_first_reading_does_not_end_the_command(monkeypatch):
+    open_counters, source = machine.open_counters, FakeCounters("nvml", raises=RuntimeError("lost"), fails_after=1)
+    monkeypatch.setattr(machine, "open_counters", lambda device: open_counters(device, [source]))
+    assert [(part.name, part.state, part.said) for part in machine.counters()] == [
+        ("nvml", "unusable", "RuntimeError: lost")
+    ]
 
 
 @pytest.mark.parametrize(

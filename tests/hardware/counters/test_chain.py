@@ -25,9 +25,27 @@ def test_the_first_source_that_works_is_opened_and_the_others_say_why_not():
         FakeCounters("d"),
     ]
     opened = open_counters(GPU, probes)
-    assert opened.source is probes[2]
+    assert opened.source.name == "c"
     assert opened.reasons == {"a": "no library", "b": "RuntimeError: boom"}
     assert (probes[1].closed, probes[3].opened) == (1, 0)
+
+
+def test_a_driver_that_hangs_holds_nobody_up():
+    """Neither when it is opened, nor when it is read later or closed."""
+    probes = [FakeCounters("a", hangs=True), FakeCounters("b", hangs=True, fails_after=2)]
+    opened = open_counters(GPU, probes, seconds=0.1)
+    assert (opened.source.name, opened.reasons) == ("b", {"a": "it did not answer for 0.1 s"})
+    assert opened.source.sample().source == "b"
+    with pytest.raises(CountersUnavailableError, match="it did not answer"):
+        opened.source.sample()
+    opened.source.close()
+    for probe in probes:
+        probe.release()
+
+
+def test_a_source_that_leaves_the_process_is_passed_over():
+    opened = open_counters(GPU, [FakeCounters("a", raises=SystemExit(3)), FakeCounters("b")])
+    assert (opened.source.name, opened.reasons) == ("b", {"a": "it raises SystemExit"})
 
 
 def test_two_sources_are_read_as_one_and_the_second_comes_first_where_both_know():

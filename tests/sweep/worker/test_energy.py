@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from flopwatch.hardware.counters.chain import OpenedCounters
+from flopwatch.hardware.counters.chain import OpenedCounters, open_counters
 from flopwatch.records.settings import TrialSpec
 from flopwatch.records.trial import Measured, StepTimes, TrialResult
 from flopwatch.report.cells import METRICS, cell_text, make_cell
@@ -96,6 +96,19 @@ def test_the_energy_is_unknown_if_a_reading_fails(fails_after, monkeypatch):
     clock.advance(2.0)
     assert meter.joules_per_step(4) is None
     assert source.closed == 1
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_a_driver_that_hangs_does_not_hold_up_the_trial(fails_after, monkeypatch):
+    """Neither when it is opened, which takes one reading, nor at the first or the last of the two readings."""
+    source = FakeCounters("fake", [{"energy_joules": 100.0}], hangs=True, fails_after=fails_after)
+    metered(None, monkeypatch)
+    monkeypatch.setattr(energy, "open_counters", lambda device: open_counters(device, [source], seconds=0.1))
+    meter = energy.StepEnergy(torch.device("cpu"), is_alone=True)
+    meter.start()
+    assert meter.joules_per_step(4) is None
+    assert source.is_hanging
+    source.release()
 
 
 def test_a_cpu_that_a_trial_shares_with_others_is_not_metered(monkeypatch):

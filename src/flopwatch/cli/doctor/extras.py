@@ -10,11 +10,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from flopwatch.cli.doctor.findings import Part
+from flopwatch.clock import monotonic_seconds
 from flopwatch.text import one_line
 
 _LONGEST_MESSAGE = 160
@@ -80,53 +81,79 @@ def is_older(found: str, lowest: str) -> bool:
 
 
 class Imports:
-    """Imports the modules of the installed extras in another process; `error_of` waits for its answer."""
+    """Imports the modules of the installed extras in another process; `errors_of` waits for its answers."""
 
     def __init__(self, extras: tuple[Extra, ...] = EXTRAS, seconds: float = 60.0) -> None:
         self._seconds = seconds
-        self._errors: dict[str, str] | None = None
         self._modules = [module for extra in extras if _is_complete(extra) for module in extra.modules]
-        self._process = None
-        if self._modules:
-            # The folder of the user may have files or folders that are named like a package, such as `wandb`.
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", _IMPORT, *self._modules],
-                cwd=tempfile.gettempdir(),
-                env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
+        self._started = _Importing(self._modules) if self._modules else None
+        self._errors: dict[str, str] = {}
+        self._unanswered: list[str] = []
 
-    def error_of(self, module: str) -> str | None:
-        """Why a module cannot be imported; None if it can, or if the time was too short to find out."""
-        if self._errors is None:
-            self._errors = dict(self._answers())
-        return self._errors.get(module)
+    def errors_of(self, extra: Extra) -> list[str]:
+        """Why modules of an extra cannot be imported."""
+        self._wait()
+        return [self._errors[module] for module in extra.modules if module in self._errors]
 
-    def _answers(self) -> Iterator[tuple[str, str]]:
-        if self._process is None:
-            return
+    def is_known(self, extra: Extra) -> bool:
+        """False if the time was too short to import all modules of an extra."""
+        self._wait()
+        return not any(module in self._unanswered for module in extra.modules)
+
+    def _wait(self) -> None:
+        importing, left, until = self._started, self._modules, monotonic_seconds() + self._seconds
+        self._started = None
+        while importing is not None:
+            status = importing.end(until)
+            answers = importing.answers()
+            self._errors |= {name: error for name, error in answers.items() if error}
+            left, importing = [name for name in left if name not in answers], None
+            if status is None:
+                self._unanswered = left
+            elif left:
+                ended = f"by signal {-status}" if status < 0 else f"with status {status}"
+                self._errors[left.pop(0)] = f"importing it ended the process {ended}"
+                importing = _Importing(left) if left else None
+
+
+class _Importing:
+    """A process that imports modules one after the other, and writes the answers to a file.
+
+    A pipe would stay open as long as a server that an import has started.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - `answers` closes it
+        # The folder of the user may have files or folders that are named like a package, such as `wandb`.
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _IMPORT, *modules],
+            cwd=tempfile.gettempdir(),
+            env={**os.environ, "TRANSFORMERS_VERBOSITY": "error", "PYTHONIOENCODING": "utf-8"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def end(self, until: float) -> int | None:
+        """The status of the process; None if it had to be ended at this time."""
         try:
-            said, _ = self._process.communicate(timeout=self._seconds)
+            return self._process.wait(max(until - monotonic_seconds(), 0.0))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            said, _ = self._process.communicate()
-        answered = set()
-        for line in said.splitlines():
-            if line.startswith(_MARK):
-                name, error = json.loads(line.removeprefix(_MARK))
-                answered.add(name)
-                if error:
-                    yield name, one_line(error, _LONGEST_MESSAGE)
-        ended_by = -self._process.returncode
-        if ended_by > 0 and ended_by != 9 and (left := [name for name in self._modules if name not in answered]):
-            yield left[0], f"importing it ended the process by signal {ended_by}"
+            self._process.wait()
+            return None
+
+    def answers(self) -> dict[str, str]:
+        """The error of each module that was tried, in one line; empty if it could be imported."""
+        with self._said:
+            self._said.seek(0)
+            lines = [line.removeprefix(_MARK) for line in self._said if line.startswith(_MARK)]
+        return {name: one_line(error, _LONGEST_MESSAGE) for name, error in map(json.loads, lines)}
 
 
 _MARK = "flopwatch-import "
 _IMPORT = f"""
-import importlib, json, sys
+import importlib, json, os, sys
 for names in sys.argv[1:]:
     error = ""
     for name in names.split("|"):
@@ -136,7 +163,8 @@ for names in sys.argv[1:]:
             break
         except BaseException as raised:
             error = error or f"{{type(raised).__name__}}: {{raised}}"
-    print({_MARK!r} + json.dumps([names, error]), flush=True)
+    print("\\n" + {_MARK!r} + json.dumps([names, error]), flush=True)
+os._exit(0)  # without waiting for threads of the packages
 """
 
 
@@ -157,10 +185,12 @@ def part_of(extra: Extra, imports: Imports) -> Part:
             said = f"{names.partition('|')[0]} {own} is older than {lowest}, the oldest that flopwatch supports"
             command = extra.command.replace("install", "install --upgrade")
             return Part(extra.name, "broken", said, command, extra.use)
-    errors = [error for module in extra.modules if (error := imports.error_of(module))]
-    if errors:
+    if errors := imports.errors_of(extra):
         command = extra.command.replace("install", "install --upgrade --force-reinstall")
         return Part(extra.name, "broken", f"cannot be imported: {errors[0]}", command, extra.use)
+    if not imports.is_known(extra):
+        said = "its import was not over in time, so it is not known whether it works"
+        return Part(extra.name, "unusable", said, use=extra.use)
     versions = [str(own) if len(found) == 1 else f"{names} {own}" for names, own in found.items()]
     return Part(extra.name, "there", ", ".join(versions), use=extra.use)
 

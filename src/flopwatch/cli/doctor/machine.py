@@ -17,7 +17,8 @@ import torch
 from flopwatch.cli.doctor.findings import Part
 from flopwatch.errors import FlopwatchError
 from flopwatch.hardware import explain_unknown, list_peaks, read_device
-from flopwatch.hardware.counters.chain import open_counters
+from flopwatch.hardware.counters.chain import open_counters, why_not
+from flopwatch.hardware.counters.protocol import CounterSource
 from flopwatch.hardware.cpu import read_cpu
 from flopwatch.hardware.identity import identify
 from flopwatch.hardware.peaks import DeviceFacts
@@ -133,11 +134,19 @@ def counters(torch_module: Any = torch) -> list[Part]:
     # Of sources that are read together, each says itself why it is not there.
     parts = [Part(name, "missing", reason) for name, reason in opened.reasons.items() if "+" not in name]
     if opened.source is not None:
-        reading = opened.source.sample()
-        opened.source.close()
-        known = [said for name, said in _COUNTED.items() if getattr(reading, name) is not None]
-        parts.append(Part(opened.source.name, "there", f"reads {', '.join(known) or 'nothing yet'}"))
+        parts.append(_source(opened.source))
     return parts
+
+
+def _source(source: CounterSource) -> Part:
+    try:
+        reading = source.sample()
+    except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
+        return Part(source.name, "unusable", why_not(error))
+    finally:
+        source.close()
+    known = [said for name, said in _COUNTED.items() if getattr(reading, name) is not None]
+    return Part(source.name, "there", f"reads {', '.join(known) or 'nothing yet'}")
 
 
 _COUNTED: Mapping[str, str] = {

@@ -1,10 +1,13 @@
 """The order in which the sources of a device are tried."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Final, TypeVar, cast
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.guard import caught
@@ -21,6 +24,7 @@ from flopwatch.hardware.counters.protocol import (
 from flopwatch.records.counters import CounterReading
 from flopwatch.text import first_line
 
+Answer = TypeVar("Answer")
 _VALUES: Final = tuple(field.name for field in fields(CounterReading) if field.name not in ("source", "seconds"))
 
 
@@ -93,21 +97,76 @@ class _Joined:
             source.close()
 
 
-def open_counters(device: DeviceIdentity, probes: Sequence[CounterProbe] | None = None) -> OpenedCounters:
+def open_counters(
+    device: DeviceIdentity, probes: Sequence[CounterProbe] | None = None, *, seconds: float = 5.0
+) -> OpenedCounters:
     """Try each source once, and return the first one that gives a reading.
 
-    A driver that does not answer makes this wait; `CounterSampler` tries them in its own thread.
+    A driver that does not answer is waited for `seconds`, here and in each call of the source that is returned. A
+    monitor does not use this, because `CounterSampler` has a thread of its own.
     """
     reasons: dict[str, str] = {}
     for probe in probes_for(device) if probes is None else probes:
         try:
-            return OpenedCounters(open_and_read(probe, device), reasons)
+            source = within(seconds, partial(_open_and_read, probe, device))
+            return OpenedCounters(_InTime(source, seconds), reasons)
         except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
             reasons[probe.name] = why_not(error)
     return OpenedCounters(None, reasons)
 
 
-def open_and_read(probe: CounterProbe, device: DeviceIdentity) -> CounterSource:
+class DriverHangsError(CountersUnavailableError):
+    """A driver did not answer in time; the call may still run."""
+
+
+def within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """Call a driver in a thread, which is left behind if it does not answer in this time."""
+    answers: SimpleQueue[tuple[Answer | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is awaited
+            answers.put((None, error))
+
+    Thread(target=run, name="flopwatch-driver", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except Empty:
+        raise DriverHangsError(f"it did not answer for {seconds:g} s") from None
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:  # such as SystemExit, which must not end the caller
+        raise CountersUnavailableError(f"it raises {type(error).__name__}") from error
+    return cast(Answer, answer)
+
+
+class _InTime:
+    """A source whose calls are given up after some time. It is not asked again after that, because it is busy."""
+
+    def __init__(self, source: CounterSource, seconds: float) -> None:
+        self.name, self.interval_seconds = source.name, source.interval_seconds
+        self._source, self._seconds = source, seconds
+        self._hangs = False
+
+    def sample(self) -> CounterReading:
+        return self._ask(self._source.sample)
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._ask(self._source.close)
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        if self._hangs:
+            raise DriverHangsError("it does not answer")
+        try:
+            return within(self._seconds, call)
+        except DriverHangsError:
+            self._hangs = True
+            raise
+
+
+def _open_and_read(probe: CounterProbe, device: DeviceIdentity) -> CounterSource:
     """Open a source, and take one reading to see that it works."""
     source = probe.open(device)
     try:
