@@ -94,6 +94,32 @@ def test_fp64_is_no_alarm_because_some_tensor_cores_compute_it(tmp_path, monkeyp
     assert training.alarms() == []
 
 
+def test_products_outside_of_the_tensor_cores_are_not_looked_for_there(tmp_path, monkeypatch):
+    """28 % of the FLOPs run in plain fp32; the tensor cores are as busy as the other 72 % make them."""
+    seconds = seconds_at(0.1)
+    training = FakeTraining(tmp_path, monkeypatch, readings(active(STEP_FLOPS, seconds)))
+    weights = torch.ones(WIDTH, WIDTH)
+    training.train([seconds] * STEPS, hidden=lambda x: x.float() @ weights)
+    assert training.records("row")[-1].values["counters/flops_per_second_per_device"] > 0
+    assert training.alarms() == []
+
+
+def test_a_product_in_fp32_does_not_hide_what_is_not_counted(tmp_path, monkeypatch):
+    seconds = seconds_at(0.1)
+    training = FakeTraining(tmp_path, monkeypatch, readings(active(1.4 * STEP_FLOPS, seconds)))
+    weights = torch.ones(WIDTH, WIDTH)
+    training.train([seconds] * STEPS, hidden=lambda x: x.float() @ weights)
+    assert training.alarms() == ["counters_not_counted"]
+
+
+def test_a_clock_of_0_is_not_known(tmp_path, monkeypatch):
+    seconds = seconds_at(0.4)
+    training = FakeTraining(tmp_path, monkeypatch, readings(active(STEP_FLOPS, seconds), 0.0))
+    training.train([seconds] * STEPS)
+    assert training.alarms() == []
+    assert all("counters/flops_per_second_per_device" not in row.values for row in training.records("row"))
+
+
 def test_a_clock_that_is_held_down_is_named_with_its_reason(tmp_path, monkeypatch):
     clock = 1100.0
     seconds = seconds_at(0.3)
@@ -220,3 +246,11 @@ def test_twice_as_much_is_a_wrong_type_only_if_the_type_was_not_seen(is_type_see
     change = {"dtype": "fp8", "peak_flops_per_s": 1979e12, "counter_flops_per_s": 840e12, "peaks": peaks}
     (compared,) = windows({**change, "is_type_seen": is_type_seen})
     assert judge(compared).kind == kind
+
+
+def test_windows_without_activity_neither_confirm_nor_end_what_others_show():
+    """As with an exporter that is read more often than it reads."""
+    unknown = {"counter_flops_per_s": None, "tensor_active": None}
+    wrong = {"counter_flops_per_s": 800e12}
+    assert found(CounterAlarm(), windows(*[unknown] * 30)) == []
+    assert found(CounterAlarm(), windows(*[unknown, unknown, wrong] * CONFIRMED_BY)) == ["not_counted"]

@@ -38,7 +38,7 @@ class Compared:
 
     Attributes:
         seconds: Time between the first and the last reading; `steps_seconds` is that of the timed steps.
-        counted_flops_per_s: Executed FLOPs per second of step time (those of HFU).
+        counted_flops_per_s: Executed FLOPs per second of step time (those of HFU), in types of the tensor cores.
         counter_flops_per_s: FLOP/s by the counters.
         peak_flops_per_s: Peak for the compute type in use, `dtype`.
         clock_share: The mean clock, divided by that of the peak.
@@ -147,7 +147,7 @@ class CounterAlarm:
 
     def add(self, compared: Compared) -> Disagreement | None:
         """Add a window; return the disagreement that it confirms and that was not given before."""
-        if not compared.is_comparable:
+        if not compared.is_comparable or (compared.tensor_active is None and compared.counter_flops_per_s is None):
             return None
         self._span.append(compared)
         if sum(each.seconds for each in self._span) < _SPAN_SECONDS or (

@@ -73,10 +73,10 @@ def flops_by_counters(
     """
     if window.flops_per_s is not None:
         return window.flops_per_s
-    if None in (window.tensor_active, window.sm_clock_mhz, tensor_peak_flops_per_s) or not peak_clock_mhz:
+    active, clock = window.tensor_active, window.sm_clock_mhz  # a device that computes has no clock of 0
+    if active is None or not clock or tensor_peak_flops_per_s is None or not peak_clock_mhz:
         return None
-    active, clock = window.tensor_active or 0.0, window.sm_clock_mhz or 0.0
-    return active * (tensor_peak_flops_per_s or 0.0) * clock / peak_clock_mhz
+    return active * tensor_peak_flops_per_s * clock / peak_clock_mhz
 
 
 def counter_values(

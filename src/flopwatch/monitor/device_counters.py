@@ -111,7 +111,7 @@ class DeviceCounters:
                 seen.readings,
                 peak.dtype,
                 values.get("perf/peak_flops_per_second_per_device", peak.flops_per_s),
-                counted,
+                counted * costs.tensor_share,
                 values.get(FLOP_RATE),
                 values.get("counters/tensor_active"),
                 None if clock is None or not self._peak_clock_mhz else clock / self._peak_clock_mhz,

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from statistics import fmean
+from typing import TypeGuard
 
 MEANS = ("tensor_active", "sm_active", "dram_active", "sm_clock_mhz", "power_watts", "flops_per_s")
 """Fields of a reading whose mean is the value of a window."""
@@ -100,9 +102,14 @@ def _seconds_of_each(readings: Sequence[CounterReading], before: CounterReading 
     return [first if before is None else readings[0].seconds - before.seconds, *seconds]
 
 
+def _is_known(value: float | None) -> TypeGuard[float]:
+    """Drivers may also write NaN or infinity for what they do not know."""
+    return value is not None and isfinite(value)
+
+
 def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The mean over time. Readings are late on a busy machine, so that each stands for another time."""
-    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if _is_known(value)]
     if not known:
         return None
     total = sum(weight for _, weight in known)
@@ -112,12 +119,12 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 
 
 def _energy_used(readings: Sequence[CounterReading]) -> float | None:
-    """Energy between the first and the last reading; None if the source changed, because each counts from elsewhere."""
+    """Energy between the first and the last reading; None if the source changed or its counter began again."""
     first, last = readings[0], readings[-1]
-    if first.energy_joules is None or last.energy_joules is None or first is last:
+    known = [reading.energy_joules for reading in readings if _is_known(reading.energy_joules)]
+    if first is last or first.source != last.source or not (_is_known(first.energy_joules) and known == sorted(known)):
         return None
-    used = last.energy_joules - first.energy_joules
-    return used if used >= 0 and first.source == last.source else None
+    return known[-1] - known[0] if _is_known(last.energy_joules) else None
 
 
 def _throttled(readings: Sequence[CounterReading]) -> tuple[tuple[str, float], ...] | None:

@@ -49,6 +49,25 @@ def test_energy_that_the_exporter_has_not_read_again_is_unknown(exporter):
     assert counters.sample().energy_joules == 322037.5
 
 
+def test_activity_that_the_exporter_has_not_read_again_is_not_that_of_the_time_since(exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    first, again = counters.sample(), counters.sample()
+    assert (first.tensor_active, first.sm_active) == (0.430433, 0.912)
+    assert (again.tensor_active, again.sm_active, again.dram_active) == (None, None, None)
+    assert (again.sm_clock_mhz, again.power_watts) == (1410, 391.263)
+    exporter.text = exporter.text.replace("322036000", "322037500")
+    assert counters.sample().tensor_active == 0.430433
+
+
+@pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "-1", "140737488355328", "9223372036854775792"])
+def test_a_value_that_dcgm_writes_for_an_unknown_one_is_unknown(value, exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    exporter.text = page(gpu(1, UUID, {**dict.fromkeys(LOADED, value), "DCGM_FI_DEV_SM_CLOCK": "1410"}))
+    reading = counters.sample()
+    assert (reading.tensor_active, reading.power_watts, reading.energy_joules, reading.throttled) == (None,) * 4
+    assert reading.sm_clock_mhz == 1410
+
+
 def test_the_name_of_the_reasons_before_dcgm_4_is_read_too(exporter):
     exporter.text = exporter.text.replace("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS")
     assert DcgmProbe(exporter.address).open(A100).sample().throttled == ("power cap",)
@@ -83,6 +102,13 @@ def test_a_mig_instance_is_found_by_its_gpu_and_number_which_nvml_knows(exporter
     assert reading.tensor_active == 0.9
     assert reading.power_watts is reading.energy_joules is None  # the exporter shows those of the GPU
     assert nvml.inits == 0
+
+
+def test_activity_of_an_instance_is_not_that_of_the_gpu_with_all_instances(exporter):
+    """An exporter that was told to show GPUs and instances."""
+    whole = gpu(1, UUID, {**LOADED, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "0.1"})
+    exporter.text = page(whole, *instances(7)[1:])
+    assert DcgmProbe(exporter.address).open(A100).sample().tensor_active == 0.7
 
 
 def test_one_of_several_instances_is_not_guessed(exporter):

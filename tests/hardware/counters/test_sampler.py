@@ -201,9 +201,27 @@ def test_a_driver_that_hangs_while_it_is_opened_is_passed_over():
     assert sampler.take() is None
     assert not sampler.reasons
     clock.advance(0.2)
+    assert sampler.take() is None  # it may be the main thread that did not let the other one run
+    clock.advance(1.1)
     assert next_window(sampler).source == "b"
     assert sampler.reasons == {"a": "it did not answer for 5 s"}
     hanging.release()
+    sampler.close()
+
+
+def test_a_main_thread_that_was_busy_or_stopped_does_not_make_a_source_hang():
+    """For 60 s no other thread ran, as while a large object is pickled, while a source was being read."""
+    clock, slow = FakeClock(), FakeCounters("a", hangs=True, fails_after=1)
+    sampler = CounterSampler(DEVICE, probes=[slow, FakeCounters("b")], interval_seconds=0.001, clock=clock)
+    until(lambda: slow.is_hanging)
+    clock.advance(60.0)
+    sampler.take()
+    slow.release()  # now the sampling thread runs again
+    until(lambda: slow.sampled > 2)
+    clock.advance(60.0)
+    sampler.take()
+    until(lambda: slow.sampled > 5)
+    assert (next_window(sampler).source, sampler.reasons) == ("a", {})
     sampler.close()
 
 

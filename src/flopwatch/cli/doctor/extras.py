@@ -111,8 +111,10 @@ class Imports:
             if status is None:
                 self._unanswered = left
             elif left:
-                ended = f"by signal {-status}" if status < 0 else f"with status {status}"
-                self._errors[left.pop(0)] = f"importing it ended the process {ended}"
+                by_signal = f"importing it ended the process by signal {-status}"
+                self._errors[left.pop(0)] = (
+                    by_signal if status < 0 else f"importing it ended the process with status {status}"
+                )
                 importing = _Importing(left) if left else None
 
 

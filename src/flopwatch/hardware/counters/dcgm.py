@@ -1,6 +1,5 @@
 """Counters of NVIDIA GPUs from the page that dcgm-exporter serves for Prometheus. Never run on a GPU."""
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,9 @@ _OF_A_WHOLE_GPU = ("power_watts", "energy_joules")
 """Fields that DCGM knows of a GPU only, although the exporter shows them for each of its MIG instances."""
 _REASONS: Final = ("DCGM_FI_DEV_CLOCK_THROTTLE_REASONS", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
 """The names before and since DCGM 4."""
+_OF_AN_INTERVAL = ("tensor_active", "sm_active", "dram_active", "energy_joules")
+_UNKNOWN_FROM: Final = 2**47
+"""From here on, numbers are those that DCGM writes for unknown values (DCGM_FP64_BLANK and larger ones)."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -76,29 +78,27 @@ class DcgmCounters:
 
     def __init__(self, address: str, wanted: _Wanted, clock: Clock) -> None:
         self._address, self._wanted, self._clock = address, wanted, clock
-        self._energy: float | None = None
+        self._before: dict[str, float] = {}
 
     def sample(self) -> CounterReading:
-        values: dict[str, Any] = self.values_in(_fetch(self._address))
-        if not values:
+        seen = self.values_in(_fetch(self._address))
+        if not seen:
             raise CountersUnavailableError(f"{self._address} has no value of this GPU any more")
-        energy = values.pop("energy_joules", None)
-        # The same energy again means that the exporter has not read it again: what was used since then is unknown.
-        is_new, self._energy = energy != self._energy, energy
+        values: dict[str, Any] = dict(seen)
+        if seen == self._before:  # the exporter has not read again: what the device did since then is unknown
+            values |= dict.fromkeys(_OF_AN_INTERVAL)
+        self._before = seen
         bits = values.pop("throttled", None)
-        return CounterReading(
-            self.name,
-            self._clock(),
-            **values,
-            energy_joules=energy if is_new else None,
-            throttled=None if bits is None else throttle_reasons(int(bits)),
-        )
+        throttled = None if bits is None else throttle_reasons(int(bits))
+        return CounterReading(self.name, self._clock(), **values, throttled=throttled)
 
-    def values_in(self, page: str) -> dict[str, Any]:
+    def values_in(self, page: str) -> dict[str, float]:
         """The values of this device, by the field of `CounterReading`; the reasons of the clock as bits."""
-        found: dict[str, Any] = {}
+        found: dict[str, float] = {}
         for metric, labels, value in _rows(page):
-            if self._wanted.is_of(labels) and labels.get("GPU_I_ID") in (None, self._wanted.instance):
+            # Activity is that of the instance alone; an exporter may show that of the GPU with all instances too.
+            of = (self._wanted.instance,) if metric.startswith("DCGM_FI_PROF") else (None, self._wanted.instance)
+            if self._wanted.is_of(labels) and labels.get("GPU_I_ID") in of:
                 field, scale = _SCALES.get(metric, ("throttled", 1.0))
                 found.setdefault(field, value * scale)
         if self._wanted.instance is not None:
@@ -138,7 +138,7 @@ def _rows(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
         labels, _, value = rest.rpartition("} ")
         with suppress(ValueError, IndexError):
             number = float(value.split()[0])
-            if not math.isnan(number):
+            if 0 <= number < _UNKNOWN_FROM:
                 yield metric, dict(_LABEL.findall(labels)), number
 
 

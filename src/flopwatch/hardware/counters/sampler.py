@@ -15,6 +15,7 @@ from flopwatch.records.counters import CounterReading, CounterWindow, window_of
 _MOST_READINGS = 5000
 """Readings that wait for `take`; those of more than an hour at one per second. Older ones are dropped."""
 _SECONDS_TO_CLOSE = 0.2
+_SECONDS_TO_ANSWER_AFTER_ALL = 1.0
 _READINGS_PER_WINDOW = 5
 SHORTEST_INTERVAL_SECONDS = 0.5
 """With shorter intervals, the thread would take more than 0.05 % of a core (docs/counters.md)."""
@@ -68,6 +69,8 @@ class CounterSampler:
         self._taken_at = clock()
         self._readings: deque[CounterReading] = deque(maxlen=_MOST_READINGS)
         self._before: CounterReading | None = None
+        self._suspected: tuple[float, float] | None = None
+        """Since when the source is read that seemed to hang, and when this was noticed."""
         self._turn = _Turn(self, 0)
         self._turn.start()
 
@@ -97,9 +100,14 @@ class CounterSampler:
         self.interval_seconds = max(self._least_interval, min(fifth, LONGEST_INTERVAL_SECONDS))
 
     def _pass_over_if_hanging(self) -> None:
-        turn = self._turn
+        turn, now = self._turn, self._clock()
         since, index = turn.busy_since, turn.index
-        if since is None or turn.ended or self._clock() - since < self._hang_seconds:
+        if since is None or turn.ended or now - since < self._hang_seconds:
+            return
+        if self._suspected is None or self._suspected[0] != since:
+            self._suspected = since, now
+        # All threads may have been stopped, or this one has not let the other run, as while it pickles a large object.
+        if now - self._suspected[1] < _SECONDS_TO_ANSWER_AFTER_ALL:
             return
         turn.end()
         self.reasons[self._probes[index].name] = f"it did not answer for {self._hang_seconds:g} s"

@@ -88,6 +88,8 @@ class StepCosts:
         self.repeated: str | None = None
         self._main_type: str | None = None
         self._types: dict[str, None] = {}
+        self._newest: Mapping[str, int] = {}
+        """Executed FLOPs of the newest step, by compute type."""
         self._last: tuple[Any, StepFlops] | None = None
         self._written: Any = None
         """The values from which the newest `Provenance` record was made. If they change, a new record is needed."""
@@ -120,7 +122,19 @@ class StepCosts:
         peak = self.peak
         if peak is None or peak.dtype not in TENSOR_TYPES:
             return None
-        return mean_flops_per_s if self._types_in_use.issubset(TENSOR_TYPES) else peak.flops_per_s
+        if self._types_in_use.issubset(TENSOR_TYPES):
+            return mean_flops_per_s
+        seconds, flops = self.peaks.seconds(self._on_tensor_cores), sum(self._on_tensor_cores.values())
+        return flops / seconds if seconds else peak.flops_per_s
+
+    @property
+    def tensor_share(self) -> float:
+        """The share of the newest step's FLOPs in types of the tensor cores; 1 if none is, or if it is not known."""
+        return sum(self._on_tensor_cores.values()) / (sum(self._newest.values()) or 1) or 1.0
+
+    @property
+    def _on_tensor_cores(self) -> dict[str, int]:
+        return {name: flops for name, flops in self._newest.items() if self.peaks.name(name) in TENSOR_TYPES}
 
     def tensor_peaks(self) -> dict[str, float]:
         """The peaks of one device in the usual types of tensor cores, as far as they are known."""
@@ -199,6 +213,7 @@ class StepCosts:
         assumed = None if flops.model_by_dtype else weights_dtype(self._counter.model, self.peaks.device) or "fp32"
         self._main_type = self._main_type or assumed
         self._types |= dict.fromkeys(name for name, amount in flops.model_by_dtype.items() if amount)
+        self._newest = flops.hardware_by_dtype or flops.model_by_dtype
         model = self.peaks.seconds(flops.model_by_dtype or {assumed or "fp32": flops.model})
         hardware = None
         if flops.hardware is not None:
