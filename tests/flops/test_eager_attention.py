@@ -124,6 +124,18 @@ class OwnAttention(nn.Module):
             scores = torch.where(self.mask, scores, float("-inf"))  # type: ignore[arg-type]
         elif self.way == "bias":
             scores = scores + torch.linspace(-9, 9, scores.shape[-1])
+        elif self.way in ("booleans added", "integers added"):
+            scores = scores + (self.mask if self.way == "booleans added" else self.mask.long())  # type: ignore[union-attr]
+        elif self.way == "one of two scores":
+            scores = torch.where(self.mask, scores, query.sum(-1, keepdim=True).expand_as(scores))  # type: ignore[arg-type]
+        elif self.way == "output without padding":
+            return (scores.softmax(-1) @ value).masked_fill(self.mask[0, :, None].logical_not(), 0.0)  # type: ignore[index]
+        elif self.way == "mask and activations":
+            scores = scores.masked_fill(scores < 0, float("-inf")).masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
+        elif self.way == "one mask twice, then none":
+            for _ in range(2):
+                scores = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
+            return scores.softmax(-1) @ value + (query @ key.mT).softmax(-1) @ value
         elif self.way == "activations":
             scores = scores.masked_fill(scores < 0, float("-inf"))
         elif self.way == "two masks":
@@ -144,9 +156,46 @@ def test_masks_of_own_attention_are_read(way: str) -> None:
     assert (causal.attention, causal.notes) == ("causal", ())
 
 
-@pytest.mark.parametrize("way", ["none", "bias", "activations", "two masks", "masked and not masked"])
+NOT_ESTABLISHED = [
+    *("none", "bias", "activations", "two masks", "masked and not masked", "booleans added", "integers added"),
+    *("one of two scores", "output without padding", "mask and activations", "one mask twice, then none"),
+]
+
+
+@pytest.mark.parametrize("way", NOT_ESTABLISHED)
 def test_what_cannot_be_established_is_told_and_counted_in_full(way: str) -> None:
     model = OwnAttention(torch.ones(10, 10, dtype=torch.bool).tril(), way)
     saved, causal = left_out(model, torch.zeros(3, 10, 16))  # type: ignore[arg-type]
 
     assert (saved, causal.attention, causal.notes) == (0, "full", (UNMASKED_PRODUCTS,))
+
+
+class WithMask(nn.Module):
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (states @ states.mT + mask).softmax(-1) @ states
+
+
+class TwoMasks(nn.Module):
+    """Two layers whose masks lie in the same memory: beside each other, or one after the other."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.states, self.layers, self.way = nn.Linear(16, 16), nn.ModuleList([WithMask(), WithMask()]), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = self.states(x)
+        causal = torch.ones(10, 10, dtype=torch.bool).tril()
+        masks = [torch.zeros(10, 10).masked_fill(~each, -torch.inf) for each in (causal, causal.triu(-2))]
+        both = torch.stack(masks)
+        for index, layer in enumerate(self.layers):
+            mask = both[index] if self.way == "beside" else masks[0].copy_(masks[index])
+            states = layer(states, mask)
+        return states
+
+
+@pytest.mark.parametrize("way", ["beside", "after"])
+def test_each_of_two_masks_in_the_same_memory_is_read(way: str) -> None:
+    saved, causal = left_out(TwoMasks(way), torch.zeros(3, 10, 16))  # type: ignore[arg-type]
+
+    assert saved == 3 * 3 * 2 * 2 * 16 * ((100 - 55) + (100 - 27))
+    assert (causal.attention, causal.notes) == ("causal", ())

@@ -17,13 +17,15 @@ from flopwatch.flops.formulas.attention import unmasked_pairs
 from flopwatch.flops.formulas.matrices import FACTORS
 from flopwatch.flops.formulas.registry import OpCall, OpFlops
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
-from flopwatch.torch_internals.ops import op_name
+from flopwatch.torch_internals.ops import FakeTensor, op_name
 
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _ADD = (torch.ops.aten.add, torch.ops.aten.add_)
 _FILL = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
 _WHERE = torch.ops.aten.where
 _MEET_MASKS = {*_ADD, *_FILL, _WHERE}
+# A fill from here down hides a pair: its exponential is 0 in every type. Others, such as 0, are no mask of a softmax.
+_HIDES = -1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Scores:
 class MaskedProducts:
     def __init__(self) -> None:
         self._products: dict[str, list[Product]] = defaultdict(list)
-        self._scores: dict[str, list[Scores]] = defaultdict(list)
+        # Masks by module and by the place of the product that gave the scores; None where one cannot be read.
+        self._masks: dict[str, dict[int, list[Scores | None]]] = defaultdict(lambda: defaultdict(list))
         self._allowed = ByStorage()
 
     def note_product(self, call: OpCall, module: str, phase: str, flops: OpFlops) -> None:
@@ -91,17 +94,23 @@ class MaskedProducts:
         found = _scores_and_mask(
             packet, args, lambda each: each.shape[-2:] == (queries, keys) and each.numel() == pairs
         )
-        allowed = None if found is None else self._allowed_by(*found)
-        if found is not None and allowed is not None:
-            # A mask with fewer dimensions, heads or samples than the scores is broadcast to all of them.
-            total = allowed * (pairs // found[0].numel())
-            if total < pairs:  # otherwise it is a bias, such as that of relative positions
-                self._scores[module].append(Scores(last.batch, queries, keys, total))
+        if found is None or not pairs:
+            return
+        mask, fills_where_true = found
+        allowed = self._allowed_by(mask, fills_where_true) if pairs % mask.numel() == 0 else None
+        # A mask with fewer dimensions, heads or samples than the scores is broadcast to all of them.
+        total = None if allowed is None else allowed * (pairs // mask.numel())
+        if total != pairs:  # otherwise it is a bias, such as that of relative positions
+            met = None if total is None else Scores(last.batch, queries, keys, total)
+            self._masks[module][len(self._products[module])].append(met)
 
     def _allowed_by(self, mask: torch.Tensor, fills_where_true: bool) -> int | None:
         """How many elements of a mask allow their pair; None if it cannot be read. Layers often share a mask."""
-        read_as, known = (tuple(mask.shape), fills_where_true), self._allowed.get(storage_of(mask))
-        if known is None or known[0] != read_as:
+        # Parts of one storage can be different masks, and a mask can be written between two layers.
+        version = None if mask.is_inference() else mask._version
+        read_as = mask.shape, mask.stride(), mask.storage_offset(), mask.dtype, version, fills_where_true
+        known = self._allowed.get(storage_of(mask))
+        if version is None or known is None or known[0] != read_as:
             true = unmasked_pairs(mask, mask.numel())
             known = read_as, mask.numel() - true if fills_where_true and true is not None else true
             self._allowed.put(storage_of(mask), known)
@@ -127,24 +136,40 @@ class MaskedProducts:
 
     def _one_mask(self, module: str) -> Scores | None:
         """The mask of all attention in a module; None if it is not certain that there is one mask for all of it."""
-        met = self._scores.get(module, [])
-        if len(set(met)) != 1:
+        of_scores = [each for each in self._masks.get(module, {}).values() if any(each)]
+        met = {mask for masks in of_scores for mask in masks}
+        scores = met.pop() if len(met) == 1 else None
+        if scores is None or any(len(masks) > 1 for masks in of_scores):
             return None
-        over = [each for each in self._products[module] if each.phase == "forward" and each.is_over(met[0])]
-        return met[0] if len(over) == 2 * len(met) else None
+        over = [each for each in self._products[module] if each.phase == "forward" and each.is_over(scores)]
+        return scores if len(over) == 2 * len(of_scores) else None
 
 
 def _scores_and_mask(
     packet: Any, args: tuple[Any, ...], is_scores: Callable[[torch.Tensor], bool]
 ) -> tuple[torch.Tensor, bool] | None:
     """Return the mask that an op combines with scores, and whether it masks where it is True; None if there is none."""
-    first, second, third = (each if isinstance(each, torch.Tensor) else None for each in (*args, None, None, None)[:3])
+    first, second, third = (*args, None, None, None)[:3]
     if packet is _WHERE:
-        if first is not None and second is not None and is_scores(second):
+        if _is(second, is_scores) and _hides(third):
             return first, False
-        return (first, True) if first is not None and third is not None and is_scores(third) else None
-    if first is None or second is None:
-        return None
-    if is_scores(first):
-        return second, packet in _FILL
-    return (first, False) if packet in _ADD and is_scores(second) else None
+        return (first, True) if _is(third, is_scores) and _hides(second) else None
+    if packet in _FILL:
+        return (second, True) if _is(first, is_scores) and _hides(third) else None
+    for scores, mask in ((first, second), (second, first)):
+        if _is(scores, is_scores) and isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            return mask, False
+    return None
+
+
+def _is(value: Any, is_scores: Callable[[torch.Tensor], bool]) -> bool:
+    return isinstance(value, torch.Tensor) and is_scores(value)
+
+
+def _hides(value: Any) -> bool:
+    """Whether a softmax gives 0 to a score that was replaced by this value."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or isinstance(value, FakeTensor) or value.device.type == "meta":
+            return False
+        value = value.item()
+    return isinstance(value, int | float) and value <= _HIDES
