@@ -261,6 +261,14 @@ def test_a_source_of_counters_says_what_it_reads_and_the_others_why_they_are_not
     assert parts == [("nvml", "missing", "libnvidia-ml.so.1 is not there"), ("dcgm", "there", "reads compute activity")]
 
 
+def test_what_only_the_first_reading_of_a_source_has_is_known_too(monkeypatch):
+    """An exporter gives activity and energy only when it has read again, and NVML some values every few seconds."""
+    open_counters = machine.open_counters
+    source = FakeCounters("dcgm", [{"tensor_active": 0.5, "energy_joules": 9.0}, {"power_watts": 40.0}])
+    monkeypatch.setattr(machine, "open_counters", lambda device: open_counters(device, [source]))
+    assert [part.said for part in machine.counters()] == ["reads tensor activity, power, energy"]
+
+
 def test_a_source_of_counters_that_fails_after_its_first_reading_does_not_end_the_command(monkeypatch):
     open_counters, source = machine.open_counters, FakeCounters("nvml", raises=RuntimeError("lost"), fails_after=1)
     monkeypatch.setattr(machine, "open_counters", lambda device: open_counters(device, [source]))

@@ -135,6 +135,26 @@ def test_the_file_has_no_names_paths_or_addresses(run, monkeypatch):
     assert "OSError: <path> on <name> by <name>" in text
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("no dcgm-exporter answers at node17:9400 (OSError)", "no dcgm-exporter answers at <address> (OSError)"),
+        ("HTTP://Node17.Lab/x and tcp://node17:29500", "<address> and <address>"),
+        ("ADA-PC refused Ada", "<name> refused <name>"),
+        ("bind to [fe80::1ff:fe23:4567:890a]:29500 failed", "bind to [<address>]:29500 failed"),
+        ("No such file or directory: '/data/My Project/x'", "No such file or directory: <path>"),
+        (r"C:\Users\Ada Lovelace\x.dll is missing", "<path> is missing"),
+        ("in /opt/conda/lib:/home/bob/lib", "in <path>:<path>"),
+        ("gcc -I/home/bob/include -L/home/bob/lib", "gcc -I<path> -L<path>"),
+        ("device 0000:3b:00.0 and GPU-4a9c1b2f-aaaa-bbbb-cccc-0123456789ab", "device <address> and GPU-<address>"),
+        ("12.5 tokens/s/GPU of 3/4/5, at 12 %: 2.5", "12.5 tokens/s/GPU of 3/4/5, at 12 %: 2.5"),
+        ("RuntimeError: CUDA error: 700; ratio 1:2", "RuntimeError: CUDA error: 700; ratio 1:2"),
+    ],
+)
+def test_what_names_a_machine_a_person_or_a_place_is_replaced(said, kept):
+    assert gpu_file.nameless({"said": said}, ["Ada Lovelace", "ada-pc", "ada"]) == {"said": kept}
+
+
 # --- Each check finds what is wrong -----------------------------------------------------------------------------------
 
 

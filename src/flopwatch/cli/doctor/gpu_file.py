@@ -15,9 +15,15 @@ from flopwatch.cli.doctor.findings import CheckResult
 from flopwatch.present.json_form import strict_json
 
 ISSUES = "https://github.com/flopwatch/flopwatch/issues/new?template=gpu.yml"
-_PATH = re.compile(r"(?:(?<![\w.:/])/|~/|[A-Za-z]:\\)[^\s'\":;,()\]]+[/\\][^\s'\":;,()\]]*")
-_URL = re.compile(r"\b[a-z]+://\S+")
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b")
+_QUOTED_PATH = re.compile(r"(['\"])(?:/|~/|[A-Za-z]:\\)[^'\"\n]+\1")  # it may have spaces
+_PATH = re.compile(r"(?:(?:(?<![\w./])|(?<=-[ILB]))/|~/|[A-Za-z]:\\)[^\s'\":;,()\]]+[/\\][^\s'\":;,()\]]*")
+_URL = re.compile(r"\b[a-z][a-z+.-]*://\S+", re.IGNORECASE)
+_ADDRESS = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b"
+    r"|\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"  # UUID
+    r"|(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}(?:\.\d)?(?![\w:])"  # IPv6 and PCI
+    r"|\b[A-Za-z][\w.-]*(?<!\.py)(?<!\.cpp)(?<!\.cu)(?<!\.h):\d{4,5}\b"  # host and port, and no line of a source file
+)
 _SHORTEST_NAME = 2
 
 
@@ -59,7 +65,8 @@ def nameless(value: Any, names: Sequence[str]) -> Any:
         return [nameless(each, names) for each in value]
     if not isinstance(value, str):
         return value
-    text = _ADDRESS.sub("<address>", _PATH.sub("<path>", _URL.sub("<address>", value)))
-    for name in names:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "<name>", text)
-    return text
+    text = value
+    for name in names:  # first, because a path may have a user's name with spaces
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "<name>", text, flags=re.IGNORECASE)
+    text = _URL.sub("<address>", text)
+    return _ADDRESS.sub("<address>", _PATH.sub("<path>", _QUOTED_PATH.sub("<path>", text)))

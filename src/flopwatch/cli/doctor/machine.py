@@ -23,6 +23,7 @@ from flopwatch.hardware.cpu import read_cpu
 from flopwatch.hardware.identity import identify
 from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.numbers import byte_size
+from flopwatch.records.counters import CounterReading
 from flopwatch.records.flops import Peak
 from flopwatch.sweep.host.environment import available_bytes
 from flopwatch.text import first_line, one_line
@@ -134,18 +135,18 @@ def counters(torch_module: Any = torch) -> list[Part]:
     # Of sources that are read together, each says itself why it is not there.
     parts = [Part(name, "missing", reason) for name, reason in opened.reasons.items() if "+" not in name]
     if opened.source is not None:
-        parts.append(_source(opened.source))
+        parts.append(_source(opened.source, opened.first))
     return parts
 
 
-def _source(source: CounterSource) -> Part:
+def _source(source: CounterSource, first: CounterReading | None) -> Part:
     try:
-        reading = source.sample()
+        readings = first, source.sample()  # a rate or an activity is known from the second one on
     except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
         return Part(source.name, "unusable", why_not(error))
     finally:
         source.close()
-    known = [said for name, said in _COUNTED.items() if getattr(reading, name) is not None]
+    known = [said for name, said in _COUNTED.items() if any(getattr(each, name, None) is not None for each in readings)]
     return Part(source.name, "there", f"reads {', '.join(known) or 'nothing yet'}")
 
 

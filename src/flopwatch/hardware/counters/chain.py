@@ -35,10 +35,12 @@ class OpenedCounters:
     Attributes:
         source: The source; None if there is none.
         reasons: Why each source that was tried before it is not used, in one line, by name.
+        first: The reading that showed that it works; sources do not give all values in each reading.
     """
 
     source: CounterSource | None
     reasons: Mapping[str, str]
+    first: CounterReading | None = None
 
 
 def probes_for(device: DeviceIdentity) -> tuple[CounterProbe, ...]:
@@ -108,8 +110,8 @@ def open_counters(
     reasons: dict[str, str] = {}
     for probe in probes_for(device) if probes is None else probes:
         try:
-            source = within(seconds, partial(_open_and_read, probe, device))
-            return OpenedCounters(_InTime(source, seconds), reasons)
+            source, first = within(seconds, partial(_open_and_read, probe, device))
+            return OpenedCounters(_InTime(source, seconds), reasons, first)
         except Exception as error:  # noqa: BLE001 - a driver's bindings may raise anything
             reasons[probe.name] = why_not(error)
     return OpenedCounters(None, reasons)
@@ -166,16 +168,15 @@ class _InTime:
             raise
 
 
-def _open_and_read(probe: CounterProbe, device: DeviceIdentity) -> CounterSource:
+def _open_and_read(probe: CounterProbe, device: DeviceIdentity) -> tuple[CounterSource, CounterReading]:
     """Open a source, and take one reading to see that it works."""
     source = probe.open(device)
     try:
-        source.sample()
+        return source, source.sample()
     except BaseException:
         with suppress(Exception):
             source.close()
         raise
-    return source
 
 
 def why_not(error: BaseException) -> str:
