@@ -12,7 +12,7 @@ from flopwatch.report.run.contents import read_report
 from flopwatch.report.run.document import run_document, run_json
 from flopwatch.report.run.why import why
 from flopwatch.runs.comparison import compare
-from flopwatch.runs.counters import counters_of
+from flopwatch.runs.counters import counter_sentences, counters_of
 from flopwatch.runs.reading import read_around, read_log
 from support.counted_device import CLOCK_MHZ, STEP_FLOPS, TOKENS, FakeTraining, seconds_at
 
@@ -56,7 +56,7 @@ def test_energy_and_both_rates_are_read_from_the_log(logs):
 def test_why_says_it_in_words_and_in_json(logs):
     content, document = why(read_around(logs[0]), (), ())
     text = to_markdown(document)
-    assert "Energy of the devices: 78" in text
+    assert "Measured energy of the devices: 78" in text
     assert "per step" in text
     assert "1.05 times as many" in text
     assert content["counters"]["source"] == "fake"
@@ -74,7 +74,7 @@ def test_a_comparison_has_energy_if_one_of_the_runs_does(logs):
 def test_the_report_has_a_tile_a_section_and_the_newest_values(logs):
     report = read_report(logs[0])
     page, text = to_page(run_document(report)), to_markdown(run_document(report))
-    assert "energy of the devices" in page
+    assert "measured energy of the devices" in page
     assert "FLOP/s of a device, counted and by hardware counters" in page
     assert "## Hardware counters and energy" in text
     assert json.loads(run_json(report))["counters"]["source"] == "fake"
@@ -92,3 +92,15 @@ def test_logs_without_counters_are_read_as_before(logs):
 def test_the_source_stands_in_a_row_only_if_there_is_one():
     assert "counters_source" not in Row(1, 0.0, {}).to_json()
     assert Row(1, 0.0, {}, counters_source="nvml").to_json()["counters_source"] == "nvml"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", -1.0])
+def test_values_that_no_counter_can_show_are_unknown(value, logs, tmp_path):
+    """As in a log that an earlier version wrote of a driver's NaN."""
+    records = [json.loads(line) for line in logs[0].read_text().splitlines()]
+    for values in (record.get("values", {}) for record in records):
+        values.update(dict.fromkeys([key for key in values if "joules" in key or key.startswith("counters/")], value))
+    path = tmp_path / "training_log.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = counters_of(read_around(path))
+    assert found is None or counter_sentences(found) == []

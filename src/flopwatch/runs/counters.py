@@ -1,8 +1,10 @@
 """What the hardware counters of a run have shown, read from its log: energy, and FLOP/s beside the counted ones."""
 
 from dataclasses import dataclass
+from math import isfinite
 
 from flopwatch.numbers import energy, flop_rate, percent
+from flopwatch.records.run import Number
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog
 
@@ -33,20 +35,25 @@ class Counters:
 def counters_of(log: RunLog) -> Counters | None:
     """What the counters of a run have shown; None if it has read none. `read_around` is enough."""
     row = next((row for row in reversed(log.rows) if row.counters_source is not None), None)
-    joules = total(log, "total/energy_joules")
+    joules = _possible(total(log, "total/energy_joules"))
     if row is None and joules is None:
         return None
     values = {} if row is None else row.values
     return Counters(
         "hardware counters" if row is None or row.counters_source is None else row.counters_source,
         joules,
-        total(log, "perf/joules_per_step"),
-        total(log, "perf/joules_per_token"),
-        total(log, "perf/joules_per_sample"),
-        values.get("counters/flops_per_second_per_device"),
-        values.get("perf/hardware_flops_per_second_per_device"),
-        values.get("counters/tensor_active"),
+        _possible(total(log, "perf/joules_per_step")),
+        _possible(total(log, "perf/joules_per_token")),
+        _possible(total(log, "perf/joules_per_sample")),
+        _possible(values.get("counters/flops_per_second_per_device")),
+        _possible(values.get("perf/hardware_flops_per_second_per_device")),
+        _possible(values.get("counters/tensor_active")),
     )
+
+
+def _possible(value: Number | None) -> Number | None:
+    """The value; None if no counter can show it, as in a log with the NaN of a driver."""
+    return value if value is not None and isfinite(value) and value >= 0 else None
 
 
 def energy_per_work(found: Counters) -> list[str]:
@@ -63,14 +70,14 @@ def counter_sentences(found: Counters) -> list[str]:
     """Energy, and count against counters, in one sentence each; without what is unknown.
 
     >>> counter_sentences(Counters("nvml", 4.2e6, 310.0, flops_per_s=420e12, counted_flops_per_s=400e12))
-    ['Energy of the devices: 4.20 MJ (nvml); 310 J per step.', 'FLOP/s of a device in the newest window: 400.0 TFLOP/s \
-counted, 420.0 TFLOP/s by its counters (nvml), 1.05 times as many.']
+    ['Measured energy of the devices: 4.20 MJ (nvml); 310 J per step.', 'FLOP/s of a device in the newest window: \
+400.0 TFLOP/s counted, 420.0 TFLOP/s by its counters (nvml), 1.05 times as many.']
     """
     said = []
     if found.energy_joules is not None:
         whole = f"{energy(found.energy_joules)} ({found.source})"
         together = "; ".join(filter(None, [whole, ", ".join(energy_per_work(found))]))
-        said.append(f"Energy of the devices: {together}.")
+        said.append(f"Measured energy of the devices: {together}.")
     if found.flops_per_s is not None and found.counted_flops_per_s:
         times = found.flops_per_s / found.counted_flops_per_s
         said.append(

@@ -112,7 +112,7 @@ def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
         yield metric_text("training/loss", report.last("training/loss")), "newest loss"
     if report.counters is not None and report.counters.energy_joules is not None:
-        what = ["energy of the devices", *energy_per_work(report.counters)[:1]]
+        what = ["measured energy of the devices", *energy_per_work(report.counters)[:1]]
         yield energy(report.counters.energy_joules), ", ".join(what)
     if report.goodput is not None:
         productive, known = duration(report.goodput.productive_seconds), duration(report.goodput.known_seconds)
