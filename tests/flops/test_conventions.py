@@ -77,6 +77,14 @@ def test_megatron_leaves_out_routers_and_maxtext_does_not() -> None:
     assert with_routers == without + 6 * TOKENS * LAYERS * WIDTH * EXPERTS
 
 
+def test_the_gate_of_a_shared_expert_is_a_router_too() -> None:
+    shared = 96
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": EXPERT_WIDTH}
+    model = built("Qwen2MoeConfig", shared_expert_intermediate_size=shared, **experts)
+
+    assert value(model, "megatron") == megatron(feed_forward=CHOSEN * EXPERT_WIDTH + shared)
+
+
 @pytest.mark.parametrize("name", ["torchtitan", "palm"])
 def test_all_parameters_but_the_embeddings_count_six(name: str) -> None:
     model = dense()
@@ -139,17 +147,58 @@ class FromScratch(nn.Module):
         return self.layers(self.tokens(ids)).sum()  # type: ignore[no-any-return]
 
 
+class MaskOfActivations(FromScratch):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)[:, None]
+        kept = nn.functional.scaled_dot_product_attention(x, x, x, x.mean(-1, keepdim=True) > 0)
+        return nn.functional.scaled_dot_product_attention(kept, kept, kept, is_causal=True).sum()
+
+
 def frozen() -> nn.Module:
     model = dense()
     next(iter(model.parameters())).requires_grad_(False)
     return model
 
 
+def all_experts() -> nn.Module:
+    """Llama 4 as transformers runs it: every token runs through every expert, most of them with a weight of 0."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 160, "pad_token_id": 0}
+    return built("Llama4TextConfig", head_dim=WIDTH // HEADS, **sizes)
+
+
+def linear_attention() -> nn.Module:
+    return built("MiniMaxConfig", num_local_experts=4, block_size=16, pad_token_id=0)
+
+
+def experts_in_part_of_the_configuration() -> nn.Module:
+    model = FromScratch(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
+    model.config = transformers.LlamaConfig()
+    model.config.ffn_config = transformers.PretrainedConfig(moe_num_experts=EXPERTS)
+    return model
+
+
 IDS = torch.zeros(2, 8, dtype=torch.long)
+UNKNOWN = "not known which products of the model are attention"
 UNDEFINED: dict[str, tuple[Any, Any, str, str]] = {
     "frozen parameters": (frozen, batch(), "megatron", "8,192 parameters are not trained"),
     "experts by PaLM": (with_experts, batch(), "palm", "does not define models with experts"),
     "experts by llm-foundry": (with_experts, batch(), "llm-foundry", "does not define models with experts"),
+    "experts in a part of the configuration, as of DBRX": (
+        experts_in_part_of_the_configuration,
+        IDS,
+        "palm",
+        "does not define models with experts",
+    ),
+    "every token in every expert": (all_experts, batch(), "torchtitan", UNKNOWN),
+    "every token in every expert, without routers": (all_experts, batch(), "megatron", UNKNOWN),
+    "linear attention": (linear_attention, batch(), "maxtext", UNKNOWN),
+    "nothing like attention": (lambda: FromScratch(nn.Linear(16, 16)), IDS, "palm", UNKNOWN),
+    "a mask that depends on activations": (
+        MaskOfActivations,
+        IDS,
+        "maxtext",
+        "not all masks of attention could be read",
+    ),
     "a convolution": (lambda: FromScratch(nn.Conv1d(8, 8, 3)), IDS, "palm", "also runs convolution"),
     "no attention": (lambda: FromScratch(nn.Linear(16, 16)), IDS, "megatron", "no mask of attention could be read"),
     "attention to both sides": (

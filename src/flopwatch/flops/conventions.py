@@ -15,7 +15,9 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import read_shape
+from flopwatch.flops.formulas.attention import MASK_NOT_READABLE, SCORES_MAY_MASK
 from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.tracing.counter import UNMASKED_PRODUCTS
 from flopwatch.flops.tracing.passes import CountOptions, LossFn, MethodChoice
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.records.flops import AttentionConvention, ConventionFlops, FlopCount
@@ -91,15 +93,12 @@ def flops_by_convention(
     model = unwrap(model)
     reason = _why_not_trained_as_a_whole(model)
     if reason is None:
-        count = count_as_is(model, batch, CountOptions(chosen.attention, loss_fn, method=method))
-        reason = _why_not_defined(chosen, model, batch, count)
-    if reason is None and chosen.attention == "causal":
         full = count_as_is(model, batch, CountOptions("full", loss_fn, method=method))
-        if full.forward_flops == count.forward_flops:
-            reason = "the convention counts the causal half of attention, and the attention of this model has no mask"
+        causal = count_as_is(model, batch, CountOptions("causal", loss_fn, method=method))
+        reason = _why_not_defined(chosen, model, batch, causal) or _why_not_attention(chosen, full, causal)
     if reason is not None:
         return ConventionFlops(chosen.name, None, chosen.attention, chosen.source, reason)
-    flops = by_count(chosen, model, count, read_shape(batch))
+    flops = by_count(chosen, model, causal if chosen.attention == "causal" else full, read_shape(batch))
     return ConventionFlops(chosen.name, flops, chosen.attention, chosen.source)
 
 
@@ -112,13 +111,15 @@ def by_count(chosen: Convention, model: nn.Module, count: FlopCount, shape: tupl
 
 
 def routers(model: nn.Module, count: FlopCount) -> list[str]:
-    """The modules of a count that choose experts: their weight has a row for each expert."""
+    """The modules of a count that choose experts: their weight has a row for each expert.
+
+    A module beside one of them whose weight has one row weighs the shared expert.
+    """
     experts = number_of_experts(model)
-    return [
-        path
-        for path, module in model.named_modules()
-        if experts and path in count.by_module and _rows(module) == experts
-    ]
+    rows = {path: _rows(module) for path, module in model.named_modules() if path in count.by_module}
+    found = [path for path in rows if experts and rows[path] == experts]
+    beside = {path.rpartition(".")[0] for path in found}
+    return found + [path for path in rows if rows[path] == 1 and path.rpartition(".")[0] in beside]
 
 
 def _rows(module: nn.Module) -> int | None:
@@ -128,7 +129,7 @@ def _rows(module: nn.Module) -> int | None:
 
 def number_of_experts(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    for owner in (config, getattr(config, "text_config", None)):
+    for owner in (config, *getattr(config, "__dict__", {}).values()):
         for name in _NUMBERS_OF_EXPERTS:
             if isinstance(number := getattr(owner, name, None), int) and number > 1:
                 return number
@@ -169,6 +170,20 @@ def _why_not_defined(chosen: Convention, model: nn.Module, batch: Any, count: Fl
         return "the convention does not define models with experts, of which a token uses only some parameters"
     if has_experts and not chosen.has_routers and not routers(model, count):
         return "the convention leaves out routers, and it could not be found out which modules of the model are"
-    if chosen.attention == "causal" and count.attention != "causal":
+    return None
+
+
+def _why_not_attention(chosen: Convention, full: FlopCount, causal: FlopCount) -> str | None:
+    is_halved = chosen.attention == "causal"
+    if is_halved and causal.attention != "causal":
         return "the convention counts the unmasked half of attention, and no mask of attention could be read"
+    # Linear attention and experts that all tokens run through are plain products too.
+    if UNMASKED_PRODUCTS in causal.notes:
+        return (
+            "it is not known which products of the model are attention (it is known of attention that runs as one op)"
+        )
+    if is_halved and not {MASK_NOT_READABLE, SCORES_MAY_MASK}.isdisjoint(causal.notes):
+        return "the convention counts the unmasked half of attention, and not all masks of attention could be read"
+    if is_halved and full.forward_flops == causal.forward_flops:
+        return "the convention counts the causal half of attention, and the attention of this model has no mask"
     return None
