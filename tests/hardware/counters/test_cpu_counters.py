@@ -8,8 +8,17 @@ import time
 
 import pytest
 
-from flopwatch.hardware.counters.cpu import AMD_EVENTS, INTEL_EVENTS, PerfEvent, PerfProbe, RaplProbe, events_of_cpu
+from flopwatch.hardware.counters.cpu import (
+    AMD_EVENTS,
+    INTEL_EVENTS,
+    PerfEvent,
+    PerfProbe,
+    RaplProbe,
+    events_of_cpu,
+    flops_between,
+)
 from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
+from flopwatch.records.counters import window_of
 from flopwatch.testing import FakeClock
 
 CPU = DeviceIdentity("cpu", "a processor")
@@ -48,12 +57,28 @@ def test_a_counter_that_begins_again_does_not_lose_energy(tmp_path):
 
 
 def test_energy_never_shrinks_over_many_turns_of_the_counter(tmp_path):
-    counters, joules = None, 0.0
+    counters, joules, clock = None, 0.0, FakeClock()
     for turn in range(20):
         powercap(tmp_path, package_0=(turn * 50_000_000_000) % RANGE)
-        counters = counters or RaplProbe(tmp_path).open(CPU)
+        counters = counters or RaplProbe(tmp_path, clock).open(CPU)
+        clock.advance(100.0)
         joules = counters.sample().energy_joules
     assert joules == pytest.approx(19 * 50_000)
+
+
+def test_energy_is_unknown_over_a_counter_that_began_again_before_its_end(tmp_path):
+    """As after a suspension: the turn of the counter would be 252 kJ in a second."""
+    clock, readings = FakeClock(), []
+    powercap(tmp_path, package_0=5_000_000_000)
+    counters = RaplProbe(tmp_path, clock).open(CPU)
+    for microjoules in (10_000_000_000, 100_000, 50_100_000, 100_100_000):
+        clock.advance(1.0)
+        powercap(tmp_path, package_0=microjoules)
+        readings.append(counters.sample())
+    assert [reading.power_watts for reading in readings] == [5000, None, 50, 50]
+    assert window_of(readings[1:2], readings[0]).energy_joules is None
+    assert window_of(readings).energy_joules is None
+    assert window_of(readings[2:], readings[1]).energy_joules == pytest.approx(100)
 
 
 def test_without_the_folder_it_is_said_that_the_kernel_shows_none(tmp_path):
@@ -171,6 +196,22 @@ def test_an_event_stands_for_as_many_flops_as_it_says():
     assert eightfold.sample().flops_per_s > 4 * once.sample().flops_per_s
     once.close()
     eightfold.close()
+
+
+@pytest.mark.parametrize(
+    ("between", "flops"),
+    [
+        ((100, 2, 2), 400),  # counted all the time
+        ((100, 4, 2), 800),  # half of the time, so twice as many
+        ((0, 2, 2), 0),  # no event, after a time in which half of the time was counted
+        ((0, 0, 0), 0),  # no thread ran
+        ((0, 2, 0), None),  # other events had the counter all the time
+    ],
+)
+def test_events_that_take_turns_are_scaled_by_their_time_between_two_readings(between, flops):
+    event, before = PerfEvent(1, 4), (100, 2, 1)
+    after = tuple(old + new for old, new in zip(before, between, strict=True))
+    assert flops_between({event: before}, {event: after}) == flops
 
 
 def test_closed_counters_leave_no_open_files():

@@ -5,6 +5,7 @@ import errno
 import os
 import struct
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from flopwatch.hardware.cpu import read_cpu
 from flopwatch.records.counters import CounterReading
 
 _POWERCAP = Path("/sys/class/powercap")
+_MOST_WATTS = 10_000.0
+"""More than the processors of any machine draw."""
 
 
 class RaplProbe:
@@ -63,7 +66,11 @@ class RaplCounters:
         used = 0.0
         for now, before, range_ in zip(counts, self._last, self._ranges, strict=True):
             used += (now - before if now >= before else now - before + range_) / 1e6
-        watts = used / (seconds - self._seconds) if seconds > self._seconds else None
+        elapsed = seconds - self._seconds
+        watts: float | None = used / elapsed if elapsed > 0 else None
+        if used > _MOST_WATTS * (elapsed + 1.0):
+            # A counter began again before its end, as after a suspension. This count does too, so it is noticed.
+            watts, used = None, -self._joules
         self._last, self._seconds, self._joules = counts, seconds, self._joules + used
         return CounterReading(self.name, seconds, power_watts=watts, energy_joules=self._joules)
 
@@ -101,6 +108,9 @@ class PerfEvent:
     type: int = _RAW_EVENTS
 
 
+Counts = Mapping[PerfEvent, tuple[int, int, int]]
+"""Of each event in all threads: its count, the time in which it was to be counted, and that in which it was."""
+
 # FP_ARITH_INST_RETIRED; an FMA counts as two events. Intel Software Developer's Manual, volume 3, chapter 20.
 INTEL_EVENTS: Final = tuple(
     PerfEvent(umask << 8 | 0xC7, lanes)
@@ -136,7 +146,7 @@ class PerfCounters:
 
     def __init__(self, events: tuple[PerfEvent, ...], clock: Clock) -> None:
         self._clock = clock
-        self._files: list[tuple[int, int]] = []
+        self._files: list[tuple[int, PerfEvent]] = []
         try:
             for thread in os.listdir("/proc/self/task"):
                 for event in events:
@@ -144,13 +154,13 @@ class PerfCounters:
         except OSError as error:
             self.close()
             raise CountersUnavailableError(_why_no_perf(error)) from error
-        self._seconds, self._flops = clock(), self._count()
+        self._seconds, self._counts = clock(), self._read()
 
     def sample(self) -> CounterReading:
-        seconds, flops = self._clock(), self._count()
-        elapsed = seconds - self._seconds
-        rate = (flops - self._flops) / elapsed if elapsed > 0 else None
-        self._seconds, self._flops = seconds, flops
+        seconds, counts = self._clock(), self._read()
+        flops, elapsed = flops_between(self._counts, counts), seconds - self._seconds
+        rate = None if flops is None or elapsed <= 0 else flops / elapsed
+        self._seconds, self._counts = seconds, counts
         return CounterReading(self.name, seconds, flops_per_s=rate)
 
     def close(self) -> None:
@@ -161,15 +171,29 @@ class PerfCounters:
 
     def _open(self, event: PerfEvent, thread: int) -> None:
         with suppress(ProcessLookupError):  # the thread has ended
-            self._files.append((_perf_event_open(event, thread), event.flops))
+            self._files.append((_perf_event_open(event, thread), event))
 
-    def _count(self) -> float:
-        total = 0.0
-        for file, flops in self._files:
-            count, enabled, running = _READ.unpack(os.read(file, _READ.size))
-            # Events that share a counter take turns.
-            total += flops * (count * enabled / running if running else 0.0)
-        return total
+    def _read(self) -> Counts:
+        sums: dict[PerfEvent, tuple[int, int, int]] = {}
+        for file, event in self._files:
+            read, before = _READ.unpack(os.read(file, _READ.size)), sums.get(event, (0, 0, 0))
+            sums[event] = (before[0] + read[0], before[1] + read[1], before[2] + read[2])
+        return sums
+
+
+def flops_between(before: Counts, after: Counts) -> float | None:
+    """FLOPs between two readings; None if an event was never counted in between.
+
+    Events take turns if the processor has too few counters, so each is scaled by its share of this time. Differences
+    of counts that were scaled since the beginning may be negative.
+    """
+    total = 0.0
+    for event, now in after.items():
+        count, enabled, running = (new - old for new, old in zip(now, before[event], strict=True))
+        if enabled and not running:
+            return None
+        total += event.flops * count * enabled / running if running else 0.0
+    return total
 
 
 def events_of_cpu(root: Path = Path("/")) -> tuple[PerfEvent, ...]:
