@@ -147,6 +147,17 @@ def test_a_device_is_found_by_the_serial_number_that_hip_calls_its_uuid(amdsmi):
 def test_a_device_that_amdsmi_does_not_know_is_not_guessed(amdsmi):
     with pytest.raises(CountersUnavailableError, match="no device with the PCI address unknown"):
         AmdProbe().open(DeviceIdentity("rocm", "AMD Instinct MI300X", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"))
+    assert amdsmi.inits == 0
+
+
+@pytest.mark.parametrize("function", range(2))
+def test_one_of_several_partitions_is_not_guessed(function, amdsmi, monkeypatch):
+    """As of an MI300X in mode CPX, whose partitions differ in the PCI function, which torch does not tell."""
+    places = {"first": "0000:0C:00.1", "second": "0000:0C:00.0"}
+    monkeypatch.setattr(StandInAmdsmi, "amdsmi_get_gpu_device_bdf", lambda _, handle: places[handle])
+    with pytest.raises(CountersUnavailableError, match="divided into 2 partitions"):
+        AmdProbe().open(DeviceIdentity("rocm", "AMD Instinct MI300X", pci_bus_id=f"0000:0c:00.{function}"))
+    assert amdsmi.inits == 0
 
 
 def test_a_device_that_answers_nothing_any_more_ends_the_source(amdsmi):

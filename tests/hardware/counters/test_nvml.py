@@ -211,6 +211,13 @@ def test_the_entry_of_the_environment_that_is_a_uuid_finds_the_gpu(nvml):
     assert opened(device).sample().sm_clock_mhz == 1003
 
 
+def test_the_gpu_that_torch_uses_comes_before_one_that_the_environment_names_too_late(nvml):
+    """CUDA_VISIBLE_DEVICES has no effect any more when it is set after the first use of the GPU."""
+    uuids = eight_gpus(nvml)
+    device = DeviceIdentity("cuda", "H100", uuids[5], visible_as=f"GPU-{uuids[3]}")
+    assert opened(device).sample().sm_clock_mhz == 1005
+
+
 def test_a_gpu_is_never_found_by_its_index(nvml):
     eight_gpus(nvml)
     told = reason(DeviceIdentity("cuda", "NVIDIA H100", visible_as="3"))

@@ -44,9 +44,15 @@ class AmdProbe:
             ) from error
         try:
             smi.amdsmi_init()
-            return AmdCounters(smi, _find(smi, device), self._clock)
         except smi.AmdSmiException as error:
             raise CountersUnavailableError(f"amdsmi says: {first_line(error)}") from error
+        try:
+            return AmdCounters(smi, _find(smi, device), self._clock)
+        except BaseException as error:
+            smi.amdsmi_shut_down()
+            if isinstance(error, smi.AmdSmiException):
+                raise CountersUnavailableError(f"amdsmi says: {first_line(error)}") from error
+            raise
 
 
 class AmdCounters:
@@ -89,12 +95,19 @@ def _find(smi: Any, device: DeviceIdentity) -> Any:
     serial = None
     with suppress(ValueError, TypeError):
         serial = bytes.fromhex((device.uuid or "").replace("-", "")).decode("ascii").lower()
+    slot = None if device.pci_bus_id is None else device.pci_bus_id.lower().rpartition(".")[0]
+    found = []
     for handle in smi.amdsmi_get_processor_handles():
-        if device.pci_bus_id is not None and smi.amdsmi_get_gpu_device_bdf(handle).lower() == device.pci_bus_id.lower():
-            return handle
         asic = smi.amdsmi_get_gpu_asic_info(handle).get("asic_serial", "") if serial else ""
-        if serial and str(asic).lower().removeprefix("0x") == serial:
-            return handle
+        is_named = bool(serial) and str(asic).lower().removeprefix("0x") == serial
+        if is_named or (slot and smi.amdsmi_get_gpu_device_bdf(handle).lower().rpartition(".")[0] == slot):
+            found.append(handle)
+    if len(found) > 1:  # they differ in the PCI function, which torch does not tell
+        raise CountersUnavailableError(
+            f"the GPU is divided into {len(found)} partitions, and torch does not tell which one it uses"
+        )
+    if found:
+        return found[0]
     raise CountersUnavailableError(
         f"amdsmi has no device with the PCI address {device.pci_bus_id or 'unknown'} or the UUID "
         f"{device.uuid or 'unknown'}, which torch reports for {device.name}"

@@ -70,12 +70,17 @@ def find_device(nvml: Any, device: DeviceIdentity) -> NvmlDevice:
 def _by_uuid(nvml: Any, device: DeviceIdentity) -> Any:
     """The handle of the first UUID that NVML knows.
 
-    The entry of CUDA_VISIBLE_DEVICES comes first, because for a MIG instance torch may report the UUID of its GPU.
+    A MIG instance in CUDA_VISIBLE_DEVICES comes first, because torch may report the UUID of its GPU. A GPU there comes
+    last, because the variable may have been set after torch had begun to use another one.
     """
-    names = [device.visible_as] if (device.visible_as or "").startswith(("GPU-", "MIG-")) else []
+    visible, names = device.visible_as or "", []
     if device.uuid is not None:
         bare = device.uuid.removeprefix("GPU-").removeprefix("MIG-")
-        names += [f"GPU-{bare}", f"MIG-{bare}"]
+        names = [f"GPU-{bare}", f"MIG-{bare}"]
+    if visible.startswith("MIG-"):
+        names.insert(0, visible)
+    elif visible.startswith("GPU-"):
+        names.append(visible)
     for name in names:
         with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
