@@ -6,6 +6,8 @@ import pytest
 
 from flopwatch.hardware.counters.dcgm import DcgmProbe
 from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
+from flopwatch.records.counters import window_of
+from flopwatch.testing import FakeClock
 from support.dcgm_exporter import LOADED, Exporter, gpu, page
 from testbeds.stand_in_nvml import LOADED_H100
 
@@ -31,7 +33,7 @@ def reason(address, device=A100):
 def test_the_values_of_the_device_with_torchs_uuid_are_read(exporter):
     reading = DcgmProbe(exporter.address).open(A100).sample()
     assert (reading.tensor_active, reading.sm_active, reading.dram_active) == (0.430433, 0.912, 0.690789)
-    assert (reading.sm_clock_mhz, reading.power_watts, reading.energy_joules) == (1410, 391.263, 322036.0)
+    assert (reading.sm_clock_mhz, reading.power_watts) == (1410, 391.263)
     assert reading.throttled == ("power cap",)
     assert reading.source == "dcgm"
 
@@ -41,12 +43,16 @@ def test_the_device_is_found_by_its_pci_address(exporter):
     assert DcgmProbe(exporter.address).open(device).sample().tensor_active == 0.430433
 
 
-def test_energy_that_the_exporter_has_not_read_again_is_unknown(exporter):
-    counters = DcgmProbe(exporter.address).open(A100)
-    assert counters.sample().energy_joules == 322036.0
-    assert counters.sample().energy_joules is None
-    exporter.text = exporter.text.replace("322036000", "322037500")
-    assert counters.sample().energy_joules == 322037.5
+def test_energy_of_the_page_is_not_used_because_it_ends_at_another_time_than_a_window(exporter):
+    """400 W all the time, read by the exporter every 30 s; the steps of 10 s would seem to have drawn 1200 W."""
+    clock = FakeClock()
+    counters = DcgmProbe(exporter.address, clock).open(A100)
+    first = counters.sample()
+    clock.advance(10.0)
+    exporter.text = exporter.text.replace("322036000", str(322036000 + 30 * 400_000))
+    window = window_of([counters.sample()], first)
+    assert window.energy_joules is None
+    assert window.power_watts == 391.263
 
 
 def test_activity_that_the_exporter_has_not_read_again_is_not_that_of_the_time_since(exporter):

@@ -31,7 +31,7 @@ _OF_A_WHOLE_GPU = ("power_watts", "energy_joules")
 """Fields that DCGM knows of a GPU only, although the exporter shows them for each of its MIG instances."""
 _REASONS: Final = ("DCGM_FI_DEV_CLOCK_THROTTLE_REASONS", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
 """The names before and since DCGM 4."""
-_OF_AN_INTERVAL = ("tensor_active", "sm_active", "dram_active", "energy_joules")
+_OF_AN_INTERVAL = ("tensor_active", "sm_active", "dram_active")
 _UNKNOWN_FROM: Final = 2**47
 """From here on, numbers are those that DCGM writes for unknown values (DCGM_FP64_BLANK and larger ones)."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -88,6 +88,8 @@ class DcgmCounters:
         if seen == self._before:  # the exporter has not read again: what the device did since then is unknown
             values |= dict.fromkeys(_OF_AN_INTERVAL)
         self._before = seen
+        # It ends when the exporter has read it, up to 30 s ago, and so is not that of a window.
+        values.pop("energy_joules", None)
         bits = values.pop("throttled", None)
         throttled = None if bits is None else throttle_reasons(int(bits))
         return CounterReading(self.name, self._clock(), **values, throttled=throttled)
