@@ -74,6 +74,13 @@ def test_a_value_that_dcgm_writes_for_an_unknown_one_is_unknown(value, exporter)
     assert reading.sm_clock_mhz == 1410
 
 
+def test_a_page_that_ends_within_a_number_does_not_give_another_number(exporter):
+    counters = DcgmProbe(exporter.address).open(A100)
+    exporter.text = exporter.text.partition("391.263")[0] + "39"
+    reading = counters.sample()
+    assert (reading.sm_clock_mhz, reading.power_watts) == (1410, None)
+
+
 def test_the_name_of_the_reasons_before_dcgm_4_is_read_too(exporter):
     exporter.text = exporter.text.replace("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS")
     assert DcgmProbe(exporter.address).open(A100).sample().throttled == ("power cap",)

@@ -133,7 +133,8 @@ def _fetch(address: str) -> str:
 
 
 def _rows(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    for line in page.splitlines():
+    whole_lines, _, _ = page.rpartition("\n")  # the exporter may have ended within the last one
+    for line in whole_lines.splitlines():
         metric, brace, rest = line.partition("{")
         if not brace or (metric not in _SCALES and metric not in _REASONS):
             continue
