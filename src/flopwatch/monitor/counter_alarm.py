@@ -40,7 +40,7 @@ class Compared:
         seconds: Time between the first and the last reading; `steps_seconds` is that of the timed steps.
         counted_flops_per_s: Executed FLOPs per second of step time (those of HFU), in types of the tensor cores.
         counter_flops_per_s: FLOP/s by the counters.
-        peak_flops_per_s: Peak for the compute type in use, `dtype`.
+        peak_flops_per_s: Peak for the compute type in use, `dtype`, or the mean peak of those on the tensor cores.
         clock_share: The mean clock, divided by that of the peak.
         throttled: Share of the readings in which the clock was held down, by reason, the most frequent first.
         peaks: Peaks of the device by compute type, also of types that are not in use.

@@ -104,13 +104,14 @@ class DeviceCounters:
         if seen is None or peak is None or counted is None or seen.flops_per_s is not None:
             return None  # a CPU's counter of instructions also counts what is no matrix product
         clock = values.get("counters/sm_clock_mhz")
+        mean_peak = values.get("perf/peak_flops_per_second_per_device", peak.flops_per_s)
         found = self._alarm.add(
             Compared(
                 seen.seconds,
                 seconds_of(step for step in window.steps if not step.is_warm_up),
                 seen.readings,
                 peak.dtype,
-                values.get("perf/peak_flops_per_second_per_device", peak.flops_per_s),
+                costs.tensor_peak(mean_peak) or mean_peak,
                 counted * costs.tensor_share,
                 values.get(FLOP_RATE),
                 values.get("counters/tensor_active"),
