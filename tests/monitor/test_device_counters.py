@@ -230,10 +230,19 @@ def test_energy_is_unknown_if_a_rank_has_no_counters():
     assert values["counters/tensor_active"] == 0.2
 
 
-def test_windows_that_are_joined_add_their_energy_and_keep_the_later_power():
-    joined = extend(reported(0, 100.0), reported(0, 300.0))
+def test_windows_that_are_joined_add_their_energy_and_have_the_means_over_both():
+    """As of a rank that ends a window early, for a checkpoint that only it writes."""
+    joined = extend(reported(0, 100.0, tensor_active=0.2), reported(0, 300.0, tensor_active=0.6))
     assert joined.counters["counters/energy_joules"] == (2.5 * 400, 1)
-    assert joined.counters["counters/power_watts"] == (300.0, 1)
+    assert joined.counters["counters/power_watts"] == (200.0, 1)
+    assert joined.counters["counters/tensor_active"] == (pytest.approx(0.4), 1)
+
+
+def test_energy_of_joined_windows_is_unknown_if_that_of_one_is():
+    without = report_of(0, steps(), peak_flops_per_s=4e12, profile=None, counter_values={"counters/power_watts": 300.0})
+    for joined in (extend(reported(0, 100.0), without), extend(without, reported(0, 100.0))):
+        assert "counters/energy_joules" not in joined.counters
+        assert joined.counters["counters/power_watts"] == (200.0, 1)
 
 
 @pytest.mark.slow

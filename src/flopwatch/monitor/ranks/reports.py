@@ -296,18 +296,22 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
         input_wait=_sum_over_time(earlier.input_wait, later.input_wait),
         **newest,
         exact_ranks=min(earlier.exact_ranks, later.exact_ranks),
-        counters=_counters_over_time(earlier.counters, later.counters),
+        counters=_counters_over_time(earlier, later),
     )
 
 
-def _counters_over_time(
-    earlier: Mapping[str, tuple[float, int]], later: Mapping[str, tuple[float, int]]
-) -> dict[str, tuple[float, int]]:
-    """Energy is added; of the others, those of the later window are kept."""
-    both = {**earlier, **later}
-    if ENERGY in earlier and ENERGY in later:
-        (before, ranks_before), (after, ranks_after) = earlier[ENERGY], later[ENERGY]
-        both[ENERGY] = before + after, min(ranks_before, ranks_after)
+def _counters_over_time(earlier: RankReport, later: RankReport) -> dict[str, tuple[float, int]]:
+    """Energy is added, and unknown if that of one window is; the others are means over the time of the steps."""
+    a, b, seconds = earlier.counters, later.counters, earlier.seconds + later.seconds
+    both = {**a, **b}
+    for key in a.keys() & b.keys():
+        (before, ranks_before), (after, ranks_after) = a[key], b[key]
+        if key == ENERGY:
+            both[key] = before + after, min(ranks_before, ranks_after)
+        elif ranks_before == ranks_after and seconds:
+            both[key] = (before * earlier.seconds + after * later.seconds) / seconds, ranks_after
+    if a and b and (ENERGY in a) != (ENERGY in b):  # a window without readings is part of the one after it
+        del both[ENERGY]
     return both
 
 
