@@ -238,6 +238,13 @@ def test_windows_that_are_joined_add_their_energy_and_have_the_means_over_both()
     assert joined.counters["counters/tensor_active"] == (pytest.approx(0.4), 1)
 
 
+@pytest.mark.parametrize("shown", [{"energy_joules": 0.0}, {"power_watts": 0.0}])
+def test_a_device_that_draws_nothing_has_a_counter_that_does_not_count(shown):
+    """As in some virtual machines, whose counters are there and always 0."""
+    window = CounterWindow("rapl", 10, 2.5, **shown)
+    assert counter_values(window, tensor_peak_flops_per_s=None, peak_clock_mhz=None) == {}
+
+
 def test_energy_of_joined_windows_is_unknown_if_that_of_one_is():
     without = report_of(0, steps(), peak_flops_per_s=4e12, profile=None, counter_values={"counters/power_watts": 300.0})
     for joined in (extend(reported(0, 100.0), without), extend(without, reported(0, 100.0))):

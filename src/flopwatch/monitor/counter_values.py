@@ -101,7 +101,7 @@ def counter_values(
         "counters/dram_active": window.dram_active,
         "counters/sm_clock_mhz": window.sm_clock_mhz,
         POWER: _share(mean_watts(window), ranks_on_device),
-        ENERGY: _share(window.energy_joules, ranks_on_device),
+        ENERGY: _share(window.energy_joules or None, ranks_on_device),
         "counters/throttled_percent": held,
         "counters/other_memory_gib": None if memory is None or ranks_on_device > 1 else memory / 2**30,
         FLOP_RATE: _share(rate, ranks_on_device),
@@ -110,10 +110,10 @@ def counter_values(
 
 
 def mean_watts(window: CounterWindow) -> float | None:
-    """The mean power of a window: of its energy if that is known, else of the readings."""
-    if window.energy_joules is not None and window.seconds > 0:
+    """The mean power of a window: of its energy if that is known, else of the readings. A counter at 0 is broken."""
+    if window.energy_joules and window.seconds > 0:
         return window.energy_joules / window.seconds
-    return window.power_watts
+    return window.power_watts or None
 
 
 def _share(value: float | None, parts: int) -> float | None:
