@@ -163,6 +163,12 @@ def test_a_page_of_something_else_is_no_source(exporter, text):
     assert "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE" in reason(exporter.address)
 
 
+def test_a_page_of_a_whole_cluster_is_not_read_because_it_costs_too_much(exporter):
+    """8 MB take half a second of a core, and they are read every 5 s."""
+    exporter.text += "# of another machine\n" * 60_000
+    assert "more than 1 MiB, more than that of one machine" in reason(exporter.address)
+
+
 def test_an_error_of_the_server_is_told(exporter):
     exporter.status = 500
     assert "answers with HTTP 500" in reason(exporter.address)

@@ -17,7 +17,8 @@ from flopwatch.records.counters import CounterReading
 
 DEFAULT_ADDRESS = "http://localhost:9400/metrics"
 _TIMEOUT_SECONDS = 1.0
-_MOST_BYTES = 8 << 20
+_MOST_BYTES = 1 << 20
+"""A page of eight GPUs has some 70 KB; one of 1 MiB takes some 60 ms of a core."""
 _TENSOR: Final = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
 _SCALES: Final = {
     _TENSOR: ("tensor_active", 1.0),
@@ -124,12 +125,18 @@ def _fetch(address: str) -> str:
             with connection.getresponse() as answer:
                 if answer.status != 200:
                     raise CountersUnavailableError(f"{address} answers with HTTP {answer.status}")
-                return answer.read(_MOST_BYTES).decode("utf-8", "replace")
+                page = answer.read(_MOST_BYTES + 1)
     except (OSError, HTTPException, ValueError) as error:
         raise CountersUnavailableError(
             f"no dcgm-exporter answers at {address} ({type(error).__name__}); start it, or set FLOPWATCH_DCGM to its "
             "address"
         ) from error
+    if len(page) > _MOST_BYTES:
+        raise CountersUnavailableError(
+            f"{address} serves more than 1 MiB, more than that of one machine; set FLOPWATCH_DCGM to the exporter of "
+            "this machine"
+        )
+    return page.decode("utf-8", "replace")
 
 
 def _rows(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
