@@ -112,6 +112,7 @@ class _TensorPipes:
     """Counters of a device whose tensor cores do the FLOPs of its matmuls. It is a source and its own probe."""
 
     name = "pipes"
+    interval_seconds = 0.0
 
     def __init__(self, facts, factor):
         self.flops = 0
