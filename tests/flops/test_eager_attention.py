@@ -110,15 +110,25 @@ def test_padding_is_left_out_with_the_mask() -> None:
     assert padded.model_flops == sum(row.model_flops for row in rows)
 
 
+def test_a_mask_that_allows_all_pairs_is_known_too() -> None:
+    """A law counts length 1, where a causal mask allows its only pair."""
+    assert left_out(built("causal"), batch(2, 1))[1].notes == ()
+    law = flopwatch.fit_flops_law(built("sliding window in every layer"), batch(2, 12), attention="causal")
+
+    assert (law.exact, law.notes) == (True, ())
+
+
 class OwnAttention(nn.Module):
     def __init__(self, mask: torch.Tensor | None, way: str) -> None:
         super().__init__()
         self.qkv, self.mask, self.way = nn.Linear(16, 48, bias=False), mask, way
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0912 - a branch for each way
         query, key, value = self.qkv(x).chunk(3, -1)
         scores = query @ key.mT
-        if self.way == "fill":
+        if self.way == "fill, and a mask of nothing":
+            scores = scores.masked_fill(torch.zeros(10, 10, dtype=torch.bool), float("-inf")) + torch.zeros(10, 10)
+        if self.way.startswith("fill"):
             scores = scores.masked_fill(~self.mask, float("-inf"))  # type: ignore[operator]
         elif self.way == "where":
             scores = torch.where(self.mask, scores, float("-inf"))  # type: ignore[arg-type]
@@ -147,7 +157,7 @@ class OwnAttention(nn.Module):
         return scores.softmax(-1) @ value
 
 
-@pytest.mark.parametrize("way", ["fill", "where"])
+@pytest.mark.parametrize("way", ["fill", "where", "fill, and a mask of nothing"])
 def test_masks_of_own_attention_are_read(way: str) -> None:
     model = OwnAttention(torch.ones(10, 10, dtype=torch.bool).tril(), way)
     saved, causal = left_out(model, torch.zeros(3, 10, 16))  # type: ignore[arg-type]

@@ -100,7 +100,8 @@ class MaskedProducts:
         allowed = self._allowed_by(mask, fills_where_true) if pairs % mask.numel() == 0 else None
         # A mask with fewer dimensions, heads or samples than the scores is broadcast to all of them.
         total = None if allowed is None else allowed * (pairs // mask.numel())
-        if total != pairs:  # otherwise it is a bias, such as that of relative positions
+        # Numbers that mask nothing are a bias, such as that of relative positions; zeros or False are a mask.
+        if total != pairs or mask.dtype == torch.bool or not mask.any():
             met = None if total is None else Scores(last.batch, queries, keys, total)
             self._masks[module][len(self._products[module])].append(met)
 
@@ -136,13 +137,18 @@ class MaskedProducts:
 
     def _one_mask(self, module: str) -> Scores | None:
         """The mask of all attention in a module; None if it is not certain that there is one mask for all of it."""
-        of_scores = [each for each in self._masks.get(module, {}).values() if any(each)]
+        of_scores = [_without_idle(each) for each in self._masks.get(module, {}).values() if any(each)]
         met = {mask for masks in of_scores for mask in masks}
         scores = met.pop() if len(met) == 1 else None
         if scores is None or any(len(masks) > 1 for masks in of_scores):
             return None
         over = [each for each in self._products[module] if each.phase == "forward" and each.is_over(scores)]
         return scores if len(over) == 2 * len(of_scores) else None
+
+
+def _without_idle(masks: list[Scores | None]) -> list[Scores | None]:
+    """Leave out masks that allow all pairs, if there are others on the same scores."""
+    return [each for each in masks if each is None or each.allowed < each.pairs] or masks[:1]
 
 
 def _scores_and_mask(
