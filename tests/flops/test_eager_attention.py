@@ -209,3 +209,27 @@ def test_each_of_two_masks_in_the_same_memory_is_read(way: str) -> None:
 
     assert saved == 3 * 3 * 2 * 2 * 16 * ((100 - 55) + (100 - 27))
     assert (causal.attention, causal.notes) == ("causal", ())
+
+
+@torch.library.custom_op("flopwatch_tests::eager_attention", mutates_args=())
+def attention_that_reads_its_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    hidden = ~torch.ones(10, 10, dtype=torch.bool).tril()
+    out = (query @ key.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    return out if float(out.sum()) < torch.inf else out.clone()
+
+
+@attention_that_reads_its_output.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+class AttentionAsOneOp(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attention_that_reads_its_output(x, x, x)
+
+
+def test_nothing_is_left_out_of_attention_that_could_not_be_counted() -> None:
+    found = flopwatch.count_flops(AttentionAsOneOp(), torch.zeros(3, 10, 16), attention="causal", training=False)
+
+    assert (found.model_flops, found.attention) == (0, "full")
+    assert [each.op for each in found.uncounted] == ["flopwatch_tests::eager_attention"]

@@ -343,11 +343,14 @@ class CountingMode(TorchDispatchMode):
         if body is None:
             return False, None
         whole, self.tally = self.tally, Tally()
+        numbers = {} if self._products is None else self._products.numbers()
         try:
             with self:
                 out = body(*args, **kwargs)
         except Exception:  # noqa: BLE001 - code of the user, which may need values of its tensors
             self.tally = whole
+            if self._products is not None:
+                self._products.forget_after(numbers)
             return False, None
         self.tally.add_to(whole)
         self.tally = whole

@@ -83,10 +83,22 @@ class MaskedProducts:
         op, dtype = op_name(call.func).removeprefix("aten::"), flops.dtype or "unknown"
         self._products[module].append(Product(op, module, dtype, phase, flops.needed, flops.extra, batch, sizes))
 
+    def numbers(self) -> dict[str, int]:
+        """How many products each module has run so far."""
+        return {module: len(products) for module, products in self._products.items()}
+
+    def forget_after(self, numbers: dict[str, int]) -> None:
+        """Forget products that are not counted after all, and their masks."""
+        for module, products in self._products.items():
+            number = numbers.get(module, 0)
+            del products[number:]
+            for place in [each for each in self._masks[module] if each > number]:
+                del self._masks[module][place]
+
     def note_mask(self, func: Any, args: tuple[Any, ...], module: str) -> None:
         """If an op of the forward pass combines scores of attention with a mask, remember what the mask allows."""
         packet = func.overloadpacket
-        if packet not in _MEET_MASKS or module not in self._products:
+        if packet not in _MEET_MASKS or not self._products.get(module):
             return
         last = self._products[module][-1]
         queries, _, keys = last.sizes
