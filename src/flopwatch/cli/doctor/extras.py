@@ -83,7 +83,7 @@ def is_older(found: str, lowest: str) -> bool:
 class Imports:
     """Imports the modules of the installed extras in another process; `errors_of` waits for its answers."""
 
-    def __init__(self, extras: tuple[Extra, ...] = EXTRAS, seconds: float = 60.0) -> None:
+    def __init__(self, extras: tuple[Extra, ...] = EXTRAS, seconds: float = 120.0) -> None:
         self._seconds = seconds
         self._modules = [module for extra in extras if _is_complete(extra) for module in extra.modules]
         self._started = _Importing(self._modules) if self._modules else None
