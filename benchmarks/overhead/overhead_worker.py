@@ -19,7 +19,7 @@ import torch
 from flopwatch.hardware.counters.protocol import DeviceIdentity
 from flopwatch.hardware.counters.sampler import CounterSampler, Notify
 from flopwatch.models.presets import Preset
-from flopwatch.monitor import device_counters
+from flopwatch.monitor.counters import device as device_counters
 from flopwatch.testing import FakeCounters
 from overhead.contenders import rival_monitors as rival_monitors
 from overhead.contenders.documents import documents

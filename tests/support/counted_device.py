@@ -9,7 +9,7 @@ from torch import nn
 
 import flopwatch
 from flopwatch.hardware import peak_flops
-from flopwatch.monitor import device_counters
+from flopwatch.monitor.counters import device as device_counters
 from flopwatch.monitor.counting import costs
 from flopwatch.records.counters import CounterReading, CounterWindow, window_of
 from flopwatch.records.flops import Peak

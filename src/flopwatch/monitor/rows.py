@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.counter_values import ENERGY, OF_RANKS, POWER, energy_per_work, joined, values_of_ranks
+from flopwatch.monitor.counters.values import ENERGY, OF_RANKS, POWER, energy_per_work, joined, values_of_ranks
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
 from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
 from flopwatch.monitor.ranks.reports import RankReport, Window

@@ -15,11 +15,11 @@ from flopwatch.guard import Guard, decided
 from flopwatch.monitor import notices
 from flopwatch.monitor.arrival import Arrival, Arrivals, RecordedStep, read_now
 from flopwatch.monitor.config import MonitorConfig, json_ready
+from flopwatch.monitor.counters.device import DeviceCounters
 from flopwatch.monitor.counting.batch_reader import BatchSizes
 from flopwatch.monitor.counting.costs import FlopCost, StepCosts
 from flopwatch.monitor.counting.evidence import Doubt
 from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCounter
-from flopwatch.monitor.device_counters import DeviceCounters
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets

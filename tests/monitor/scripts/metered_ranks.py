@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import flopwatch
 from flopwatch.hardware.counters.sampler import CounterSampler
-from flopwatch.monitor import device_counters
+from flopwatch.monitor.counters import device as device_counters
 from flopwatch.records.counters import CounterReading
 from flopwatch.testing import FakeCounters
 

@@ -23,8 +23,8 @@ from flopwatch.hardware.counters.protocol import CounterSource
 from flopwatch.hardware.measure import matmul_flops
 from flopwatch.hardware.peak_clock import peak_clock_mhz
 from flopwatch.hardware.peaks import Unknown, find_accelerator
-from flopwatch.monitor.counter_alarm import is_near
-from flopwatch.monitor.counter_values import flops_by_counters
+from flopwatch.monitor.counters.alarm import is_near
+from flopwatch.monitor.counters.values import flops_by_counters
 from flopwatch.numbers import byte_size, flop_rate, percent, step_time
 from flopwatch.records.counters import CounterReading, CounterWindow, window_of
 from flopwatch.runs.traces import read_trace

@@ -10,7 +10,7 @@ from functools import reduce
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from flopwatch.monitor.counter_values import ENERGY, OF_RANKS
+from flopwatch.monitor.counters.values import ENERGY, OF_RANKS
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share, seconds_of
 from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number

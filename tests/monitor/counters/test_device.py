@@ -11,9 +11,9 @@ from torch import nn
 
 import flopwatch
 from flopwatch.hardware.counters.sampler import CounterSampler
-from flopwatch.monitor import device_counters
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.counter_values import counter_values
+from flopwatch.monitor.counters import device as device_counters
+from flopwatch.monitor.counters.values import counter_values
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.reports import Message, Window, extend, merge, report_of
 from flopwatch.monitor.rows import RowMaker
@@ -255,7 +255,7 @@ def test_energy_of_joined_windows_is_unknown_if_that_of_one_is():
 @pytest.mark.slow
 def test_a_row_of_several_ranks_has_the_counters_of_all(tmp_path):
     """Both ranks share one CPU, of 100 W: its power counts once."""
-    results = torchrun(Path(__file__).parent / "scripts" / "metered_ranks.py", str(tmp_path), ranks=2)
+    results = torchrun(Path(__file__).parents[1] / "scripts" / "metered_ranks.py", str(tmp_path), ranks=2)
     newest = results[0]["newest"]
     assert newest["ranks/reporting"] == 2
     assert newest["counters/power_watts"] == pytest.approx(100)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flopwatch.monitor.counter_alarm import CONFIRMED_BY, Compared, CounterAlarm, judge
+from flopwatch.monitor.counters.alarm import CONFIRMED_BY, Compared, CounterAlarm, judge
 from support.counted_device import BF16_PEAK, CLOCK_MHZ, STEP_FLOPS, TOKENS, WIDTH, FakeTraining, seconds_at
 
 TILES = 1.05

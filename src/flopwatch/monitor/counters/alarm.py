@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flopwatch.hardware.counters.sampler import LONGEST_INTERVAL_SECONDS
-from flopwatch.monitor.counter_values import weighted_mean
+from flopwatch.monitor.counters.values import weighted_mean
 
 _TOLERANCE = 0.25
 """Counted FLOP/s and those by counters agree up to this factor, either way."""

@@ -14,8 +14,8 @@ from flopwatch.hardware.identity import identify
 from flopwatch.hardware.peak_clock import peak_clock_mhz
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import ModeName, MonitorConfig
-from flopwatch.monitor.counter_alarm import Compared, CounterAlarm, Disagreement
-from flopwatch.monitor.counter_values import FLOP_RATE, counter_values, joined
+from flopwatch.monitor.counters.alarm import Compared, CounterAlarm, Disagreement
+from flopwatch.monitor.counters.values import FLOP_RATE, counter_values, joined
 from flopwatch.monitor.counting.costs import StepCosts
 from flopwatch.monitor.measured_step import seconds_of
 from flopwatch.monitor.notices import NoticeText, Notify

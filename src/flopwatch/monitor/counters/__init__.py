@@ -1,0 +1,1 @@
+"""Hardware counters of the training's device: their metrics, energy, and the alarm if they and the count disagree."""
