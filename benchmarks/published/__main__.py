@@ -1,6 +1,6 @@
 """Compares every published row with our count, prints the tables, and writes docs/published.md.
 
-    PYTHONPATH=benchmarks python -m published            # counts every model afresh; half an hour on two cores
+    PYTHONPATH=benchmarks python -m published            # counts every model afresh; some seven minutes
     PYTHONPATH=benchmarks python -m published --stored   # with the counts of the last run; a second
     PYTHONPATH=benchmarks python -m published --csv FILE # also writes every row with what became of it
 
