@@ -16,7 +16,7 @@ def doctor(
     output: Annotated[str | None, flag(f"File that --gpu writes. Default: {GPU_FILE}.", metavar="PATH")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
 ) -> None:
-    """Check that flopwatch works on this machine, and say what is missing; takes ten seconds.
+    """Check that flopwatch works on this machine, and say what is missing; takes ten to twenty seconds.
 
     Shows versions, devices with their peaks, hardware counters, extras and programs, with the command that installs
     what is missing. The status is 1 if something that is installed does not work. With --gpu, it checks an accelerator
