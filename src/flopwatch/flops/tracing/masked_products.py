@@ -17,7 +17,7 @@ from flopwatch.flops.formulas.attention import unmasked_pairs
 from flopwatch.flops.formulas.matrices import FACTORS
 from flopwatch.flops.formulas.registry import OpCall, OpFlops
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
-from flopwatch.torch_internals.ops import FakeTensor, op_name
+from flopwatch.torch_internals.ops import FakeTensor, op_name, tensor_version
 
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _ADD = (torch.ops.aten.add, torch.ops.aten.add_)
@@ -120,7 +120,7 @@ class MaskedProducts:
     def _allowed_by(self, mask: torch.Tensor, fills_where_true: bool) -> int | None:
         """How many elements of a mask allow their pair; None if it cannot be read. Layers often share a mask."""
         # Parts of one storage can be different masks, and a mask can be written between two layers.
-        version = None if mask.is_inference() else mask._version
+        version = None if mask.is_inference() else tensor_version(mask)
         read_as = mask.shape, mask.stride(), mask.storage_offset(), mask.dtype, version, fills_where_true
         known = self._allowed.get(storage_of(mask))
         if version is None or known is None or known[0] != read_as:
