@@ -2,7 +2,7 @@
 
     python benchmarks/overhead/monitor_overhead.py                       # everything; writes the page and the picture
     python benchmarks/overhead/monitor_overhead.py --quick --parts free  # a short look; writes nothing
-    python benchmarks/overhead/monitor_overhead.py --parts rivals        # that part again, the rest as last measured
+    python benchmarks/overhead/monitor_overhead.py --parts rivals        # that part again, the rest as measured last
 
 Only ratios of neighbouring turns count: the machine may be busy with other things.
 """
@@ -67,12 +67,15 @@ def main() -> None:
         wide.print(table)
     if arguments.quick:
         return
+    missing = [part for part in PARTS if part not in store]
+    if missing:  # the page would lose what it says of them
+        console.print(f"Wrote no page: {arguments.results} has no measurement of {', '.join(missing)}")
+        return
     write_section(arguments.page, section(store))
     console.print(f"Wrote {arguments.page}")
-    if {"rivals", "frequency"} <= set(store):
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        arguments.picture.write_text(picture(store))
-        console.print(f"Wrote {arguments.picture}")
+    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+    arguments.picture.write_text(picture(store))
+    console.print(f"Wrote {arguments.picture}")
 
 
 def _arguments() -> argparse.Namespace:
