@@ -14,6 +14,7 @@ def test_a_wandb_that_cannot_hide_a_run_is_refused_before_a_run_is_started():
         wandb_run_hider(old)
 
 
+@pytest.mark.slow
 def test_an_mlflow_that_does_not_know_the_runs_of_other_threads_is_asked_for_those_of_this_one(monkeypatch):
     mlflow, fluent = pytest.importorskip("mlflow"), pytest.importorskip("mlflow.tracking.fluent")
     monkeypatch.delattr(fluent, "_get_latest_active_run")

@@ -12,6 +12,7 @@ from scale.simulate import KEY, WINDOWS, Job, NotedStore, load_of, simulate, sto
 RANKS, PER_HOST = 12, 4
 
 
+@pytest.mark.slow
 def test_a_window_asks_the_store_less_than_twice_per_rank():
     with store_process() as store:
         client = store.connect()
@@ -29,6 +30,7 @@ def test_a_window_asks_the_store_less_than_twice_per_rank():
     assert sum(each.bytes for each in of_ranks.values()) == pytest.approx(load.bytes)
 
 
+@pytest.mark.slow
 def test_a_lost_host_takes_the_hosts_below_it_along():
     found = simulate(16 * 8)
     assert found["a host lost that has no host below it"].startswith("8 ranks")

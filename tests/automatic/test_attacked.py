@@ -53,6 +53,7 @@ def notices(folder: Path) -> dict[str, Any]:
     return {record["code"]: record["message"] for record in records if record["type"] == "notice"}
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_with_an_optimizer_that_has_replaced_the_first(watched: WatchedProcess) -> None:
     model = nn.Linear(8, 8)
     train(model, sgd(model))
@@ -62,6 +63,7 @@ def test_a_training_goes_on_with_an_optimizer_that_has_replaced_the_first(watche
     assert summary(watched).values["total/model_flops"] == 10 * STEP_FLOPS
 
 
+@pytest.mark.slow
 def test_the_last_steps_are_exact_although_stopping_removes_hooks(watched: WatchedProcess) -> None:
     model = nn.Linear(8, 8)
     train(model, sgd(model), steps=8)
@@ -71,6 +73,7 @@ def test_the_last_steps_are_exact_although_stopping_removes_hooks(watched: Watch
     assert summary(watched).values["total/model_flops"] == 8 * STEP_FLOPS
 
 
+@pytest.mark.slow
 def test_stopping_leaves_no_hook_and_the_log_as_it_was(tmp_path: Path) -> None:
     hooks_before = list(_global_optimizer_post_hooks)
     watched = flopwatch.watch(tmp_path / "run", log_every=5)
@@ -84,6 +87,7 @@ def test_stopping_leaves_no_hook_and_the_log_as_it_was(tmp_path: Path) -> None:
     assert logging.getLogger("flopwatch").propagate
 
 
+@pytest.mark.slow
 def test_a_model_saved_in_mid_run_can_be_loaded_without_flopwatch(watched: WatchedProcess) -> None:
     model = nn.Linear(8, 8)
     train(model, sgd(model))
@@ -93,6 +97,7 @@ def test_a_model_saved_in_mid_run_can_be_loaded_without_flopwatch(watched: Watch
     assert pickle.loads(saved)(torch.ones(1, 8)).shape == (1, 8)
 
 
+@pytest.mark.slow
 def test_without_stderr_nothing_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +111,7 @@ def test_without_stderr_nothing_is_printed(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_warning_does_not_reach_the_script_s_log_if_the_run_is_quiet(
     watched: WatchedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +141,7 @@ def evaluate(model: nn.Module, *, in_training_mode: bool) -> None:
     model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before_each_step", "flops"),
     [

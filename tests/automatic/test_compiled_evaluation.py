@@ -72,6 +72,7 @@ print(json.dumps([evaluated, generated]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["wrapped", "in place", "blocks"])
 def test_evaluations_of_a_compiled_model_are_evaluation_and_no_part_of_steps(place, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -119,6 +120,7 @@ for step in range(30):
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_teacher_belongs_to_every_step_also_after_an_evaluation_before_the_first(tmp_path):
     (tmp_path / "train.py").write_text(TEACHER_SCRIPT)
     command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run", "train.py"]

@@ -104,6 +104,7 @@ class Sink:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sink", [None, "console", "tensorboard", "wandb", "mlflow", "prometheus", "sink_that_draws:Sink"]
 )

@@ -77,6 +77,7 @@ def run_with(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_every_setting_that_the_page_names_reaches_the_monitor(run_with, tmp_path):
     named = re.findall(r"^\| `([a-z_]+)` \|", SETTINGS_PAGE.read_text().partition("<!-- end of settings")[0], re.M)
     assert sorted(named) == sorted([*OTHER_THAN_DEFAULT, "quiet"])
@@ -93,6 +94,7 @@ def test_quiet_in_the_file_prints_nothing(run_with):
     assert stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "flags"), [("", ["--quiet"]), ("quiet: true", [])])
 def test_the_console_sink_of_the_file_prints_nothing_to_the_scripts_stdout(tmp_path, settings, flags):
     (tmp_path / "train.py").write_text(SCRIPT + 'print("loss 1")')
@@ -111,11 +113,13 @@ def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
     assert records[-1]["values"]["total/model_flops"] == STEPS * (linear + attention)
 
 
+@pytest.mark.slow
 def test_sinks_of_the_command_line_replace_those_of_the_file(run_with):
     records, _ = run_with("flopwatch: {sinks: [prometheus]}", "--sinks", "tensorboard")
     assert records[0]["config"]["sinks"] == ["tensorboard"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -130,6 +134,7 @@ def test_a_setting_that_cannot_be_used_is_named_and_the_training_goes_on(run_wit
     assert message in " ".join(stderr.split())
 
 
+@pytest.mark.slow
 def test_without_a_log_no_command_is_advised_that_would_read_it(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     ends = {}

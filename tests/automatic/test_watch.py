@@ -41,6 +41,7 @@ def totals(process):
     return values["total/steps"], values["total/model_flops"], values["total/samples"]
 
 
+@pytest.mark.slow
 def test_all_steps_are_measured_with_all_their_micro_batches(watched):
     train(nn.Linear(8, 8), steps=5, micro_batches=3)
     watched.stop()
@@ -56,6 +57,7 @@ def evaluate(model, batches):
     model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 3, 1500])
 def test_an_evaluation_before_the_first_step_is_no_part_of_it(watched, batches):
     model = nn.Linear(8, 8)
@@ -68,6 +70,7 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_it(watched, batches):
     assert watched.monitor.summary.values["time/eval_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_module_that_was_called_before_the_first_step_and_is_not_trained_may_belong_to_it(watched):
     model, teacher = nn.Linear(8, 8), nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,6 +80,7 @@ def test_a_module_that_was_called_before_the_first_step_and_is_not_trained_may_b
     assert watched.monitor.summary.notes == (MAYBE_EVALUATED,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_teacher_belongs_to_the_first_step(watched, is_frozen):
     model, teacher = nn.Linear(8, 8), nn.Linear(8, 8).eval().requires_grad_(not is_frozen)
@@ -92,6 +96,7 @@ def test_a_teacher_belongs_to_the_first_step(watched, is_frozen):
     assert watched.monitor.summary.exact
 
 
+@pytest.mark.slow
 def test_more_calls_than_a_step_has_are_told_and_not_measured(watched):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,6 +108,7 @@ def test_more_calls_than_a_step_has_are_told_and_not_measured(watched):
     assert watched.monitor.summary.exact
 
 
+@pytest.mark.slow
 def test_a_slow_first_step_is_neither_start_up_nor_counting(watched):
     model = nn.Linear(8, 8)
     slow = model.register_forward_hook(lambda *_: time.sleep(1))
@@ -116,6 +122,7 @@ def test_a_slow_first_step_is_neither_start_up_nor_counting(watched):
     assert values["time/train_seconds"] >= 1
 
 
+@pytest.mark.slow
 def test_with_several_optimizers_the_first_step_is_not_measured(watched):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -127,6 +134,7 @@ def test_with_several_optimizers_the_first_step_is_not_measured(watched):
     assert totals(watched) == (4, 4 * (2 * STEP_FLOPS + STEP_FLOPS // 2), 4 * 4)
 
 
+@pytest.mark.slow
 def test_a_dead_optimizer_that_waits_for_the_garbage_collector_is_no_second_one(tmp_path):
     gc.disable()
     try:
@@ -141,6 +149,7 @@ def test_a_dead_optimizer_that_waits_for_the_garbage_collector_is_no_second_one(
     assert totals(process) == (5, 5 * STEP_FLOPS, 5 * 4)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_unmeasured_after_stop(watched):
     model = nn.Linear(8, 8)
     hooks = copy.copy(model._forward_pre_hooks)
@@ -152,6 +161,7 @@ def test_a_training_goes_on_unmeasured_after_stop(watched):
     assert model._forward_pre_hooks == hooks
 
 
+@pytest.mark.slow
 def test_a_model_and_optimizer_that_take_over_are_measured_when_the_first_are_gone(watched):
     train(nn.Linear(8, 8), steps=4)
     train(nn.Linear(8, 8), steps=6)
@@ -159,6 +169,7 @@ def test_a_model_and_optimizer_that_take_over_are_measured_when_the_first_are_go
     assert totals(watched) == (4 + 6, (4 + 6) * STEP_FLOPS, (4 + 6) * 4)
 
 
+@pytest.mark.slow
 def test_calls_of_a_copied_or_pickled_model_add_no_samples(watched):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,6 +197,7 @@ def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, mo
     assert seen == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("criterion", [torch.mean, nn.L1Loss()], ids=["function", "module"])
 def test_what_follows_an_evaluation_is_not_counted_as_evaluation(watched, criterion):
     """A loss that is a module stays in training mode, but is part of the evaluation all the same."""

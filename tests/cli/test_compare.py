@@ -345,6 +345,7 @@ def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, wri
     assert sentence not in flopwatch("compare", known, known)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "what"), [(1000, "MFU; step times and rates are those of different"), (2000, "MFU and rates, not step")]
 )

@@ -68,6 +68,7 @@ def test_a_step_faster_than_the_peak_is_questioned(capsys: pytest.CaptureFixture
     assert "check the step time" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_conventions_and_methods_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     flops = {}
     for options in (["--attention", "full"], ["--attention", "causal"], ["--method", "estimate"], ["--method", "step"]):
@@ -120,6 +121,7 @@ def test_bad_input_ends_with_status_2_and_advice(
     assert says in err
 
 
+@pytest.mark.slow
 def test_a_convention_stands_beside_the_own_count(capsys: pytest.CaptureFixture[str]) -> None:
     step = ("--device", "NVIDIA H100 80GB HBM3", "--step-time", "0.001")
     arguments = ("--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--convention", "megatron", *step)

@@ -16,6 +16,7 @@ def sweep(tmp_path_factory):
     return write_sweep(tmp_path_factory.mktemp("sweeps") / "a sweep", [make_result(spec) for spec in specs[:-2]], specs)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R26")
 def test_the_report_tells_totals_success_mean_memory_and_failures(flopwatch, sweep):
     status, out, err = flopwatch("report", str(sweep))
@@ -172,6 +173,7 @@ def test_an_unknown_metric_and_an_unwritable_file_say_what_would_do(flopwatch, s
     assert "in a folder that exists" in err
 
 
+@pytest.mark.slow
 def test_a_report_loads_neither_torch_nor_plotly(sweep, tmp_path):
     """A report opens on a laptop without torch."""
     code = (

@@ -89,6 +89,7 @@ def test_a_training_in_another_process_is_traced_and_its_time_adds_up(tmp_path):
     assert "has ended" in err
 
 
+@pytest.mark.slow
 def test_without_waiting_the_command_only_asks(tmp_path):
     with training(tmp_path):
         status, out, _ = command(tmp_path, "--no-wait")
@@ -101,6 +102,7 @@ def test_without_waiting_the_command_only_asks(tmp_path):
     assert newest_traces(tmp_path)[0].steps == 3
 
 
+@pytest.mark.slow
 def test_a_training_with_its_own_profiler_is_not_disturbed_and_the_command_says_so(tmp_path):
     with training(tmp_path, "profiling"):
         status, out, err = command(tmp_path)

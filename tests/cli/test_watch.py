@@ -55,6 +55,7 @@ def rows_in(path):
 # The frame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (220, 70)], ids=str)
 @pytest.mark.parametrize("steps", [0, 10, 700], ids="{} steps".format)
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
@@ -91,6 +92,7 @@ def read_all(path):
     return [*log.starts, *log.provenances, *log.rows, *log.notices, *([log.summary] if log.summary else [])]
 
 
+@pytest.mark.slow
 def test_where_time_goes_adds_up_to_what_the_run_spent(tmp_path):
     path = write_run(tmp_path, 5050)
     spent = {key: value for key, value in rows_in(path)[-1]["values"].items() if key.startswith("time/")}

@@ -404,6 +404,7 @@ def test_a_trace_of_one_run_only_does_not_look_like_a_loss_that_shrank(flopwatch
     assert all(part["change_ms"] == 0 for part in json.loads(out)["per_step"]["parts"])
 
 
+@pytest.mark.slow
 def test_runs_without_a_waterfall_are_compared_as_before(flopwatch, tmp_path):
     a, b = (str(write_run(tmp_path / name, 100).parent) for name in "ab")
     status, out, _ = flopwatch("compare", a, b)

@@ -100,6 +100,7 @@ def output_of(flopwatch, tmp_path, monkeypatch):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_with_a_peak_given_afterwards_every_output_is_that_of_a_run_that_knew_it(logs, output_of, command):
     knew_it = output_of(logs / "knew/run", command)

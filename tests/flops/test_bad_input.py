@@ -45,6 +45,7 @@ def test_what_cannot_be_used_is_refused_with_advice(model: Any, batch: Any, opti
         flopwatch.count_flops(model, batch, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R20")
 def test_without_labels_the_loss_is_made_of_what_the_model_returns() -> None:
     architecture = BY_NAME["llama"]
@@ -128,6 +129,7 @@ def test_tensors_deep_in_a_batch_are_found(batch: Any) -> None:
     assert flopwatch.count_flops(Deep(), batch).model_flops == 2 * 2 * 4 * 8 * 8
 
 
+@pytest.mark.slow
 def test_a_tokenizers_batch_is_a_batch() -> None:
     from transformers import BatchEncoding
 

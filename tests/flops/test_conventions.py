@@ -68,6 +68,7 @@ def test_megatron_halves_attention() -> None:
     assert "flop_utils.py" in found.source
 
 
+@pytest.mark.slow
 def test_megatron_leaves_out_routers_and_maxtext_does_not() -> None:
     model = with_experts()
     without = flops_by_convention(model, batch(), "megatron").flops
@@ -114,6 +115,7 @@ def parameters_outside_of_experts(model: nn.Module) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_sliding_window_counts_its_pairs_by_megatron_only() -> None:
     window = 16
     plain, narrow = built("MistralConfig", sliding_window=None), built("MistralConfig", sliding_window=window)
@@ -130,6 +132,7 @@ def value(model: nn.Module, name: str) -> int:
     return flops
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_no_convention() -> None:
     model = dense()
     before = value(model, "megatron")

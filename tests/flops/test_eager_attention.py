@@ -70,6 +70,7 @@ def left_out(model: nn.Module, of: dict[str, torch.Tensor], **options: Any) -> t
     return full.model_flops - causal.model_flops, causal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_trace_counts_the_pairs_of_the_real_mask(name: str) -> None:
     model = built(name)
@@ -81,6 +82,7 @@ def test_a_trace_counts_the_pairs_of_the_real_mask(name: str) -> None:
     assert all(flops.total > 0 for flops in causal.by_module.values())
 
 
+@pytest.mark.slow
 def test_a_real_step_and_recomputation_leave_out_the_same_pairs() -> None:
     traced = left_out(built("sliding window in every layer"), batch())[0]
     model = built("sliding window in every layer", "cpu")
@@ -93,6 +95,7 @@ def test_a_real_step_and_recomputation_leave_out_the_same_pairs() -> None:
     assert full.recompute_flops - causal.recompute_flops == traced // 3  # the forward pass once more
 
 
+@pytest.mark.slow
 def test_eager_attention_counts_what_fused_attention_counts() -> None:
     eager = flopwatch.count_flops(built("sliding window in every layer"), batch(2), attention="causal")
     model = built("sliding window in every layer")
@@ -101,6 +104,7 @@ def test_eager_attention_counts_what_fused_attention_counts() -> None:
     assert flopwatch.count_flops(model, batch(2), attention="causal").model_flops == eager.model_flops
 
 
+@pytest.mark.slow
 def test_padding_is_left_out_with_the_mask() -> None:
     lengths = (LENGTH, 20)
     mask = torch.tensor([[1] * length + [0] * (LENGTH - length) for length in lengths])

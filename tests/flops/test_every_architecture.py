@@ -164,6 +164,7 @@ def test_the_autocast_cache_holds_nothing_of_ours() -> None:
     assert after <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "clip"])
 def test_hooks_a_library_computes_with_are_kept(name: str) -> None:
     """transformers installs hooks at the first forward pass that hand on hidden states."""

@@ -117,6 +117,7 @@ def test_convolution_flops_of_a_depthwise_layer() -> None:
     assert convolution_flops((1, 32, 16, 16), (32, 1, 3, 3), (1, 32, 16, 16), transposed=False) == 147_456
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("bidirectional", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recurrent_layer_costs_its_cells(kind: str, bidirectional: bool) -> None:
@@ -153,6 +154,7 @@ class Attention(nn.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool mask", "float mask"])
 @pytest.mark.parametrize("value_width", [8, 6], ids=["fused", "taken apart: other width"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -148,6 +148,7 @@ class Chunked(nn.Module):
         return x @ x.transpose(-1, -2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [14, 28, 29, 35, 49, 63, 70, 128])
 def test_chunks_are_found_out_whatever_the_example(seq_len: int) -> None:
     ids = torch.ones(2, seq_len, dtype=torch.long)

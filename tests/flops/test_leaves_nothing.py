@@ -991,6 +991,7 @@ def refusal(made: Case, method: Literal["auto", "step"]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "step"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_count_changes_nothing(name: str, method: Literal["auto", "step"]) -> None:

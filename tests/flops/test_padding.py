@@ -22,6 +22,7 @@ CAMPAIGN = [
 """The cases of the same kind that only `make campaign` runs."""
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R19")
 @pytest.mark.parametrize(
     ("name", "lengths", "left"),

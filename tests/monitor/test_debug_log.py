@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 TRAINING = """
 import torch, flopwatch
 
@@ -29,6 +31,7 @@ def output(folder, **variables):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_every_caught_exception_has_a_traceback_and_every_step_a_verdict(tmp_path):
     told = output(tmp_path, FLOPWATCH_LOG="debug")
 
@@ -39,5 +42,6 @@ def test_every_caught_exception_has_a_traceback_and_every_step_a_verdict(tmp_pat
     assert "step 3, not counted as it ran: exact" in told
 
 
+@pytest.mark.slow
 def test_without_it_nothing_is_printed(tmp_path):
     assert "Traceback" not in output(tmp_path)

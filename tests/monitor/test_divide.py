@@ -42,6 +42,7 @@ def between(start, end):
     return end - start
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(events())
 def test_no_time_is_negative_and_all_times_add_up_to_the_wall(drawn):

@@ -317,6 +317,7 @@ def test_sessions_that_die_before_their_first_row_are_not_forgotten(world):
     assert spent.other == 0.0
 
 
+@pytest.mark.slow
 def test_nothing_is_counted_twice_over_many_kills(world):
     world.new_process(start_up=1.0)
     state, rerun = None, 0

@@ -118,6 +118,7 @@ def expect_all_the_rest(monitor, rows, *, loss=0.5):
     assert [row["values"].get("training/loss") for row in rows] == [loss] * len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NOT_NUMBERS)
 def test_what_is_no_number_is_left_out_and_said_and_costs_nothing_else(tmp_path, caplog, kind):
     sink, names = RecordingSink("other"), ("mine", "loss", "grad_norm", "lr", "epoch")

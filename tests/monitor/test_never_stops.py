@@ -222,6 +222,7 @@ def test_more_than_the_device_can_do_is_shown_and_said(tmp_path, caplog):
     assert monitor.summary.values["perf/mfu"] > 1.05
 
 
+@pytest.mark.slow
 def test_an_op_without_a_formula_makes_mfu_a_lower_bound_and_that_is_said(tmp_path, caplog):
     class Distances(TinyText):
         def forward(self, input_ids, attention_mask=None, labels=None):

@@ -24,6 +24,7 @@ def given_facts():
                 yield code.rstrip(":"), {keyword.arg for keyword in node.keywords}
 
 
+@pytest.mark.slow
 def test_every_notice_of_the_table_is_given_with_the_facts_of_its_text():
     texts = notices._INFOS | notices._WARNINGS
     wanted = {

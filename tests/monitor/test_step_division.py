@@ -334,6 +334,7 @@ def test_with_a_closure_the_optimizers_time_is_unknown_because_it_contains_the_p
     assert "time/optimizer_seconds" not in train(tmp_path, closure=True)
 
 
+@pytest.mark.slow
 def test_the_hooks_are_gone_when_the_monitor_is_closed_or_forgotten(tmp_path):
     from torch.optim import optimizer as module
 

@@ -78,6 +78,7 @@ def notices(folder, code):
     return [record["message"] for record in records if record.get("code") == code]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_request_is_answered_once_after_the_next_window(tmp_path):
     train(tmp_path, {9: ask(tmp_path)})
@@ -89,6 +90,7 @@ def test_a_request_is_answered_once_after_the_next_window(tmp_path):
     assert split.optimizer_seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_second_request_is_answered_too(tmp_path):
     train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
@@ -97,6 +99,7 @@ def test_a_second_request_is_answered_too(tmp_path):
     assert newest.steps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_parameters_are_bitwise_equal_with_two_traces_and_without_the_monitor(tmp_path):
     traced = train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
@@ -111,6 +114,7 @@ def test_a_request_of_an_earlier_run_is_not_answered(tmp_path):
     assert traces_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_asking_for_more_while_a_trace_is_recorded_does_not_make_it_longer(tmp_path):
     monitor = flopwatch.TrainingMonitor(tmp_path, strict=True, peak_flops_per_s=1e12)
     for step in range(20):
@@ -261,6 +265,7 @@ def test_every_rank_writes_its_own_trace(tmp_path):
     assert len(traces_in(tmp_path)) == 2, "each request is answered once"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_profiler_that_the_user_starts_during_a_trace_gets_all_of_its_events(tmp_path):
     mine = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -271,6 +276,7 @@ def test_a_profiler_that_the_user_starts_during_a_trace_gets_all_of_its_events(t
     assert "another profiler of this process was started" in notices(tmp_path, "trace_not_taken")[0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_traced_steps_is_no_part_of_them(tmp_path):
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)

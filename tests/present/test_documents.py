@@ -65,6 +65,7 @@ def many_parts(text):
     ]
 
 
+@pytest.mark.slow
 @given(st.text(max_size=40))
 def test_any_text_can_be_shown_in_every_form(text):
     assert all(forms(*many_parts(text), lead=[text]))

@@ -89,6 +89,7 @@ def test_only_traces_of_the_same_steps_are_compared(both):
     assert not can_compare([replace(split, device="cpu") for split in (early, late)])
 
 
+@pytest.mark.slow
 def test_the_command_names_the_rank(both):
     from flopwatch.cli.run_logs.traces import _document
     from flopwatch.present.markdown import to_markdown

@@ -138,6 +138,7 @@ class TestRefused:
         cut.write_bytes(content[: int(share * len(content))])
         assert "is incomplete" in refused(cut)
 
+    @pytest.mark.slow
     def test_every_cut_of_a_small_trace(self, tmp_path):
         """No cut leads to another exception or to numbers."""
         content = write_trace(tmp_path / "whole.json", steps_on_device(1)).read_bytes().rstrip()

@@ -186,6 +186,7 @@ for record in (START, *(row(10 * n + 1, 10 * n + 10) for n in range(5)), doubt((
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [0, 1, 4, 9])
 def test_a_kill_between_two_changes_leaves_a_log_whose_lines_are_all_whole(path, writes):
     code = KILLED.format(writes=writes, path=str(path))
@@ -195,6 +196,7 @@ def test_a_kill_between_two_changes_leaves_a_log_whose_lines_are_all_whole(path,
     assert [exact for _, exact, _ in exactness_of(path)].count(False) == (writes + 1) // 2
 
 
+@pytest.mark.slow
 def test_20_000_rows_are_changed_in_a_moment(path):
     sink = JsonlSink(path, flush_steps=10**9)
     sink.write(START)

@@ -108,6 +108,7 @@ def test_the_fastest_is_where_the_throughput_stops_growing(tmp_path, holding):
     assert len(found.probes) <= found.probes_for_largest + 2
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_is_told_and_is_run_again_by_the_next_fit(tmp_path, holding):
     (tmp_path / "holding.py").rename(tmp_path / "away.py")
     found = fit_batch(tmp_path / "fit", holding, Listener())

@@ -185,6 +185,7 @@ def test_output_to_a_file_on_a_full_disk_goes_on_when_there_is_space(disk):
     assert said.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_a_sweep_that_starts_on_a_full_disk_runs_nothing_and_says_so(tmp_path, disk):
     fill(disk)
     runner = start(tmp_path, disk, "--command", "true", "batch_size=1", "seq_len=8")

@@ -356,6 +356,7 @@ def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "2")
     with held_folder(tmp_path / "s"):

@@ -26,6 +26,7 @@ def outcomes(results: dict[str, Any]) -> dict[str, str]:
     return {name: result.outcome for name, result in results.items()}
 
 
+@pytest.mark.slow
 def test_a_matrix_runs_and_its_results_come_back_by_name(tmp_path: Path) -> None:
     seen: list[str] = []
 

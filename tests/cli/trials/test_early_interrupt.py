@@ -34,6 +34,7 @@ command.main()
 MOMENTS = ["click", "flopwatch.cli.app", "yaml", "flopwatch.sweep.folder", "flopwatch.sweep.preflight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "destructor"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_early_interrupt_ends_the_sweep_quietly(tmp_path, moment, how):

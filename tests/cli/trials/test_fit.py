@@ -57,6 +57,7 @@ def test_a_second_call_answers_from_the_folder_also_as_json(fit, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("flopwatch-fit/trials/*/started.json")} == began
 
 
+@pytest.mark.slow
 def test_the_report_reads_the_folder_of_a_fit(fit, flopwatch):
     fit("--memory", "200MiB", "--max-batch", "2")
     status, printed, _ = flopwatch("report", "flopwatch-fit")
@@ -64,6 +65,7 @@ def test_the_report_reads_the_folder_of_a_fit(fit, flopwatch):
     assert "Command" in printed
 
 
+@pytest.mark.slow
 def test_without_a_limit_the_available_memory_is_taken_and_said(fit):
     status, printed, _ = fit("--max-batch", "2")
     assert status == 0

@@ -209,6 +209,7 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ORDINARY)
 def test_the_count_is_that_of_the_dispatch_mode(make: Callable[[], Step]) -> None:
     theirs, ours = (counted(kind, seeded(make)) for kind in (LiveStep, ObservedStep))
@@ -294,6 +295,7 @@ def encoder(*, is_padded: bool) -> Step:
     return trained(nn.Linear(8, 3), loss)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("name", RISKY_MODELS)
 def test_models_with_risky_ops_have_the_same_flops(name: str) -> None:
@@ -305,6 +307,7 @@ def test_models_with_risky_ops_have_the_same_flops(name: str) -> None:
     assert (ours.phases, ours.by_dtype, ours.uncounted) == (theirs.phases, theirs.by_dtype, theirs.uncounted)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("make", [*ORDINARY, lbfgs, *RISKY_MODELS.values()])
 def test_no_bit_of_the_training_changes(make: Callable[[], Step]) -> None:
@@ -322,6 +325,7 @@ def test_no_bit_of_the_training_changes(make: Callable[[], Step]) -> None:
     assert torch.equal(random, observed_random)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_in_inference_counts_what_runs() -> None:
     theirs, ours = (counted(kind, encoder(is_padded=False)) for kind in (LiveStep, ObservedStep))
@@ -385,6 +389,7 @@ def test_checkpointing_in_a_pass_with_a_graph_has_the_right_total_and_a_doubt() 
     assert ours.doubt == PASS_WITH_GRAPH
 
 
+@pytest.mark.slow
 def test_a_pause_is_not_counted() -> None:
     step = seeded(mlp)
     once = counted(ObservedStep, step)
@@ -559,11 +564,13 @@ ALONE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", ALONE)
 def test_the_profile_of_the_user_stays_whole(test: str) -> None:
     in_new_process(test)
 
 
+@pytest.mark.slow
 def test_observing_a_tiny_step_costs_less_than_20_times_the_dispatch_mode() -> None:
     """Print the time of a step: bare, under the dispatch mode, and observed, which is 5 times the mode's here."""
     step = seeded(llama)

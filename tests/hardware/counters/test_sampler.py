@@ -40,6 +40,7 @@ def source(name, kind):
     }[kind]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=3)), ids=", ".join)
 def test_the_next_source_takes_over_with_one_message(kinds):
     names = ("first", "second", "third")
@@ -93,6 +94,7 @@ def test_a_window_has_the_means_of_its_readings():
     assert counters.closed == 1
 
 
+@pytest.mark.slow
 def test_energy_is_counted_from_the_last_reading_of_the_window_before():
     counters = FakeCounters("fake", [{"energy_joules": 10.0 * place} for place in range(100_000)])
     sampler = CounterSampler(DEVICE, probes=[counters], interval_seconds=0.001)

@@ -60,6 +60,7 @@ def test_a_step_that_begins_in_inference_mode_is_counted_as_a_whole(tmp_path):
     assert exact_flops(sink) == {FLOPS, FLOPS + OF_AN_EVALUATION}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["step", "log_step"])
 def test_a_risky_op_in_inference_mode_leaves_the_training_alone(tmp_path, way):
     with monitored(tmp_path) as (model, monitor, sink):

@@ -260,6 +260,7 @@ def test_a_rank_that_is_ahead_of_the_one_above_it_loses_nothing(open_links):
     assert opened[0].take_doubt() == RankDoubt(3, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_shows_no_sign_of_life_is_left_out_after_a_while(open_links, monkeypatch):
     opened = open_links(tcp_store(), 3, range(3))
     opened[0].announce(5)

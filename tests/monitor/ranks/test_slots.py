@@ -65,6 +65,7 @@ def test_every_message_arrives_once_and_in_order_whenever_it_is_written(store, s
     assert not store.check(["slot/1/more"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_nobody_reads_writes_its_last_message_all_the_same(store):
     outbox = StoreOutbox(store, 1)
     for step in range(1, 3 * MOST_WAITING):

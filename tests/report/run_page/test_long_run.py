@@ -26,6 +26,7 @@ def check(report, steps):
     return page
 
 
+@pytest.mark.slow
 def test_a_twentieth_of_ten_days_makes_a_small_page(tmp_path):
     steps = 50_000
     report = read_report(write_long_run(tmp_path, steps))
@@ -34,6 +35,7 @@ def test_a_twentieth_of_ten_days_makes_a_small_page(tmp_path):
     assert max(point.high for point in report.curves["perf/step_time"].points) > 4.0, "a spike of a step stays visible"
 
 
+@pytest.mark.slow
 def test_the_memory_does_not_grow_with_the_log(tmp_path):
     most = []
     for steps in (10_000, 40_000):

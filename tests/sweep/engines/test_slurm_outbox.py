@@ -174,6 +174,7 @@ def test_the_node_that_lost_a_trial_is_excluded_and_taken_back_when_no_other_fit
     assert len(slurm.calls("sbatch")) == 3
 
 
+@pytest.mark.slow
 def test_a_trial_that_waits_long_for_another_node_may_run_on_any(tmp_path, slurm, monkeypatch):
     monkeypatch.setattr(slurm_module, "_AVOID_SECONDS", 0.1)
     engine, trials = opened(tmp_path, 1)

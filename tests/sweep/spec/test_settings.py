@@ -69,6 +69,7 @@ def with_a_new_setting(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_new_setting_is_a_key_of_the_matrix_and_an_axis(with_a_new_setting):
     words = ("trainers=standard", "batch_size=4", "seq_len=8", "compile_mode=none,fast")
     shown = with_a_new_setting("-m", "flopwatch", "sweep", *words, "--dry-run")
@@ -101,6 +102,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @hypothesis.given(st.fixed_dictionaries({}, optional={key: st.lists(each, max_size=3) for key, each in VALUES.items()}))
 def test_every_combination_is_one_trial_with_a_name_of_its_own_that_is_read_back(matrix):
     hypothesis.assume(all(matrix.values()))

@@ -87,6 +87,7 @@ engine.wait(300)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_the_spare_ends_with_a_runner_that_is_killed(tmp_path, is_ready):
     runner = subprocess.Popen(

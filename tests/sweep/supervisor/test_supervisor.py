@@ -80,6 +80,7 @@ def test_numbers_a_command_reports(sweep):
     assert result.measured.extra == {"tokens_per_s": 12.0, "mfu": 0.4}
 
 
+@pytest.mark.slow
 def test_a_time_limit_is_told_from_a_hang(sweep):
     timeout = run(sweep, "while true; do echo alive; sleep 0.1; done", limits=Limits(1.5, 1.0))
     assert (timeout.outcome, timeout.evidence["killed_by"]) == ("timeout", "flopwatch")
@@ -91,6 +92,7 @@ def test_a_time_limit_is_told_from_a_hang(sweep):
     assert "begun" in hang.log_tail
 
 
+@pytest.mark.slow
 def test_a_command_that_will_not_go_is_killed(sweep):
     result = run(sweep, "trap '' TERM; while true; do sleep 0.1; done", limits=Limits(0.5, None))
     assert result.outcome == "timeout"

@@ -34,6 +34,7 @@ def test_positions_are_given_for_each_sample_where_an_embedding_looks_them_up(na
         assert len(value) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pytest.mark.parametrize("attention", ["full", "causal"])
 def test_giving_them_does_not_change_the_flops(name, attention):
