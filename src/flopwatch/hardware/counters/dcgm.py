@@ -89,7 +89,7 @@ class DcgmCounters:
         if seen == self._before:  # the exporter has not read again: what the device did since then is unknown
             values |= dict.fromkeys(_OF_AN_INTERVAL)
         self._before = seen
-        # It ends when the exporter has read it, up to 30 s ago, and so is not that of a window.
+        # Energy only shows that a page is new: it ends when the exporter has read it, up to 30 s before a window ends.
         values.pop("energy_joules", None)
         bits = values.pop("throttled", None)
         throttled = None if bits is None else throttle_reasons(int(bits))
