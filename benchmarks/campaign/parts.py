@@ -34,6 +34,11 @@ PARTS = (
     Part("live-formulas", "benchmarks/live_formulas.py --shapes 500", "FLOPs of new shapes, known after few counts"),
     Part("laws", "pytest -n 2 tests/flops/test_law.py", "50 random shapes of each architecture, predicted to the FLOP"),
     Part("kills", "benchmarks/reliability/kills.py --kills 50", "a killed training resumes with a right log"),
+    Part(
+        "disturbed-starts",
+        "benchmarks/reliability/disturbed_starts.py --starts 100",
+        "trainings with prod, det, svd and others end as they do alone",
+    ),
     Part("long-run", "benchmarks/reliability/long_run.py --calls 2000000", "memory, log and time per call do not grow"),
     Part(
         "scale", "benchmarks/sweeps/scale.py --trials 10000", "the runner is as quick at the last trial as at the first"

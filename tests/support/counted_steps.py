@@ -9,7 +9,7 @@ from flopwatch.flops.tracing.live import StepCount
 
 
 def counted(kind: type[Any], step: Callable[[], Any], attention: str = "full") -> StepCount:
-    """Run a step under a `LiveStep` or an `ObservedStep` and return its count."""
+    """Run a step under a `LiveStep` and return its count."""
     counter = kind(attention)
     handles = [
         register_optimizer_step_pre_hook(counter.enter_optimizer),

@@ -1,8 +1,8 @@
 """Counts all ops of a training step as it runs, inside and outside the model.
 
 A dispatch mode counts each op and runs it unchanged. The user's code runs once, as always. A few ops compute other last
-bits while a dispatch mode is active; when one is met, the mode is left before anything else runs, and such trainings
-are counted by torch's own observers (`observed.py`).
+bits while a dispatch mode is active; when one is met, the mode is left before its backward pass, and no further step of
+the training is counted.
 """
 
 import os
@@ -19,7 +19,6 @@ from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.counter import Phase
 from flopwatch.flops.tracing.kernels import watch_launches
 from flopwatch.flops.tracing.live_mode import LATE_BACKWARD, PassingMode, by_scale, is_compiled_node
-from flopwatch.flops.tracing.live_mode import RISKY as RISKY
 from flopwatch.flops.tracing.live_mode import StepCount as StepCount
 from flopwatch.flops.tracing.regions import Region
 from flopwatch.flops.tracing.scaling import Axes

@@ -26,7 +26,6 @@ from flopwatch.flops.tracing.counter import (
     phases_of,
 )
 from flopwatch.flops.tracing.custom_functions import ByStorage, storage_of
-from flopwatch.flops.tracing.passes import is_inside_mode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.scaling import UNCLEAR, Axes, Product, Scale, factors_of, product_of, scale_of
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
@@ -57,7 +56,6 @@ _WHOLE = {
 }
 """Ops whose result changes in the last bits if they are decomposed under a dispatch mode."""
 LATE_BACKWARD = "a backward pass runs through compiled code whose call was not seen in the same step"
-RISKY = "an op computes other last bits while steps are counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,7 @@ class StepCount:
         by_scale: Needed FLOPs (without recomputation) by how they depend on the lengths of rows.
         uncounted: Names of ops without a formula.
         failure: Why the count is not complete; None if it is.
+        disturbing_op: An op that computes other last bits under a dispatch mode, at which the count was left.
         optimizer: FLOPs of matrix products in the optimizer; not part of the other fields.
         doubt: Why it is not certain which ops are recomputation, so that model FLOPs may be wrong; otherwise None.
         before_calls: FLOPs that ran before the first call of a module.
@@ -83,6 +82,7 @@ class StepCount:
     by_scale: Mapping[Scale, int] = field(default_factory=dict)
     uncounted: tuple[str, ...] = ()
     failure: str | None = None
+    disturbing_op: str | None = None
     optimizer: int = 0
     doubt: str | None = None
     before_calls: int = 0
@@ -213,6 +213,7 @@ class PassingMode(CountingMode):
         super().__init__(ModuleStack(), attention)
         self.is_over = self.is_paused = self.has_left = False
         self.failure: str | None = None
+        self.disturbing_op: str | None = None
         self.scales, self.optimizer = Scales(parameters), OptimizerSteps()
         self.compiled = CompiledCalls(compiles)
         self.before_calls: int | None = None
@@ -293,6 +294,7 @@ class PassingMode(CountingMode):
         return StepCount.of(
             self.tally,
             failure=self.failure,
+            disturbing_op=self.disturbing_op,
             optimizer=self.optimizer.flops,
             doubt=self._functions.doubt,
             before_calls=self.before_calls or 0,
@@ -308,8 +310,8 @@ class PassingMode(CountingMode):
             self.failure = f"{type(error).__name__}: {first_line(error)}"
 
     def _count_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if may_differ_under_a_mode(func, args):
-            self._leave_soon()
+        if self.disturbing_op is None and may_differ_under_a_mode(func, args):
+            self._leave_soon(short_op_name(func))
         formula = find_formula(func)
         self._look_for_repetition(func, args, kwargs, out, formula)
         is_free = formula is None and costs_nothing(func)
@@ -326,19 +328,20 @@ class PassingMode(CountingMode):
             self._plain[id(func)] = func
         self._runs_again = False
 
-    def _leave_soon(self) -> None:
-        """Leave the mode at the next Python call: in the backward pass of a risky op, it would change the result.
+    def _leave_soon(self, op: str) -> None:
+        """Leave the mode once torch has it on its stack again: in the backward pass of `op`, it would change bits.
 
-        Inside of the handler, torch has popped the mode from its stack, so that it cannot be left here.
+        Inside of the handler, torch has taken the mode from its stack, so that it cannot be left here.
         """
-        if self.failure is not None or sys.getprofile() is not None:
+        self.disturbing_op, self.failure = op, f"{op} computes other last bits while a step is counted"
+        if sys.getprofile() is not None:  # the user's own
             return
-        self.failure = RISKY
 
         def leave(frame: FrameType, event: str, argument: Any) -> None:
-            if self.is_over or not (is_inside_mode(frame) or torch.is_inference_mode_enabled()):
+            is_on_top = dispatch_mode_stack()[-1:] == [self] and not torch.is_inference_mode_enabled()
+            if self.is_over or is_on_top:
                 sys.setprofile(None)
-                if not self.is_over and dispatch_mode_stack()[-1:] == [self]:
+                if not self.is_over:
                     self.has_left = True
                     self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

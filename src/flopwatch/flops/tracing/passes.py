@@ -23,7 +23,6 @@ from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.records.flops import AttentionConvention
 from flopwatch.text import first_line
-from flopwatch.torch_internals.autograd import frames_from
 from flopwatch.torch_internals.ops import needs_values
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -210,12 +209,6 @@ def threads_met(report: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         threading.setprofile(before)
-
-
-def is_inside_mode(frame: FrameType) -> bool:
-    """Return whether a handler of a mode is running. Torch has then popped the mode, so the mode cannot be exited."""
-    handlers = ("__torch_dispatch__", "__torch_function__")
-    return any(each.f_code.co_name in handlers for each in frames_from(frame))
 
 
 CHECKPOINTING_IN_EVAL_MODE = (

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import LiveStep, SeenRegion, StepCount, may_compile
-from flopwatch.flops.tracing.observed import ObservedStep
 from flopwatch.flops.tracing.region_counts import with_regions
 from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.monitor.counting.batch_reader import BatchLayout, BatchReader, Reading
@@ -48,16 +47,16 @@ class OpenStep:
     nodes_before: int | None = None
     nodes_outside = 0
     may_count = is_wanted = is_late = began_without_model = False
-    live: LiveStep | ObservedStep | None = None
+    live: LiveStep | None = None
     reason: str | None = None
     optimizer_call: tuple[Any, ...] | None = None
 
     def __init__(self, batch: Any = None) -> None:
         self.batch = batch
 
-    def begin_count(self, attention: AttentionConvention, model: nn.Module | None, *, observes: bool) -> None:
+    def begin_count(self, attention: AttentionConvention, model: nn.Module | None) -> None:
         parameters = () if model is None else nn.Module.parameters(model)
-        self.live = ObservedStep(attention) if observes else LiveStep(attention, parameters)
+        self.live = LiveStep(attention, parameters)
         if self.optimizer_call is not None and self.is_late:  # the step's first call comes from a closure
             self.live.enter_optimizer(*self.optimizer_call)
 
@@ -192,10 +191,10 @@ class CompiledSteps:
         # One more than enough, because the first step may compile code, and then differs from the others.
         return self._met[batch] <= ENOUGH + 1
 
-    def counted(self, live: LiveStep | ObservedStep, count: StepCount, axes: Axes | None) -> StepCount:
+    def counted(self, live: LiveStep, count: StepCount, axes: Axes | None) -> StepCount:
         """Add to a count what compiled code ran in it."""
         self._ran_nothing_else = False
-        if not isinstance(live, LiveStep) or not live.region_calls:
+        if not live.region_calls:
             return count
         once = all(seen.backwards == seen.has_grad and seen.phase == "forward" for seen in live.region_calls)
         self._ran_nothing_else = once and not count.phases.total and not count.uncounted and not count.doubt

@@ -30,7 +30,6 @@ class Schedule:
         next_index: The next step that is counted whatever happens.
         every: Count at least every n-th step; 0 sets no such limit.
         stops: Whether only the first steps are counted.
-        observes: Whether steps are counted by torch's own observers.
         steps: Steps so far.
         futile: Counted steps in which nothing ran.
         wants_next: Whether the next step is new.
@@ -42,7 +41,6 @@ class Schedule:
     every: int = 0
     next_index: int = 0
     stops: bool = False
-    observes: bool = False
     steps: int = 0
     futile: int = 0
     wants_next: bool = False

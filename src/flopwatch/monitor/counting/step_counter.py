@@ -9,7 +9,6 @@ from torch import is_inference_mode_enabled, nn
 
 from flopwatch.flops.tracing import regions
 from flopwatch.flops.tracing.live import (
-    RISKY,
     LiveStep,
     StepCount,
     clear_left_behind,
@@ -18,6 +17,7 @@ from flopwatch.flops.tracing.live import (
     obstacle,
 )
 from flopwatch.flops.tracing.replica import unwrap
+from flopwatch.flops.tracing.scaling import Axes
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import ModeName, MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
@@ -37,6 +37,10 @@ from flopwatch.torch_internals.ops import dispatch_mode_stack
 NOTHING_RAN = "no operation of the training was seen in this thread, so the FLOPs are estimated from the batch"
 FIRST = "the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch"
 NO_MODEL = "no model was given, so there are no FLOPs"
+DISTURBED = (
+    "{} computes other last bits while a step is counted, so no further step is counted, and the FLOPs are estimated "
+    "from the model's shapes"
+)
 ESTIMATED = "the FLOPs are estimated from the model's shapes"
 _FUTILE = 2
 """After so many counted steps in which nothing ran, no further step is counted."""
@@ -88,6 +92,8 @@ class StepCounter:
         self._opens_steps: bool | None = None
         """Whether the loop opens its steps; None until the first step has begun or ended."""
         self._step: OpenStep | None = None
+        self._disturbing_op: str | None = None
+        """An op of the training that computes other last bits while a step is counted, so that no further one is."""
 
     @property
     def _every(self) -> int:
@@ -257,9 +263,12 @@ class StepCounter:
             self._begin_count(step)
 
     def _can_count(self) -> bool:
-        if self._config.mode == "estimate" or self._schedule.futile >= _FUTILE or obstacle() is not None:
+        if self._config.mode == "estimate" or self._schedule.futile >= _FUTILE or self._obstacle() is not None:
             return False
         return self.listener is not None or self.model is not None
+
+    def _obstacle(self) -> str | None:
+        return obstacle() or (self._disturbing_op and DISTURBED.format(self._disturbing_op))
 
     def _begin_count(self, step: OpenStep, *, is_late: bool = False) -> None:
         # If the training leaves a dispatch mode of its own while ours is entered, torch would leave ours instead.
@@ -273,7 +282,7 @@ class StepCounter:
         if not self._schedule.is_due(self._schedule.steps):
             self._schedule.extra += 1
         step.is_late = is_late
-        step.begin_count(self._config.attention, self.model, observes=self._schedule.observes)
+        step.begin_count(self._config.attention, self.model)
         step.read_axes(self._reader)
 
     def take_over(self, live: LiveStep | None, calls: RootCalls, nodes: int | None) -> None:
@@ -428,7 +437,7 @@ class StepCounter:
     def _trace(self, opened: OpenStep | None, readings: Sequence[Reading], step: int) -> StepTrace:
         now = recorded_operations()  # before graphs are counted, which records operations
         live, axes = None if opened is None else opened.live, axes_of(readings)
-        count = None if opened is None else opened.end_count(axes)
+        count = None if opened is None else self._end_count(opened, axes)
         if live is not None and count is not None:
             count = self._compiled.counted(live, count, axes)
         has_evaluated = count is not None and self._compiled.has_evaluated(count) and not self._opens_steps
@@ -466,6 +475,12 @@ class StepCounter:
         self.evidence.usual = trace if is_plain else None
         return trace
 
+    def _end_count(self, opened: OpenStep, axes: Axes | None) -> StepCount | None:
+        count = opened.end_count(axes)
+        if count is not None and count.disturbing_op is not None:
+            self._disturbing_op, self.evidence.usual = count.disturbing_op, None
+        return count
+
     def _kind_of(self, opened: OpenStep, now: int | None, readings: Sequence[Reading]) -> tuple[StepKind, bool]:
         """The kind of a step, and whether calls of an evaluation were left out of it."""
         noted, trained = self._calls.take(), self._trained
@@ -492,9 +507,6 @@ class StepCounter:
         """Add a count to the evidence; None if it is not complete."""
         schedule, evidence, notify = self._schedule, self.evidence, self._callbacks.notify
         schedule.note_count(schedule.steps - 1, self._callbacks.tape.clock() - opened.began)
-        if count.failure == RISKY:
-            schedule.observes, schedule.next_index = True, schedule.steps
-            return None
         if count.failure is not None:
             evidence.failure = count.failure
             notify("info", f"count_failed:{count.failure}", f"step {step} could not be counted: {count.failure}")
@@ -540,5 +552,5 @@ class StepCounter:
                 self._callbacks.notify(*notices.notice("flops_unknown", why=error))
                 if self._config.strict:
                     raise error
-        why = obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
+        why = self._obstacle() or (FIRST if may_compile() and self._schedule.steps == 1 else NOTHING_RAN)
         return StepTrace(estimates=estimates, reason=ESTIMATED if self._config.mode == "estimate" else why)
