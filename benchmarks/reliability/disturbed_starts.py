@@ -1,4 +1,4 @@
-"""Starts trainings whose ops compute other last bits under a dispatch mode, with `flopwatch run`, and counts how they end.
+"""Starts trainings whose ops compute other last bits under a dispatch mode, with `flopwatch run`: how do they end?
 
 python benchmarks/reliability/disturbed_starts.py --starts 100
 """
