@@ -11,7 +11,6 @@ from rich.table import Table
 from accuracy.columns import COLUMNS, Column
 from accuracy.outcomes import Grade, Outcome, Results, cell_text, grade, relative_error
 from accuracy.rivals_venv import RIVAL_PINS
-from pages.chinese_tables import carry_over
 from testbeds.architectures import BY_NAME
 
 START = "<!-- table: python benchmarks/accuracy/accuracy_table.py -->"
@@ -76,11 +75,10 @@ def notes(truths: dict[str, int], results: Results) -> list[str]:
 
 def write_section(page: Path, text: str) -> None:
     before, start, rest = page.read_text().partition(START)
-    old, end, after = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not start or not end:
         raise SystemExit(f"{page} has no {START} ... {END} to write between")
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
-    carry_over(page, old, text, (START, END))
 
 
 def _provenance() -> str:

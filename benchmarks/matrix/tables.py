@@ -1,4 +1,4 @@
-"""Writes the results of the matrix as a table into docs/versions.md and docs/zh/versions.md."""
+"""Writes the results of the matrix as a table into docs/versions.md."""
 
 from pathlib import Path
 
@@ -8,23 +8,20 @@ from matrix.suite import Outcome
 
 BEGIN, END = "<!-- matrix: make matrix -->", "<!-- end of matrix -->"
 
-_VERSIONS = ("torch", "Python", "transformers", "numpy", "lightning", "accelerate")
-ENGLISH = (*_VERSIONS, "portable suite", "architectures equal to the truth", "packages changed by the install",
-           "what it lacks", "run on, at commit")  # fmt: skip
-CHINESE = (*_VERSIONS, "可移植测试集", "与真值相同的架构", "安装时改动的包", "缺少什么", "运行日期，commit")
-PAGES = {ROOT / "docs" / "versions.md": ENGLISH, ROOT / "docs" / "zh" / "versions.md": CHINESE}
-"""The pages, each with the head of its table. The rows are the same, in English."""
+HEAD = ("torch", "Python", "transformers", "numpy", "lightning", "accelerate", "portable suite",
+        "architectures equal to the truth", "packages changed by the install", "what it lacks",
+        "run on, at commit")  # fmt: skip
+PAGE = ROOT / "docs" / "versions.md"
 
 
 def write_tables(results: dict[str, Outcome]) -> None:
     """Write all rows with stored results, in the order of the matrix."""
     ordered = [results[row.name] for row in ROWS if row.name in results]
-    for page, head in PAGES.items():
-        _replace(page, long_table(ordered, head))
+    _replace(PAGE, long_table(ordered))
 
 
-def long_table(outcomes: list[Outcome], head: tuple[str, ...] = ENGLISH) -> str:
-    lines = [_line(head), _line(["---"] * len(head))]
+def long_table(outcomes: list[Outcome]) -> str:
+    lines = [_line(HEAD), _line(["---"] * len(HEAD))]
     for outcome in outcomes:
         versions = [_version(outcome, name) for name in ("transformers", "numpy", "lightning", "accelerate")]
         cells = [_torch(outcome), outcome.python, *versions]

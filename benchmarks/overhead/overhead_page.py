@@ -15,7 +15,6 @@ from overhead.contenders.tools import MONITORS, WAYS
 from overhead.intervals import Interval
 from overhead.results import CALL_BAR_SECONDS, OWN_TIME_BAR, CallTimes, Free, bare_step_seconds, overheads, side_effects
 from overhead.results import free as free_figures
-from pages.chinese_tables import carry_over
 
 START = "<!-- table: python benchmarks/overhead/monitor_overhead.py -->"
 END = "<!-- end -->"
@@ -48,11 +47,10 @@ def section(results: Results) -> str:
 
 def write_section(page: Path, text: str) -> None:
     before, start, rest = page.read_text().partition(START)
-    old, end, after = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not start or not end:
         raise SystemExit(f"{page} has no {START} ... {END} to write between")
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
-    carry_over(page, old, text, (START, END))
 
 
 def percent(interval: Interval) -> str:

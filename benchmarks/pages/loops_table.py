@@ -10,8 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pages.chinese_tables import carry_over
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "loops.md"
 _MOST_WORDS = 180
@@ -38,9 +36,7 @@ def main() -> None:
     for loop in loops:
         with tempfile.TemporaryDirectory() as folder:
             audited.append((loop, audit(loop, Path(folder))))
-    old, new = PAGE.read_text(encoding="utf-8"), page(audited)
-    PAGE.write_text(new, encoding="utf-8")
-    carry_over(PAGE, old, new)
+    PAGE.write_text(page(audited), encoding="utf-8")
     print(f"wrote {PAGE}: {summary(audited)}")
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables that come from the code, in English and Chinese: metrics, settings, devices, ops and schemas.
+"""Writes the tables that come from the code: metrics, settings, devices, ops and schemas.
 
 python benchmarks/pages/reference_pages.py
 """
@@ -18,8 +18,6 @@ from flopwatch.records.metrics import METRICS
 from flopwatch.records.settings import SETTINGS
 from flopwatch.spellings import MONITOR
 from flopwatch.sweep.spec.matrix import Matrix
-from flopwatch.translations import translated
-from pages.chinese_tables import carry_over
 from pages.formula_texts import METRIC_FORMULAS, OP_FORMULAS
 from pages.schemas import KINDS
 from testbeds.unchanged.scripts import SCRIPTS
@@ -158,27 +156,8 @@ def with_tables(page: str, text: str) -> str:
     return text
 
 
-def write(page: str, docs: Path = DOCS) -> None:
-    """Write the tables into the page and into its Chinese page."""
-    path = docs / page
-    old = path.read_text(encoding="utf-8")
-    new = with_tables(page, old)
-    path.write_text(new, encoding="utf-8")
-    for name in TABLES[page]:
-        start, end = f"<!-- {name}: make pages -->", f"<!-- end of {name} -->"
-        before, now = (text.partition(start)[2].partition(end)[0] for text in (old, new))
-        carry_over(path, before, _with_chinese_descriptions(now), (start, end))
-
-
-def _with_chinese_descriptions(table: str) -> str:
-    """The Chinese page describes settings and metrics in the words of the commands; its other words are its own."""
-    fields = [*MonitorConfig.model_fields.values(), *Matrix.model_fields.values()]
-    described = [str(field.description) for field in fields] + [metric.description for metric in METRICS.values()]
-    chinese = {description: translated(description) for description in described}
-    return re.sub(r"(?<=\| )[^|\n]+(?= \|)", lambda cell: chinese.get(cell[0], cell[0]), table)
-
-
 if __name__ == "__main__":
     for page in TABLES:
-        write(page)
-        print(f"wrote {DOCS / page}")
+        path = DOCS / page
+        path.write_text(with_tables(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {path}")

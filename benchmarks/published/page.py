@@ -8,7 +8,6 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from pages.chinese_tables import carry_over
 from published.cases import Group
 from published.models import MODELS
 from published.verdicts import BOUND, Tally, Verdict, of_group, tally
@@ -151,11 +150,7 @@ def with_section(text: str, new: str) -> str:
 
 
 def write(new: str) -> None:
-    text = PAGE.read_text("utf-8")
-    begin = text.index(START) + len(START)
-    old = text[begin : text.index(END, begin)]
-    PAGE.write_text(with_section(text, new), "utf-8")
-    carry_over(PAGE, old, new, (START, END))
+    PAGE.write_text(with_section(PAGE.read_text("utf-8"), new), "utf-8")
 
 
 def write_csv(path: Path, all_verdicts: Iterable[Verdict]) -> None:

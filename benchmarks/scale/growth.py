@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from pages.chinese_tables import carry_over
-
 RANKS = (2, 4, 8, 16, 32)
 WINDOWS = 200
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -153,9 +151,8 @@ def main() -> None:
     print(text)
     if options.write:
         before, _, rest = PAGE.read_text().partition(MARKERS[0])
-        old, _, after = rest.partition(MARKERS[1])
+        _, _, after = rest.partition(MARKERS[1])
         PAGE.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
-        carry_over(PAGE, old, text, MARKERS)
 
 
 if __name__ == "__main__":

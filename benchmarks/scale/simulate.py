@@ -39,7 +39,6 @@ from flopwatch.monitor.ranks.job_store import (
     read_slots,
 )
 from flopwatch.monitor.ranks.reports import Message, Profile, RankReport, merge, report_of
-from pages.chinese_tables import carry_over
 
 RANKS = (1024, 16384)
 PER_HOST = 8
@@ -335,9 +334,8 @@ def main() -> None:
     print(text)
     if options.write:
         before, _, rest = PAGE.read_text().partition(MARKERS[0])
-        old, _, after = rest.partition(MARKERS[1])
+        _, _, after = rest.partition(MARKERS[1])
         PAGE.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
-        carry_over(PAGE, old, text, MARKERS)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from flopwatch.runs.traces import TraceSplit, read_trace
 from flopwatch.runs.traces.device import KERNELS, DeviceWork
 from flopwatch.runs.traces.events import interval_of, read_events
 from flopwatch.runs.traces.steps import PROFILER_STEP
-from pages.chinese_tables import carry_over
 from testbeds.trace_oracle import Trace, Truth, use_by_op
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
@@ -55,7 +54,6 @@ def main(folder: Path, *, write: bool) -> None:
         end = page.index(MARKERS[1], begin)
         text = f"\nRun on {date.today()}:\n\n{text}\n"
         PAGE.write_text(page[:begin] + text + page[end:], encoding="utf-8")
-        carry_over(PAGE, page[begin:end], text, MARKERS)
 
 
 def _row(path: Path) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pages.chinese_tables import carry_over
 from zoo import extras
 from zoo.families import FAMILIES, family
 from zoo.page import PAGE, line, page, summary_table
@@ -41,9 +40,7 @@ def main() -> int:
     console.print(summary_table(list(rows.values())))
     if options.write:
         not_tried = [task for task in _tasks(None, ["*"]) if task not in rows]
-        old, new = PAGE.read_text(), page(list(rows.values()), not_tried)
-        PAGE.write_text(new)
-        carry_over(PAGE, old, new)
+        PAGE.write_text(page(list(rows.values()), not_tried))
     return int(any(cell.status == "wrong" for row in rows.values() for cell in row.cells.values()))
 
 

@@ -1,20 +1,72 @@
-"""Shows texts in the reader's language. Standard library only.
+"""What flopwatch says to people, in the reader's language. Standard library only.
 
-Everything in the house says and stores English. What shows a text to a person (a terminal, a page, an error) passes it
-through `shown`, which finds the English sentence in a table (`translations/`) by its fixed words, and puts the values
-into the Chinese one. So files, JSON and CSV cannot change with the language, and a log written years ago, or by a
-process with another language, is shown in the reader's. gettext looks a message up where it is said, before its values
-are known; it could do neither.
+Everything in the house says and stores English. A `Said` is an English sentence that remembers the template it was made
+from and the values in it. What shows a text to a person (a terminal, a page, a console) passes it through `_`, which
+looks the template up in `locale/` with gettext and puts the values in. So files, JSON and CSV cannot change with the
+language, a log from an English machine is shown in the reader's language, and names of users, which are only ever
+values or plain texts, are never translated.
 """
 
+import gettext
 import os
+import re
 import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 ENGLISH, CHINESE = "en", "zh"
 _SETTING = "FLOPWATCH_LANG"
 _LOCALES = ("LC_ALL", "LC_MESSAGES", "LANG")
 """The order in which POSIX reads them: the first that is set decides."""
+_PLACE = re.compile(r"\{(\w+)\}")
 _chosen: dict[str, str] = {}
+
+
+class Said(str):
+    """An English sentence or label that can be shown in another language.
+
+    >>> Said("{share} of the step waits for input", share="12 %")
+    '12 % of the step waits for input'
+
+    Attributes:
+        template: The sentence with named places, which the translation is found by.
+        values: What stands in the places: texts that stay as they are, or again something said.
+    """
+
+    template: str
+    values: Mapping[str, str]
+
+    def __new__(cls, template: str, /, **values: Any) -> "Said":
+        """Fill the template; a value that is not a str is written as `str` writes it."""
+        texts = {name: value if isinstance(value, str) else str(value) for name, value in values.items()}
+        return restored(_filled(template, texts), template, texts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored, (str(self), self.template, dict(self.values))
+
+
+def restored(text: str, template: str, values: Mapping[str, str]) -> Said:
+    """What another process said: its English text, and what it was made from."""
+    said = str.__new__(Said, text)
+    said.template, said.values = template, values
+    return said
+
+
+def counted(amount: int, one: str, many: str, /, **values: Any) -> Said:
+    """A number `{n}` and a noun in the singular or plural.
+
+    >>> counted(1, "{n} trial", "{n} trials"), counted(3000, "{n} trial", "{n} trials")
+    ('1 trial', '3,000 trials')
+    """
+    texts = {"n": f"{amount:,}", **values}
+    return restored(_filled(one if amount == 1 else many, texts), one, texts)
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Not `str.format`: a template may come from a file."""
+    return _PLACE.sub(lambda place: values.get(place[1], place[0]), template)
 
 
 def language() -> str:
@@ -42,17 +94,21 @@ def choose(language: str) -> None:
     _chosen[_SETTING] = "" if language == "auto" else language
 
 
-def shown(text: str) -> str:
-    """The text in the reader's language; what the table does not have stays as it is.
+def _(text: str) -> str:
+    """The text in the reader's language; a text that is not a `Said`, such as a name of the user, stays as it is."""
+    return _translated(text) if isinstance(text, Said) and language() == CHINESE else text
 
-    >>> shown("3 trials left")
-    '3 trials left'
-    """
-    try:
-        if language() == ENGLISH:
-            return text
-        from flopwatch.translations import translated  # compiles patterns, which English readers do not need
 
-        return translated(text)
-    except Exception:  # noqa: BLE001 - the caller may be a training: it shows the text in English then
+def _translated(text: str) -> str:
+    if not isinstance(text, Said):
         return text
+    template = _catalog().gettext(text.template)
+    if template == text.template:
+        return str(text)
+    return _filled(template, {name: _translated(value) for name, value in text.values.items()})
+
+
+@cache
+def _catalog() -> gettext.NullTranslations:
+    """The compiled sentences; without the file, everything is English."""
+    return gettext.translation("flopwatch", Path(__file__).parent / "locale", [CHINESE], fallback=True)

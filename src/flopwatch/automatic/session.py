@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flopwatch.automatic.script import when_imported
 from flopwatch.clock import note_cells
 from flopwatch.guard import Guard
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.present.notebook import html_table
 from flopwatch.process import is_switched_off
 from flopwatch.random_state import same_random_states
@@ -250,7 +250,7 @@ class WatchedProcess:
 
     def _print(self, message: str) -> None:
         if not self._is_quiet and sys.stderr is not None:
-            sys.stderr.write(shown(f"flopwatch: {message}\n"))
+            sys.stderr.write(_(f"flopwatch: {message}\n"))
 
 
 def default_output_dir(script: str) -> Path:

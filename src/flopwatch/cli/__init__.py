@@ -12,7 +12,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.present.json_form import strict_json
 from flopwatch.text import plain
 
@@ -99,8 +99,8 @@ def flops_per_s(peak_tflops: float) -> float:
 
 
 def say(text: str, **style: Any) -> None:
-    """Print a text in the reader's language, as `click.secho` does."""
-    click.secho(shown(text), **style)
+    """Print what was found in the reader's language, as `click.secho` does."""
+    click.secho(_(text), **style)
 
 
 def print_json(content: Any) -> None:

@@ -13,7 +13,6 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from flopwatch.errors import InputError
-from flopwatch.language import ENGLISH, language, shown
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
@@ -38,18 +37,7 @@ _FORMER_NAMES = {"selftest": "doctor"}
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
-class _Context(click.Context):
-    def make_formatter(self) -> click.HelpFormatter:
-        if language() == ENGLISH:
-            return super().make_formatter()
-        from flopwatch.cli.help import Formatter
-
-        return Formatter(width=self.terminal_width, max_width=self.max_content_width)
-
-
 class _Commands(click.Group):
-    context_class = _Context
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, _FORMER_NAMES.get(cmd_name, cmd_name))
 
@@ -59,8 +47,6 @@ class _Commands(click.Group):
 
 class Command(click.Command):
     """A command whose file is imported when its arguments are read."""
-
-    context_class = _Context
 
     def __init__(self, name: str, module: str, summary: str) -> None:
         # Options after the script's name belong to the script.
@@ -161,8 +147,8 @@ def _install_completion(shell: str, script: str) -> None:
         if line not in (start.read_text(encoding="utf-8") if start.exists() else ""):
             with start.open("a", encoding="utf-8") as stream:
                 stream.write(f"\n{line}\n")
-    click.secho(shown(f"{shell} completion installed in {target}"), fg="green")
-    click.echo(shown("Completion will take effect once you restart the terminal"))
+    click.secho(f"{shell} completion installed in {target}", fg="green")
+    click.echo("Completion will take effect once you restart the terminal")
 
 
 def _shell() -> str:

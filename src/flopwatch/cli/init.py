@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from flopwatch.cli import argument, flag, say
 from flopwatch.errors import InputError
-from flopwatch.language import shown
 from flopwatch.records.settings import SECTIONS
 
 
@@ -72,12 +71,12 @@ def _template(is_sweep: bool) -> str:
         defaults = {name: field.default for name, field in fields.items()}
         groups = {title: tuple(name for name in fields if fields[name].title == title) for title in SECTIONS}
         groups["Which trials run, and when they are ended"] = ()
-        return shown(_SWEEP_HEAD) + _settings(fields, defaults, groups, indent="")
+        return _SWEEP_HEAD + _settings(fields, defaults, groups, indent="")
     from flopwatch.monitor.config import MonitorConfig
 
     defaults = MonitorConfig.model_validate({}).model_dump(mode="json")
     groups = {**_MONITOR_GROUPS, "Other settings": ()}
-    return shown(_MONITOR_HEAD) + _settings(MonitorConfig.model_fields, defaults, groups, indent="  ")
+    return _MONITOR_HEAD + _settings(MonitorConfig.model_fields, defaults, groups, indent="  ")
 
 
 def _settings(fields: dict[str, Any], defaults: dict[str, Any], groups: dict[str, tuple[str, ...]], indent: str) -> str:
@@ -88,14 +87,14 @@ def _settings(fields: dict[str, Any], defaults: dict[str, Any], groups: dict[str
     grouped = {name for names in groups.values() for name in names}
     lines: list[str] = []
     for title, names in groups.items():
-        lines += ["", f"{indent}# {shown(title)}"]
+        lines += ["", f"{indent}# {title}"]
         names = names or tuple(name for name in fields if name not in grouped)
         mark = "" if "trainers" in names else "#"
         settings = [_yaml(name, defaults[name]) for name in names]
         width = max(map(len, settings))
         for field, setting in zip((fields[name] for name in names), settings, strict=True):
             comment = " ".join(filter(None, [field.description, _choices(field.annotation)]))
-            lines.append(f"{indent}{mark}{setting:<{width}}  # {shown(comment)}")
+            lines.append(f"{indent}{mark}{setting:<{width}}  # {comment}")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,6 @@ from flopwatch.cli import RUNS_FOLDER, flag, print_error, print_json, say
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.hardware import explain_unknown, list_peaks, peak_flops, product_notes
 from flopwatch.hardware.peaks import MEASURABLE
-from flopwatch.language import shown
 from flopwatch.numbers import percent
 from flopwatch.records.flops import Peak
 from flopwatch.runs.log_file import find_log, runs_below
@@ -86,7 +85,6 @@ def print_peaks(peaks: list[Peak], notes: str = "") -> None:
     click.secho(f"\n{peaks[0].device}\n", bold=True)
     in_tflops = max(peak.flops_per_s for peak in peaks) >= _SMALLEST_IN_TFLOPS
     unit, heading = (1e12, "dense TFLOP/s") if in_tflops else (1e9, "dense GFLOP/s")
-    heading = shown(heading)
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
     click.secho(f"  {'dtype':<{width}}  {heading}", dim=True)
     for peak in peaks:
@@ -95,8 +93,8 @@ def print_peaks(peaks: list[Peak], notes: str = "") -> None:
     click.echo()
     room = max(min(shutil.get_terminal_size().columns, _WIDEST_TEXT) - _INDENT, 20)
     for label, text in _explanations(peaks, notes):
-        click.secho("  " + padded(shown(label), _INDENT - 2), dim=True, nl=False)
-        click.echo(f"\n{'':{_INDENT}}".join(wrapped(shown(text), room)))
+        click.secho("  " + padded(label, _INDENT - 2), dim=True, nl=False)
+        click.echo(f"\n{'':{_INDENT}}".join(wrapped(text, room)))
     click.echo()
 
 

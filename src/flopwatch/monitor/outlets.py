@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.files import is_full_disk
-from flopwatch.language import choose, shown
+from flopwatch.language import _, choose
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.environment import what_ran
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -96,7 +96,7 @@ class Outlets:
                 self.send_to_log(notice)
             return
         if not self._is_quiet or level == "error":
-            _log.log(getattr(logging, level.upper()), "flopwatch: %s", shown(message))
+            _log.log(getattr(logging, level.upper()), "flopwatch: %s", _(message))
         self.send(notice)
 
     def flush_log(self) -> None:
@@ -120,7 +120,7 @@ class Outlets:
         summary = self._with_failures(of_session)
         log.put(summary)
         if not log.close(max(1.0, deadline - time.monotonic())):
-            sys.stderr.write(shown("flopwatch: the last records of the local log could not be written in time\n"))
+            sys.stderr.write(_("flopwatch: the last records of the local log could not be written in time\n"))
         return summary
 
     def _with_failures(self, summary: Summary) -> Summary:
@@ -144,7 +144,7 @@ class Outlets:
                 message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
         # All other sinks are closed, so `flopwatch run` would show no notice.
         if self._has_only_log and is_full_disk(error):
-            sys.stderr.write(shown(f"flopwatch: {message}\n"))
+            sys.stderr.write(_(f"flopwatch: {message}\n"))
             return
         self.notify("error", f"sink_failed:{name}", message)
 

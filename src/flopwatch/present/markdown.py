@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
@@ -24,7 +24,7 @@ def escaped(text: str, *, is_name: bool = False) -> str:
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
     # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
-    return _SPECIAL.sub(r"\\\1", one_line(text if is_name else shown(text))).replace("@", "@\u200b")
+    return _SPECIAL.sub(r"\\\1", one_line(text if is_name else _(text))).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
@@ -40,7 +40,7 @@ class _Markdown(doc.Renderer[str]):
 
     def text(self, part: doc.Text) -> Iterator[str]:
         text = escaped(part.text)
-        note = shown("Note:")
+        note = _("Note:")
         looks = {"warn": f"> **{note}** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
         yield f"{looks.get(part.tone, text)}\n"
 
@@ -86,7 +86,7 @@ class _Markdown(doc.Renderer[str]):
         yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
         if left_out := part.left_out("markdown"):
-            yield shown(f"{self.with_rest(left_out)}.") + "\n"
+            yield _(f"{self.with_rest(left_out)}.") + "\n"
         yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from flopwatch.language import shown
+from flopwatch.language import _
 
 
 def html_table(title: str, lines: Iterable[tuple[str, str]]) -> str:
@@ -16,8 +16,8 @@ def html_table(title: str, lines: Iterable[tuple[str, str]]) -> str:
     """
     style = "text-align:left;vertical-align:top"
     rows = "".join(
-        f'<tr><th scope="row" style="{style};white-space:nowrap;font-weight:normal">{escape(shown(label))}</th>'
-        f'<td style="{style}">{escape(shown(text))}</td></tr>'
+        f'<tr><th scope="row" style="{style};white-space:nowrap;font-weight:normal">{escape(_(label))}</th>'
+        f'<td style="{style}">{escape(_(text))}</td></tr>'
         for label, text in lines
     )
-    return f'<table><caption style="text-align:left;font-weight:bold">{escape(shown(title))}</caption>{rows}</table>'
+    return f'<table><caption style="text-align:left;font-weight:bold">{escape(_(title))}</caption>{rows}</table>'

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flopwatch.language import language, shown
+from flopwatch.language import _, language
 from flopwatch.present import document as doc
 from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped, verbatim
 from flopwatch.text import plain
@@ -280,13 +280,13 @@ def _data(part: doc.Records) -> dict[str, Any]:
     return {
         "columns": [
             {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
-            | ({"words": [word if field.is_shown else shown(word) for word in own]} if kind == "words" else {})
+            | ({"words": [word if field.is_shown else _(word) for word in own]} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
             for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],
         "rows": rows,
         "choice": choice,
-        "texts": {name: shown(text) for name, text in _RECORD_TEXTS.items()},
+        "texts": {name: _(text) for name, text in _RECORD_TEXTS.items()},
         "tones": [part.tones.get(word, "") for word in words[choice]],
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor, log2, log10
 from typing import NamedTuple
 
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.present.document import Bar
 from flopwatch.text import one_line, plain
 
@@ -32,7 +32,7 @@ def verbatim(text: object) -> str:
 
 def esc(text: object) -> str:
     """Escape text for HTML, in the reader's language."""
-    return verbatim(shown(str(text)))
+    return verbatim(_(str(text)))
 
 
 def marker(kind: int, x: float, y: float, tip: str, style: str = "m", *, is_small: bool = False) -> str:
@@ -165,7 +165,7 @@ def bars_svg(bars: Sequence[Bar]) -> tuple[str, float, float]:
         tone = bar.tone.rpartition(" ")[2]
         parts.append(f'<rect class="track" x="4" width="452" {box} rx="2"/>')
         parts.append(f'<rect class="fill {tone}" x="{low:.1f}" width="{max(high - low, 1.5):.1f}" {box} rx="2"/>')
-        parts.append(text(4, top + 11, one_line(shown(bar.name), _LONGEST_NAME), style="val"))
+        parts.append(text(4, top + 11, one_line(_(bar.name), _LONGEST_NAME), style="val"))
         parts.append(text(456, top + 11, bar.text, anchor="end", style="val"))
         parts.append(f'<rect class="tip" x="0" y="{top:.1f}" width="460" height="{row - 2:.0f}"{tipped(bar.tip)}/>')
     return "".join(parts), width, 4 + row * len(bars)

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.present import document as doc
 from flopwatch.text import cells, one_line, plain, wrapped
 
@@ -168,7 +168,7 @@ class _Terminal(doc.Renderer[RenderableType]):
 
 
 def _said(text: str) -> str:
-    return one_line(shown(text))
+    return one_line(_(text))
 
 
 def _said_cell(cell: doc.Cell) -> str:
@@ -190,7 +190,7 @@ def _joined(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[d
     texts = [[Text(_said_cell(cell), STYLES[cell.tone]) for cell in row] for row in rows]
     heads: list[doc.Head] = []
     joined: list[list[Text]] = [[] for _ in rows]
-    for _, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
+    for _group, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
         first, *others = places = list(members)
         column = columns[first]
         name = _said(column.group if others else column.head if column.short is None else column.short)

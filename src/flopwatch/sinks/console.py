@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.numbers import count, duration, energy, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
@@ -174,15 +174,15 @@ class ConsoleSink(Sink):
     def write(self, record: Record) -> None:
         if isinstance(record, RunStart):
             self._start, self._first_row, self._last_row = record, None, None
-            self._show(Text(shown(start_line(record)), style="dim"))
+            self._show(Text(_(start_line(record)), style="dim"))
         elif isinstance(record, Provenance):
-            self._show(Text(shown(provenance_line(record)), style="dim"))
+            self._show(Text(_(provenance_line(record)), style="dim"))
         elif isinstance(record, Notice):
             if not self._is_plain:
                 style = _NOTICE_STYLES[record.level]
                 where = "" if record.step is None else f" at step {record.step:,}"
-                begin = shown(f"{record.level}{where}:") + " "
-                self._show(Text.assemble((begin, f"bold {style}"), (shown(record.message), style)))
+                begin = _(f"{record.level}{where}:") + " "
+                self._show(Text.assemble((begin, f"bold {style}"), (_(record.message), style)))
         elif isinstance(record, Row):
             if self.shows_rows:
                 self._first_row, self._last_row = self._first_row or record, record
@@ -193,7 +193,7 @@ class ConsoleSink(Sink):
             has_log = "jsonl" not in record.failed_parts  # without the local log there is nothing to read
             if self._start is not None and has_log and record.values.get("total/steps"):
                 where = shlex.quote(str(self._start.output_dir))
-                self._show(shown(f"Next: flopwatch why {where}"))  # as it is, because a wrapped path cannot be copied
+                self._show(_(f"Next: flopwatch why {where}"))  # as it is, because a wrapped path cannot be copied
 
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""
@@ -238,7 +238,7 @@ class ConsoleSink(Sink):
             self._has_said_why = True
             found.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
         for name, figure, what in found:
-            label, unit = f"{shown(name)} " if name else "", shown(what)
+            label, unit = f"{_(name)} " if name else "", _(what)
             room -= cells(label + figure + unit) + 2
             if room < 0:
                 break
@@ -254,8 +254,8 @@ class ConsoleSink(Sink):
             return ""
         total, seconds_left = start.total_steps, _seconds_left(first, last, start.total_steps)
         share = f"  {percent(last.steps_done / total, decimals=0)}"
-        steps = f"  {shown(f'{last.steps_done:,} of {total:,}')}"
-        left = "" if seconds_left is None else f"  {shown(f'{duration(seconds_left, rough=True)} left')}"
+        steps = f"  {_(f'{last.steps_done:,} of {total:,}')}"
+        left = "" if seconds_left is None else f"  {_(f'{duration(seconds_left, rough=True)} left')}"
         # The last column stays free, because a full line would wrap, and `_ERASE_LINE` erases only one line.
         width = max(min(console.width - 1, _WIDEST) - cells(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
@@ -282,5 +282,5 @@ def _end(summary: Summary) -> Group:
     table.add_column(style="bold")
     for label, text in summary_lines(summary):
         style = "red" if label.endswith(("failed", "lost")) else ""
-        table.add_row(shown(label), Text(shown(text), style=style))
-    return Group(Text("\n" + shown(f"The run {ended}."), style="bold"), table)
+        table.add_row(_(label), Text(_(text), style=style))
+    return Group(Text("\n" + _(f"The run {ended}."), style="bold"), table)

@@ -22,7 +22,6 @@ from flopwatch.cli.doctor.gpu_checks import CHECKS as GPU_CHECKS
 from flopwatch.cli.doctor.gpu_checks import run_all
 from flopwatch.cli.doctor.problems import find_problems, here
 from flopwatch.errors import InputError
-from flopwatch.language import shown
 from flopwatch.present.terminal import print_document
 
 
@@ -99,4 +98,4 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=count)
         begun = itertools.count()
-        yield lambda name: progress.update(task, completed=next(begun), description=shown(name))
+        yield lambda name: progress.update(task, completed=next(begun), description=name)

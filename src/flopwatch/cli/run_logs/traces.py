@@ -12,7 +12,6 @@ import click
 from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json, say
 from flopwatch.cli.run_logs import chosen_run, show
 from flopwatch.errors import InputError
-from flopwatch.language import shown
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
@@ -149,7 +148,7 @@ def _waiting(what: str) -> Iterator[None]:
         from rich import console, text
 
         # As `Text`, brackets in the name of a folder are not taken for markup.
-        said = text.Text(shown(f"{what}; Ctrl-C ends the waiting, not the training"))
+        said = text.Text(f"{what}; Ctrl-C ends the waiting, not the training")
         with console.Console(stderr=True).status(said):
             yield
     except KeyboardInterrupt:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from flopwatch.cli import RUNS_FOLDER, flag
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
-from flopwatch.language import shown
 from flopwatch.numbers import number, percent
 from flopwatch.present.document import Cell, Document, Grid, Most, numbers
 from flopwatch.runs.log_file import find_log, runs_below
@@ -88,7 +87,7 @@ def _watch_live(feed: WatchFeed, console: "Console", refresh_seconds: float) -> 
     # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that `Live` restores the normal screen of the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with console.status(shown(f"Reading the log in {feed.place}")):  # a log of gigabytes takes seconds
+        with console.status(f"Reading the log in {feed.place}"):  # a log of gigabytes takes seconds
             feed.look()
         if _is_over(feed):
             console.print(_frame(feed, console))

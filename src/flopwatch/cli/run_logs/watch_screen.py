@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import advice, goodput_of
 from flopwatch.records.run import Notice
@@ -120,7 +120,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 def _in_its_place(text: str) -> str:
     """The text in the reader's language, with as many spaces behind it as keep what follows in its column."""
-    said = shown(text)
+    said = _(text)
     return padded(said.rstrip(), cells(text)) if said != text and text.endswith("  ") else said
 
 
@@ -133,9 +133,9 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 def _beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Text]:
     """Put blocks of lines next to each other; each line is cut or filled to the width of its block."""
     rows = []
-    for index in range(max(len(block) for _, block in columns)):
+    for index in range(max(len(block) for _width, block in columns)):
         cells = [block[index] if index < len(block) else Text() for _, block in columns]
-        for (width, _), cell in zip(columns, cells, strict=True):
+        for (width, _block), cell in zip(columns, cells, strict=True):
             cell.truncate(width, overflow="ellipsis", pad=True)
         rows.append(_line() + Text(" " * gap).join(cells))
         rows[-1].rstrip()
@@ -143,7 +143,7 @@ def _beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Tex
 
 
 def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
-    lines = wrapped(plain(shown(text)), max(width, 10)) or [""]
+    lines = wrapped(plain(_(text)), max(width, 10)) or [""]
     return [Text(line, style, no_wrap=True, overflow="ellipsis") for line in lines]
 
 
@@ -183,7 +183,7 @@ def _facts(run: WatchedRun, width: int) -> Text:
     sessions = f"{run.sessions} sessions" if run.sessions > 1 else ""
     text = ""
     for fact in filter(None, (*counting[:1], *device, *counting[1:], sessions, environment.get("host"))):
-        longer = " · ".join(filter(None, (text, shown(one_line(str(fact))))))
+        longer = " · ".join(filter(None, (text, _(one_line(str(fact))))))
         text = longer if cells(longer) <= width else text
     return _line((text, "dim"))
 
@@ -369,7 +369,7 @@ def _bar(
 
     The characters are divided by the largest-remainder method. `looks` has the colour and the character of each part.
     """
-    said = shown(remark)
+    said = _(remark)
     end = " " * (_REMARK_WIDTH - cells(said)) + said
     room, whole = width - _LABEL_WIDTH - len(end), sum(parts.values())
     exact = {name: part / whole * room for name, part in parts.items()}
@@ -415,7 +415,7 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
     if goodput.caveat is not None:
         is_left_out = "between" in goodput.lost_seconds
         caveat = " without the time between passes" if is_left_out else " with input wait, which is unknown"
-        text.append(shown(caveat), "dim")
+        text.append(_(caveat), "dim")
     losses = [(USES[name].name, seconds / goodput.wall_seconds) for name, seconds in goodput.largest_losses()]
     return [*drawn, _with_losses(text, losses, width)]
 
@@ -423,7 +423,7 @@ def _time_bar(run: WatchedRun, width: int, in_colour: bool) -> list[Text]:
 def _with_losses(text: Text, losses: Sequence[tuple[str, float]], width: int) -> Text:
     """The text with as many losses as fit, the largest first: a smaller one after a gap would look like the next."""
     for index, (name, share) in enumerate(losses):
-        said = f"{shown(', lost to') if index == 0 else ','} {shown(name)} {percent(share)}"
+        said = f"{_(', lost to') if index == 0 else ','} {_(name)} {percent(share)}"
         if text.cell_len + cells(said) > width:
             break
         text.append(said, "dim")
@@ -505,7 +505,7 @@ def _ranks(run: WatchedRun, width: int) -> list[Text]:
         parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
     text = _line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
     for part, style in parts:
-        said = shown(part)
+        said = _(part)
         if text.cell_len + cells(said) <= width:
             text.append(said, style)
     return [text]

@@ -20,7 +20,6 @@ from rich.text import Text
 from flopwatch.cli import say
 from flopwatch.cli.streams import PatientLines
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.language import shown
 from flopwatch.numbers import byte_size, count, duration, flops, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
@@ -68,7 +67,7 @@ class CommandScreen(Screen):
 
 
 def print_line(console: Console) -> Any:
-    return lambda text: console.print(Text(shown(text)), highlight=False, soft_wrap=True)
+    return lambda text: console.print(Text(text), highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -177,8 +176,8 @@ class LiveTable:
 
     def _header(self) -> Text:
         done, total = len(self._outcomes), len(self._plan.trials)
-        name, so_far = one_line(str(self._output), _LONGEST_LINE), shown(f"{done} of {total}")
-        text = Text.assemble((shown("sweep") + " ", "bold"), name, f"   {so_far}   ")
+        name, so_far = one_line(str(self._output), _LONGEST_LINE), f"{done} of {total}"
+        text = Text.assemble(("sweep ", "bold"), name, f"   {so_far}   ")
         for outcome, amount in Counter(self._outcomes.values()).items():
             text.append_text(outcome_text(outcome)).append(f" {amount}   ")
         return text
@@ -188,11 +187,11 @@ class LiveTable:
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
             phase, step = _progress(trial)
             seconds = self._clock() - self._since.get(name, self._began)
-            words = (Text(one_line(word, _LONGEST_LINE)) for word in (name, shown(phase)))
+            words = (Text(one_line(word, _LONGEST_LINE)) for word in (name, phase))
             running.add_row(*words, step, duration(seconds, rough=True))
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
-            running.add_row(Text(shown(f"and {hidden} more"), style="dim"))
+            running.add_row(Text(f"and {hidden} more", style="dim"))
         ended = _table("ended", "outcome", to_the_right=("step time", "memory", "MFU"))
         for result in self._last:
             ended.add_row(Text(one_line(result.name, _LONGEST_LINE)), outcome_text(result.outcome), *_figures(result))
@@ -200,11 +199,11 @@ class LiveTable:
 
     def _footer(self) -> Text:
         if self._stop.kill:
-            return Text(shown("ending running trials"), style="bold")
+            return Text("ending running trials", style="bold")
         if self._stop.finish:
-            return Text(shown(f"finishing running trials; {self._stop.again} ends them"), style="bold")
+            return Text(f"finishing running trials; {self._stop.again} ends them", style="bold")
         if self._stop.is_over_budget:
-            return Text(shown("the time budget is used up; finishing running trials"), style="bold")
+            return Text("the time budget is used up; finishing running trials", style="bold")
         parts = [one_line(self._engine_state, _LONGEST_LINE)]
         if self._tried_again:
             parts.append(f"{self._tried_again} retried")
@@ -212,13 +211,13 @@ class LiveTable:
         if self._ran and left:  # estimated by the mean time per trial
             seconds = (self._clock() - self._began) / self._ran * left
             parts.append(f"about {duration(seconds, rough=True)} left")
-        return Text("   ".join(map(shown, filter(None, parts))), style="dim")
+        return Text("   ".join(filter(None, parts)), style="dim")
 
 
 def _table(*columns: str, to_the_right: tuple[str, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in (*columns, *to_the_right):
-        table.add_column(shown(column), justify="right" if column in to_the_right else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in to_the_right else "left", no_wrap=True)
     return table
 
 

@@ -20,7 +20,6 @@ from flopwatch.cli.trials.sweep_screens import outcome_cell, print_preflight
 from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
 from flopwatch.files import UnreadableError, load_json
-from flopwatch.language import shown
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
@@ -215,7 +214,7 @@ class PhaseStatus:
 
     def started(self, trial: Trial) -> None:
         if self._status is not None:
-            self._status.update(Text(f"{one_line(shown(self._named(trial)))}: {shown('start')}"))
+            self._status.update(Text(f"{one_line(self._named(trial))}: start"))
             self._status.start()
 
     def ended(self, result: TrialResult | None = None) -> None:
@@ -225,10 +224,8 @@ class PhaseStatus:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self.stop.kill = bool(self._asked)
         if self._status is not None:
-            words = [
-                f"{shown(self._named(trial))}: {shown(read_progress(trial.folder).text)}" for trial in running.values()
-            ]
-            self._status.update(Text(one_line(", ".join(words) or shown(engine_state), 200)))
+            words = [f"{self._named(trial)}: {read_progress(trial.folder).text}" for trial in running.values()]
+            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
 
     def why_stopped(self, trial: Trial) -> str | None:
         """Show the phase of the trial; return the reason to end it, or None before a signal."""

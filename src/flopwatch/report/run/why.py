@@ -9,7 +9,7 @@ from typing import Any
 
 from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
-from flopwatch.language import shown
+from flopwatch.language import _
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
 from flopwatch.present.notebook import html_table
@@ -364,9 +364,9 @@ def _division(name: str, numerator: str, division: Quotient | None, explanation:
     unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")
     short = f"{division.flops / unit:.9g} / ({division.seconds:.9g} x {division.peak_flops_per_s / unit:.9g}{devices})"
     written = (
-        shown(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})"),
+        _(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})"),
         f"    = {division.flops:,} / ({division.seconds!r} x {division.peak_flops_per_s:,.0f}{devices})",
-        f"    = {short} {shown(f'in {prefix}FLOP')}",
+        f"    = {short} {_(f'in {prefix}FLOP')}",
         f"    = {division.share:.6g}",
     )
     parts = [Verbatim("\n".join(written))]
