@@ -33,7 +33,6 @@ LONGEST = (
     "tests/sweep/engines/test_ray.py",
     "tests/integrations/test_hugging_face.py",
     "benchmarks/overhead/test_monitor_overhead.py",
-    "tests/sinks/test_trial_runs.py",
     "tests/sinks/test_failures.py",
     "tests/sweep/test_preflight.py",
     "benchmarks/ranks/test_teardowns.py",

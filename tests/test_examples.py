@@ -4,13 +4,20 @@ import csv
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from support.few_results import ended, ran
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.wandb_file import read_config, read_kind, read_summary
 from support.torchrun import outputs_of_ranks
 from support.warm_python import TRANSFORMERS, start_warm
 from support.warm_sweep import MODULES as OF_SWEEPS
+from testbeds.made_up_sweep import write_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -210,3 +217,25 @@ def test_a_trainer_in_the_script_is_found_by_its_trials(place):
     out = printed_by_sweep("extending/custom_trainer.py")
     assert numbers(out) == [tiny_flops(4, 64)] * 2
     assert "SignTrainer: ok" in out
+
+
+def test_each_trial_is_one_run_of_wandb_however_often_it_is_logged(place):
+    good, failed = ran("ghost", 4, 64, gib=2, options={"lr": 0.5}), ended("standard", 8, 64, "error", reason="boom")
+    failed = replace(failed, key="failed")
+    write_sweep(place / "runs/dp_sgd", [good, failed])
+    environment = fresh_environment(WANDB_MODE="offline", WANDB_DIR=str(place), WANDB_SILENT="true")
+    for _ in range(2):
+        words = [sys.executable, *command("trials_to_wandb.py")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+        assert (done.returncode, done.stdout) == (0, "2 trials are in the project my-project of W&B\n"), done.stderr
+    files = sorted(place.glob("wandb/offline-run-*/run-*.wandb"))
+    ids = [file.stem.removeprefix("run-") for file in files]
+    assert sorted(ids) == ["dp_sgd-failed"] * 2 + ["dp_sgd-key"] * 2
+    file = next(file for file in files if "dp_sgd-key" in file.name)
+    run, config, summary = read_kind(file, "run")[0].run, read_config(file), read_summary(file)
+    assert (run.project, run.run_group, run.display_name, list(run.tags)) == ("my-project", "dp_sgd", good.name, ["ok"])
+    assert (config["trainer"], config["batch_size"], config["options.lr"]) == ("ghost", 4, 0.5)
+    assert (summary["peak_bytes"], summary["step_seconds_median"]) == (2 * 2**30, good.measured.steps.median)
+    assert "batch_size" not in summary
+    other = next(file for file in files if "dp_sgd-failed" in file.name)
+    assert (read_summary(other)["outcome"], read_summary(other)["reason"]) == ("error", "boom")

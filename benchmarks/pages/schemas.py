@@ -20,7 +20,6 @@ from flopwatch.cli.doctor.findings import CheckResult
 from flopwatch.records.flops import ConventionFlops, FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trial import TrialResult
-from flopwatch.report.comparison import SweepComparison
 from flopwatch.report.records import SweepSummary
 from flopwatch.report.run.contents import Curve, RunReport
 from flopwatch.runs.advice import RunVerdict, TimeUse
@@ -179,7 +178,6 @@ KINDS: Mapping[str, Written] = {
     "why": Written("`flopwatch why --json`", Why),
     "trace": Written("`flopwatch trace --json`", Traces | TraceRequest),
     "compare_runs": Written("`flopwatch compare --json` of two runs", Comparison),
-    "compare_sweeps": Written("`flopwatch compare --json` of two sweeps", _as_written(SweepComparison, format=Format)),
     "report_run": Written(
         "`flopwatch report --json` of a run",
         _as_written(

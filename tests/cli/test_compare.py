@@ -15,6 +15,7 @@ import flopwatch as package
 from flopwatch.records.run import Provenance, Row, RunStart, Summary
 from flopwatch.runs.comparison import MEASURES
 from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
+from testbeds.made_up_sweep import write_sweep
 
 LOG = "training_log.jsonl"
 START = RunStart("one", 1.0, "runs/one", environment={"device": "NVIDIA H100 80GB HBM3", "torch": "2.13.0"})
@@ -371,3 +372,11 @@ def test_arguments_that_differ_are_listed_one_by_one(flopwatch, write):
         ("argument --lr", "1e-3", "3e-4"),
         ("argument --compile", "given", None),
     ]
+
+
+def test_a_sweep_is_refused_with_what_to_use_instead(flopwatch, write, tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [])
+    status, out, err = flopwatch("compare", str(write("a", [0.1] * 10)), str(sweep))
+    assert (status, out) == (2, "")
+    assert "`compare` compares two runs" in err
+    assert "flopwatch report DIR --csv FILE" in err

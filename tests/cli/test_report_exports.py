@@ -1,9 +1,7 @@
-"""`flopwatch report --csv/--parquet`: files, standard output, and what cannot be asked for together."""
+"""`flopwatch report --csv`: files, standard output, and what cannot be asked for together."""
 
 import csv
 import io
-import subprocess
-import sys
 
 import pytest
 
@@ -16,18 +14,11 @@ def sweep(tmp_path_factory):
     return write_sweep(tmp_path_factory.mktemp("sweeps") / "a sweep", [make_result(spec) for spec in specs])
 
 
-def test_both_files_are_written_and_nothing_else_is_printed(flopwatch, sweep, tmp_path):
-    table, parquet = tmp_path / "a.csv", tmp_path / "a.parquet"
-    status, out, err = flopwatch("report", str(sweep), "--csv", str(table), "--parquet", str(parquet))
-    assert (status, out, err) == (0, f"Written: {table}\nWritten: {parquet}\n", "")
-    assert len(list(csv.DictReader(io.StringIO(table.read_text())))) == 12
-    assert parquet.read_bytes()[:4] == b"PAR1"
-
-
 def test_a_page_may_be_written_beside_them(flopwatch, sweep, tmp_path):
     table, page = tmp_path / "a.csv", tmp_path / "a.html"
     _, out, _ = flopwatch("report", str(sweep), "--csv", str(table), "--html", str(page))
     assert out == f"Written: {table}\nWritten: {page}\n"
+    assert len(list(csv.DictReader(io.StringIO(table.read_text())))) == 12
     assert page.stat().st_size > 1000
 
 
@@ -49,17 +40,7 @@ def test_a_report_on_standard_output_is_the_text_of_the_file(flopwatch, sweep, t
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.slow
-def test_parquet_on_standard_output_is_the_bytes_of_the_file(sweep, tmp_path):
-    file = tmp_path / "a.parquet"
-    command = [sys.executable, "-m", "flopwatch", "report", str(sweep), "--parquet"]
-    subprocess.run([*command, str(file)], check=True, capture_output=True)
-    assert subprocess.run([*command, "-"], check=True, capture_output=True).stdout == file.read_bytes()
-
-
-@pytest.mark.parametrize(
-    "words", [["--csv", "-", "--parquet", "-"], ["--csv", "-", "--json"], ["--md", "-", "--html", "-"]]
-)
+@pytest.mark.parametrize("words", [["--csv", "-", "--json"], ["--md", "-", "--html", "-"]])
 def test_two_formats_do_not_share_standard_output(flopwatch, sweep, words):
     status, out, err = flopwatch("report", str(sweep), *words)
     assert (status, out) == (2, "")

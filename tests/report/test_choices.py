@@ -120,17 +120,6 @@ def test_nothing_that_ran_gives_no_choice():
     assert choices(ended("ghost", 8, 64, "oom_device")) == {}
 
 
-def test_the_pareto_front_is_per_class_and_sequence():
-    group = group_of(
-        ran("standard", 8, 64, 0.1, gib=1, name="standard"),
-        ran("ghost", 8, 64, 1.0, gib=2, name="light"),
-        ran("dpsgd", 8, 64, 0.5, gib=4, name="fast"),
-        ran("fast", 8, 64, 1.1, gib=3, name="beaten"),
-        ran("ghost", 8, 128, 9.0, gib=9, name="alone"),
-    )
-    assert set(group.pareto) == {"standard", "light", "fast", "alone"}
-
-
 def test_the_interval_of_a_single_step_decides_nothing():
     """Its two ends are one point, which overlaps with nothing."""
     results = [ran("ghost", 8, 64, 1.00, spread=0), ran("dpsgd", 8, 64, 1.05, spread=0)]

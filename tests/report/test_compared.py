@@ -12,7 +12,6 @@ from flopwatch.present.markdown import fenced, to_markdown
 from flopwatch.records.trial import MemoryUse
 from flopwatch.report.capture import capture_sweep
 from flopwatch.report.sweep.document import sweep_document
-from flopwatch.report.sweep.measurements import crossover_sentence
 from support.few_results import GIB, group_of, ran, summary_of
 
 A100 = {"flops_per_s": 312e12, "device": "A100", "dtype": "bf16", "kind": "datasheet"}
@@ -72,15 +71,6 @@ def test_different_denominators_are_warned_of():
         with_peak(ran("standard", 8, 64, mfu=0.4), A100), with_peak(ran("ghost", 8, 64, mfu=0.4), measured)
     )
     assert any("different peaks" in warning for warning in group.warnings)
-
-
-def test_a_rounded_crossing_never_contradicts_what_was_measured():
-    group = group_of(
-        ran("ghost", 8, 1024, 1.0, spread=0.001), ran("dpsgd", 8, 1024, 1.05, spread=0.001),
-        ran("ghost", 8, 2048, 30.0, spread=0.001), ran("dpsgd", 8, 2048, 3.0, spread=0.001),
-    )  # fmt: skip
-    (crossover,) = [one for one in group.crossovers if one.quantity == "time" and one.axis == "sequence"]
-    assert crossover_sentence(crossover).startswith("ghost beats dpsgd up to sequence 1024 at batch 8")
 
 
 def test_nothing_in_a_log_ends_the_block_it_stands_in():

@@ -1,4 +1,4 @@
-"""The flat table of a sweep: one row per trial, as rows, as a data frame, as CSV and as Parquet."""
+"""The flat table of a sweep: one row per trial, as rows, as a data frame, as CSV."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.report.table import make_table, table_csv, table_parquet
+from flopwatch.report.table import make_table, table_csv
 from support.few_results import ended, ran
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
@@ -72,19 +72,16 @@ def test_an_empty_sweep_has_all_columns_and_no_rows(tmp_path):
     assert len(table) == 0
     assert len(table_csv(table).splitlines()) == 1
     assert table.to_pandas().shape == (0, len(table.columns))
-    assert table_parquet(table).startswith(b"PAR1")
 
 
-def test_csv_and_parquet_give_back_what_the_rows_hold(sweep):
+def test_csv_gives_back_what_the_rows_hold(sweep):
     pandas = pytest.importorskip("pandas")
     table = report.load(sweep)
     by_csv = pandas.read_csv(io.StringIO(table_csv(table)), dtype={"key": str})
-    by_parquet = pandas.read_parquet(io.BytesIO(table_parquet(table)))
-    assert list(by_csv.columns) == list(by_parquet.columns) == list(table.columns)
+    assert list(by_csv.columns) == list(table.columns)
     for name in table.columns:
-        for row, one, other in zip(table, by_csv[name], by_parquet[name], strict=True):
-            for found in (one, other):
-                assert (row[name] is None and pandas.isna(found)) or row[name] == found, name
+        for row, found in zip(table, by_csv[name], strict=True):
+            assert (row[name] is None and pandas.isna(found)) or row[name] == found, name
 
 
 def test_a_sweep_s_options_and_reported_numbers_have_columns_of_their_own_after_the_others():
@@ -133,7 +130,6 @@ def test_what_is_no_number_is_not_known(value):
     (row,) = table
     assert [row[name] for name in ("parameters", "forward_seconds", "total_seconds", "threads")] == [None] * 4
     table_csv(table)
-    table_parquet(table)
     table.to_pandas()
 
 
@@ -146,12 +142,10 @@ def test_an_epsilon_without_noise_is_infinite_and_not_unknown():
     assert read_csv(table)[0]["epsilon"] == "inf"
 
 
-def test_flops_beyond_64_bits_are_kept_in_rows_and_rounded_in_parquet():
-    pandas = pytest.importorskip("pandas")
+def test_flops_beyond_64_bits_are_kept_in_rows_and_rounded_in_a_data_frame():
     table = table_of(ran("standard", 4, 64, flops=10**20 + 1), ran("standard", 8, 64, flops=7))
     assert table[0]["hardware_flops"] == 10**20 + 1
     assert read_csv(table)[0]["hardware_flops"] == str(10**20 + 1)
-    assert list(pandas.read_parquet(io.BytesIO(table_parquet(table)))["hardware_flops"]) == [1e20, 7.0]
     assert list(table.to_pandas()["hardware_flops"]) == [1e20, 7.0]
 
 
@@ -188,8 +182,8 @@ def test_negative_numbers_are_numbers_and_not_formulas():
     assert (row["options.bias"], row["seed"]) == ("-0.5", "-3")
 
 
-def test_hostile_text_keeps_to_its_cell_in_every_format():
-    pandas = pytest.importorskip("pandas")
+def test_hostile_text_keeps_to_its_cell():
+    pytest.importorskip("pandas")
     results = hostile_results()
     results.append(ended("standard", 4, 64, "error", reason='quote " and, comma\nand a new line;\ttab \ud83d \x00'))
     table = table_of(*results)
@@ -199,8 +193,7 @@ def test_hostile_text_keeps_to_its_cell_in_every_format():
     assert len(rows) == len(results)
     assert all(None not in row and None not in row.values() for row in rows)
     assert rows[-1]["reason"].startswith('quote " and, comma\nand a new line;\ttab \\ud83d')
-    for frame in (table.to_pandas(), pandas.read_parquet(io.BytesIO(table_parquet(table)))):
-        assert list(frame["outcome"]) == [result.outcome for result in results]
+    assert list(table.to_pandas()["outcome"]) == [result.outcome for result in results]
 
 
 def test_a_plan_of_many_kinds_of_options_misses_nothing():
@@ -214,20 +207,17 @@ def test_a_folder_that_is_no_sweep_is_told(tmp_path):
         report.load(tmp_path)
 
 
-def test_without_pandas_and_pyarrow_a_sentence_says_what_to_install(monkeypatch):
+def test_without_pandas_a_sentence_says_what_to_install(monkeypatch):
     table = table_of(ran("standard", 4, 64))
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependencyError, match="pip install pandas"):
         table.to_pandas()
-    with pytest.raises(MissingDependencyError, match="pip install pyarrow"):
-        table_parquet(table)
 
 
 def test_loading_a_sweep_loads_neither_torch_nor_pandas(sweep):
     code = (
         f"import sys, flopwatch\nassert len(flopwatch.report.load({str(sweep)!r})) == 240\n"
-        "print([name for name in ('torch', 'pandas', 'pyarrow', 'rich.console') if name in sys.modules])"
+        "print([name for name in ('torch', 'pandas', 'rich.console') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

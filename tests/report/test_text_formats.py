@@ -24,7 +24,7 @@ def test_json_has_every_trial_and_the_whole_summary():
     assert {row["name"] for row in content["trials"]} == {result.name for result in results}
     assert content["totals"]["trials"] == len(results)
     assert {"groups", "failures", "trainers", "environments", "warnings"} <= content.keys()
-    assert {"choices", "cost_factors", "frontier", "crossovers", "pareto"} <= content["groups"][0].keys()
+    assert {"choices", "frontier", "cells"} <= content["groups"][0].keys()
 
 
 def test_what_is_not_finite_is_null_in_json():

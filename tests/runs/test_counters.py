@@ -7,7 +7,7 @@ import pytest
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.records.run import Row
-from flopwatch.report.compared import runs_compared
+from flopwatch.report.run.compared import runs_compared
 from flopwatch.report.run.contents import read_report
 from flopwatch.report.run.document import run_document, run_json
 from flopwatch.report.run.why import why

@@ -21,7 +21,6 @@ _RUNS_COMPARED = [
     ("ended", "slower"), ("slower", "ended"), ("ended", "ended"), ("by_hand", "doubted"), ("ended", "no_peak"),
     ("real_plain", "real_evaluation"), ("waiting", "estimated"), ("resumed", "long"), ("hostile", "by_hand"),
 ]  # fmt: skip
-_SWEEPS_COMPARED = [("240", "slower"), ("slower", "240"), ("3", "3"), ("hostile", "240"), ("recorded", "3")]
 _MISTAKES = {
     "no folder": ["report", "nowhere"],
     "empty folder": ["why", "sweeps/3/logs"],
@@ -40,7 +39,6 @@ _OTHERS = {
     "peak H100 json": ["peak", "--name", "H100", "--json"],
     "list of runs": ["watch", "runs", "--list"],
     "gate": ["compare", "runs/ended", "runs/slower", "--fail-if-slower", "0.1"],
-    "gate of sweeps": ["compare", "sweeps/240", "sweeps/slower", "--fail-if-slower", "5"],
     "sweep by MFU": ["report", "sweeps/240", "--metric", "mfu,hfu"],
     "a trace": ["trace", "runs/traced/traces/step9_rank0.pt.trace.json.gz"],
     "traces of a run": ["trace", "runs/traced"],
@@ -84,13 +82,10 @@ def _cases(folder: Path) -> Iterator[dict[str, Any]]:
         yield _case(f"{run}/why with a peak", "text", "why", run, "--peak-tflops", "1979")
         yield _case(f"{run}/watch", "text", "watch", run, "--once")
         yield _case(f"{run}/notebook", "html", "notebook", run)
-    for kind, pairs in (("runs", _RUNS_COMPARED), ("sweeps", _SWEEPS_COMPARED)):
-        for one, other in pairs:
-            name, places = f"compare/{kind} {one} {other}", (f"{kind}/{one}", f"{kind}/{other}")
-            yield _case(name, "text", "compare", *places)
-            yield _case(f"{name} json", "json", "compare", *places, "--json")
-            if kind == "sweeps":
-                yield _case(f"{name} md", "text", "compare", *places, "--md", "-")
+    for one, other in _RUNS_COMPARED:
+        name, places = f"compare/runs {one} {other}", (f"runs/{one}", f"runs/{other}")
+        yield _case(name, "text", "compare", *places)
+        yield _case(f"{name} json", "json", "compare", *places, "--json")
     yield _case("help/flopwatch", "text", "--help", columns=80)
     yield from (_case(f"help/{command}", "text", command, "--help", columns=80) for command in _COMMANDS)
     for group, all_words in (("mistakes", _MISTAKES), ("others", _OTHERS)):

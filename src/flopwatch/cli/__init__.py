@@ -107,14 +107,13 @@ def print_json(content: Any) -> None:
     click.echo(strict_json(content, indent=2))
 
 
-def write_file(path: str, content: str | bytes) -> None:
-    if isinstance(content, str):
-        content = content.encode("utf-8", "backslashreplace")
+def write_file(path: str, content: str) -> None:
+    encoded = content.encode("utf-8", "backslashreplace")
     if path == STANDARD_OUTPUT:
-        click.echo(content, nl=False)
+        click.echo(encoded, nl=False)
         return
     try:
-        Path(path).expanduser().write_bytes(content)
+        Path(path).expanduser().write_bytes(encoded)
     except OSError as error:
         raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
 

@@ -22,7 +22,7 @@ _COMMANDS = {
     "why": ("run_logs.analyse", "Show where the rest of the peak went, and what to try next."),
     "trace": ("run_logs.traces", "Trace a few steps of a run and print the use of their time."),
     "explain": ("run_logs.analyse", "Print how a logged MFU was calculated."),
-    "compare": ("run_logs.analyse", "Compare step time, rates and MFU of two runs or two sweeps."),
+    "compare": ("run_logs.analyse", "Compare step time, rates and MFU of two runs."),
     "flops": ("declared", "Count the FLOPs of one training step, by module."),
     "peak": ("peak", "Print the peak FLOP/s of a device."),
     "sweep": ("trials", "Measure every trial of a matrix, each in its own process."),

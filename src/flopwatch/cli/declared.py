@@ -41,11 +41,6 @@ def report(
         str | None,
         flag("Write one row per trial, or per logging window of a run, as CSV; - is stdout.", metavar="PATH"),
     ] = None,
-    parquet: Annotated[str | None, flag("Write one row per trial as Parquet; - is stdout.", metavar="PATH")] = None,
-    wandb: Annotated[str | None, flag("Log every trial to W&B; update those logged before.", metavar="PROJECT")] = None,
-    mlflow: Annotated[
-        str | None, flag("Log every trial to MLflow; update those logged before.", metavar="EXPERIMENT")
-    ] = None,
     metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:

@@ -3,7 +3,7 @@
 import csv as csv_files
 import io
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -11,20 +11,19 @@ import click
 
 from flopwatch.cli import STANDARD_OUTPUT, say, write_file
 from flopwatch.cli.run_logs import chosen_run, peak_to_use
-from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
 from flopwatch.errors import InputError
 from flopwatch.present.document import Document
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
 from flopwatch.present.terminal import print_document
 from flopwatch.records.sweep_results import is_sweep_folder
-from flopwatch.report.capture import Capture, capture_sweep
+from flopwatch.report.capture import capture_sweep
 from flopwatch.report.cells import METRICS
 from flopwatch.report.run.contents import RunReport, read_report
 from flopwatch.report.run.document import run_document, run_json
 from flopwatch.report.summary import RESUME, summarise
 from flopwatch.report.sweep.document import sweep_document, sweep_json
-from flopwatch.report.table import Table, make_table, table_csv, table_parquet
+from flopwatch.report.table import make_table, table_csv
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
@@ -32,60 +31,56 @@ from flopwatch.runs.traces import usable_traces
 from flopwatch.sweep.runner.observing import find_runner
 from flopwatch.text import one_line
 
-_Forms = tuple[dict[str, Callable[[], str | bytes]], Callable[[tuple[str, ...]], Document]]
+_Forms = tuple[dict[str, Callable[[], str]], Callable[[tuple[str, ...]], Document]]
 """A function for each form but page and Markdown, by the name of its option, and one that makes the document."""
 
 
 def put_out_report(
     directory: str | None, logs_dir: str | None, as_json: bool, peak_tflops: float | None, **given: str | None
 ) -> None:
-    metrics, wandb, mlflow = _metrics(given["metric"]), given["wandb"], given["mlflow"]
-    paths = {name: path for name in ("csv", "parquet", "html", "md", "output") if (path := given[name]) is not None}
+    metrics = _metrics(given["metric"])
+    paths = {name: path for name in ("csv", "html", "md", "output") if (path := given[name]) is not None}
     on_stdout = [f"--{name} -" for name in given if paths.get(name) == STANDARD_OUTPUT] + ["--json"] * as_json
     if len(on_stdout) > 1:
         asked = " and ".join(on_stdout)
         raise InputError(f"{asked} would both write to standard output; name a file for one of them")
-    refuse_unusable(wandb, mlflow)
     folder = _folder(directory, logs_dir)
-    log, capture = _log_of_run(folder), None
+    log = _log_of_run(folder)
     if log is not None:
-        _refuse_options_of_sweeps(log, {name: given[name] for name in ("parquet", "metric", "wandb", "mlflow")})
+        if metrics:
+            raise InputError(f"--metric chooses tables of a sweep, and {str(log)!r} is the log of a run")
         makers, document = _forms_of_run(log, peak_to_use(peak_tflops))
     elif peak_tflops is not None:
         raise InputError(
             "--peak-tflops is for the report of a run; the trials of a sweep keep the peak they were given"
         )
     else:
-        capture = capture_sweep(folder)
-        makers, document = _forms_of_sweep(folder, capture)
+        makers, document = _forms_of_sweep(folder)
     makers |= {"html": lambda: to_page(document(())), "md": lambda: to_markdown(document(()))}
     for name, path in paths.items():
         write_file(path, makers[name]())
     is_printed = STANDARD_OUTPUT in paths.values()
     if as_json:
-        click.echo(str(makers["output"]()), nl=False)
-    elif (metrics or not (paths or wandb is not None or mlflow is not None)) and not is_printed:
+        click.echo(makers["output"](), nl=False)
+    elif (metrics or not paths) and not is_printed:
         print_document(document(metrics))
     for path in paths.values():
         if path != STANDARD_OUTPUT:
             say(f"Written: {path}", err=as_json or is_printed)
-    if capture is not None and (wandb is not None or mlflow is not None):
-        log_capture(capture, wandb, mlflow)
 
 
-def _forms_of_sweep(folder: Path, capture: Capture) -> _Forms:
+def _forms_of_sweep(folder: Path) -> _Forms:
+    capture = capture_sweep(folder)
     summary = cache(lambda: summarise(capture, _next_step(folder)))
 
-    @cache
-    def table() -> Table:
-        made = make_table(capture)
-        for trouble in made.troubles:
+    def csv() -> str:
+        table = make_table(capture)
+        for trouble in table.troubles:
             say(one_line(trouble), err=True)
-        return made
+        return table_csv(table)
 
     return {
-        "csv": lambda: table_csv(table()),
-        "parquet": lambda: table_parquet(table()),
+        "csv": csv,
         "output": lambda: f"{sweep_json(summary())}\n",
     }, lambda metrics: sweep_document(summary(), metrics)
 
@@ -113,15 +108,6 @@ def _rows_as_csv(log: Path, choose_peak: ChoosePeak) -> str:
     for row in rows:
         writer.writerow([row.step, row.unix_time, row.exact, *(row.values.get(key, "") for key in metrics)])
     return text.getvalue()
-
-
-def _refuse_options_of_sweeps(log: Path, given: Mapping[str, str | None]) -> None:
-    wrong = [f"--{name}" for name, value in given.items() if value is not None]
-    if wrong:
-        raise InputError(
-            f"{str(log)!r} is the log of a run, and {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for "
-            "sweeps only; for a run use --html, --md, --json, --output or --csv"
-        )
 
 
 def _folder(directory: str | None, logs_dir: str | None) -> Path:

@@ -21,7 +21,7 @@ from flopwatch.records.settings import (
 )
 
 __all__ = [
-    "AFTER_THE_STEPS", "COMMAND", "FAILED", "FORMAT", "JOULES", "LABELS", "NOT_RUN", "OUT_OF_MEMORY", "PRIVATE",
+    "AFTER_THE_STEPS", "COMMAND", "FAILED", "FORMAT", "LABELS", "NOT_RUN", "OUT_OF_MEMORY", "PRIVATE",
     "UNSETTLED", "HostMethod", "Limits", "Measured", "MemoryUse", "Outcome", "StepCost", "StepTimes", "TrialJob",
     "TrialResult", "TrialSpec", "canonical_trainer", "content_key", "is_private", "is_trial_name",
 ]  # fmt: skip
@@ -65,8 +65,6 @@ OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
 """Resuming a sweep always repeats trials with these outcomes, which do not depend on the trial's configuration."""
 
-JOULES = "joules_per_step"
-"""The number in `Measured.extra` that is the energy of all devices per measured step, where it can be measured."""
 
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases after the training steps. A failure in one of them does not change the trial's outcome."""
@@ -178,7 +176,7 @@ class Measured:
         tokens_per_s: Tokens per step divided by the median step time; None if samples are not sequences.
         cost: FLOPs and MFU; None if they were not counted.
         trace: Path of the Kineto trace, relative to the sweep's folder.
-        extra: Further numbers by name, such as those a command reported, and `joules_per_step`.
+        extra: Further numbers by name, such as those a command reported.
         privacy: The privacy budget; None without differential privacy, or if `TrialSpec.privacy` is empty.
         declared_privacy: How the trainer says that it is private; None if it does not say so.
         run_medians: If the trial was repeated, the median step time of each run, the last one's at the end. `median`,

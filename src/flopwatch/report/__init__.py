@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.comparison import compare_sweeps
 from flopwatch.report.records import SweepSummary
 from flopwatch.report.summary import summarise as summarise_capture
 from flopwatch.report.table import COLUMNS, Column, Table, load
 
-__all__ = ["COLUMNS", "Column", "SweepSummary", "Table", "compare_sweeps", "load", "summarise"]
+__all__ = ["COLUMNS", "Column", "SweepSummary", "Table", "load", "summarise"]
 
 
 def summarise(sweep: str | Path) -> SweepSummary:

@@ -1,16 +1,15 @@
-"""Read the folder of a sweep, all at once or result by result while the sweep runs."""
+"""Read the folder of a sweep."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
-from flopwatch.files import LineFollower, read_json
-from flopwatch.records.sweep_results import SweepResults, gather_results, new_results, troubles
+from flopwatch.files import read_json
+from flopwatch.records.sweep_results import SweepResults, gather_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT, RESULTS
+from flopwatch.records.trial_files import PREFLIGHT
 from flopwatch.text import listed, plural
 
 
@@ -102,18 +101,3 @@ def _read_preflight(folder: Path) -> tuple[Mapping[str, Any], ...]:
         except BrokenRecordError:
             continue
     return tuple(rows)
-
-
-_PAUSE_SECONDS = 0.5
-
-
-def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
-    """Yield each result that is appended to `results.jsonl` after byte `offset`, until the sweep is over."""
-    follower = LineFollower(folder / RESULTS, offset)
-    while True:
-        was_over, before = is_over(), follower.offset  # Asked before reading, so that the last results are not missed.
-        yield from new_results(follower)
-        if follower.offset == before:
-            if was_over:
-                return
-            time.sleep(_PAUSE_SECONDS)

@@ -9,11 +9,11 @@ from decimal import ROUND_CEILING, Context
 from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple
 
-from flopwatch.numbers import UNKNOWN, byte_size, energy, number, percent, step_time
+from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
 from flopwatch.records.settings import REPORTED, SETTINGS
-from flopwatch.records.trial import FAILED, JOULES, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
+from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Group, PrivacyClass, Quantity, TrialCell, TrialRow
 from flopwatch.report.verdicts import differ_measurably
 
@@ -130,7 +130,7 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
     measured = result.measured
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
     interval = steps if has_interval(measured) else None
-    host, start, is_on_cpu = memory.host_bytes, memory.baseline_bytes, memory.reserved_bytes is None
+    is_on_cpu = memory.reserved_bytes is None
     # A peak of host memory says nothing about a trial that ran on an accelerator.
     knows_peak = not is_on_cpu or str(result.environment.get("device", "cpu")).startswith("cpu")
     return TrialCell(
@@ -140,19 +140,15 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         high_seconds=positive(interval and interval.high),
         is_unstable=bool(steps and steps.unstable),
         peak_bytes=positive(memory.peak_bytes) if knows_peak else None,
-        above_start_bytes=positive(host - start) if is_on_cpu and host and start is not None else None,
         device_bytes=positive(memory.device_bytes),
         alloc_retries=memory.alloc_retries,
-        bytes_by_phase={name: value for name, value in memory.by_phase.items() if positive(value)},
         samples_per_s=positive(measured.samples_per_s),
         tokens_per_s=positive(measured.tokens_per_s),
         mfu=positive(cost.mfu),
         hfu=positive(cost.hfu),
-        hardware_flops=positive(cost.hardware_flops),
         is_lower_bound=cost.is_lower_bound,
         why_no_epsilon=_why_no_epsilon(result),
         epsilon=positive(measured.privacy.epsilon) if measured.privacy else None,
-        joules_per_step=positive(measured.extra.get(JOULES) or measured.extra.get("perf/joules_per_step")),
     )
 
 
@@ -171,15 +167,15 @@ def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
         values = [getattr(cell, name) for cell in ran]
         return [] if None in values else values
 
-    rates = ("seconds", "samples_per_s", "tokens_per_s", "mfu", "hfu", "joules_per_step")
+    rates = ("seconds", "samples_per_s", "tokens_per_s", "mfu", "hfu")
     means: dict[str, Any] = {name: geometric_mean(values) if (values := known(name)) else None for name in rates}
-    held = ("peak_bytes", "above_start_bytes", "alloc_retries")
+    held = ("peak_bytes", "alloc_retries")
     largest: dict[str, Any] = {name: max(known(name), default=None) for name in held}
     low, high = min(known("low_seconds"), default=None), max(known("high_seconds"), default=None)
     if len(ran) >= FEWEST_RUNS and (medians := known("seconds")):
         with contextlib.suppress(OverflowError):  # a damaged file may have any number
             _, low, high = interval_of_runs(medians)
-    mean, phases = means["seconds"], dict.fromkeys(name for cell in ran for name in cell.bytes_by_phase)
+    mean = means["seconds"]
     return replace(
         ran[0],
         **means,
@@ -187,7 +183,6 @@ def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
         low_seconds=low,
         high_seconds=high,
         is_unstable=high - low > UNSTABLE_WIDTH * mean if mean and low and high else any(c.is_unstable for c in ran),
-        bytes_by_phase={name: max(cell.bytes_by_phase.get(name, 0) for cell in ran) for name in phases},
         is_lower_bound=any(cell.is_lower_bound for cell in ran),
         seeds=len(cells),
     )
@@ -325,7 +320,6 @@ METRICS: Mapping[str, ShownMetric] = {
         ShownMetric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
         ShownMetric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
         ShownMetric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
-        ShownMetric("energy", "Energy per step", lambda c: c.joules_per_step, lambda c: energy(c.joules_per_step), min),
     )
 }
 

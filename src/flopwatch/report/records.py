@@ -1,14 +1,13 @@
 """The data of a report as frozen dataclasses. The terminal, HTML, Markdown and JSON output are all made from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.records.privacy import PrivacySpent
 
 PrivacyClass: TypeAlias = Literal["not private", "private", "unknown"]
 Quantity: TypeAlias = Literal["time", "memory"]
-Axis: TypeAlias = Literal["sequence", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +24,12 @@ class TrialCell:
         seconds: Median step time; `low_seconds` and `high_seconds` are the ends of its 95 % interval.
         is_unstable: True if the interval is wide, so that small differences in time mean nothing.
         peak_bytes: Peak of reserved memory on an accelerator, or of the host memory of all processes on a CPU.
-        above_start_bytes: Peak host memory minus the host memory before the model was built; None on an accelerator.
         device_bytes: Memory size of the accelerator.
         alloc_retries: How often the allocator had to free its cache; above 0 the trial barely fits.
-        bytes_by_phase: Peak memory in each phase of the step.
         tokens_per_s: Tokens per second, including padding; None if samples are not sequences.
-        hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
         why_no_epsilon: Why a private trainer has no finite epsilon; empty if it has one, or nothing speaks against one.
         epsilon: Epsilon of the training that the setting `privacy` describes; None if it is unknown or infinite.
-        joules_per_step: Energy of all devices per step.
         seeds: Number of trials in this cell, which differ only in their seeds; the means are those of the `ok` ones.
     """
 
@@ -49,19 +44,15 @@ class TrialCell:
     high_seconds: float | None = None
     is_unstable: bool = False
     peak_bytes: int | None = None
-    above_start_bytes: int | None = None
     device_bytes: int | None = None
     alloc_retries: int | None = None
-    bytes_by_phase: Mapping[str, int] = field(default_factory=dict)
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     hfu: float | None = None
-    hardware_flops: int | None = None
     is_lower_bound: bool = False
     why_no_epsilon: str = ""
     epsilon: float | None = None
-    joules_per_step: float | None = None
     seeds: int = 1
 
 
@@ -147,30 +138,6 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class CostFactor:
-    """The cost of a trainer divided by that of `standard`, at one batch size and sequence length.
-
-    Attributes:
-        time: Ratio of the median step times; `low_time` and `high_time` are its bounds, from both 95 % intervals.
-        memory: Ratio of the memory peaks.
-        memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
-        flops: Ratio of the executed FLOPs.
-        is_unstable: Whether one of the two step times is unstable.
-    """
-
-    trainer: str
-    batch_size: int
-    seq_len: int
-    time: float | None
-    low_time: float | None
-    high_time: float | None
-    memory: float | None
-    memory_above_start: float | None
-    flops: float | None
-    is_unstable: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class FrontierPoint:
     """The largest batch that fits in memory, for one trainer and sequence length.
 
@@ -187,36 +154,6 @@ class FrontierPoint:
     smallest_oom: int | None
     is_inferred: bool
     is_monotone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Crossover:
-    """The batch size or sequence length at which another trainer becomes the better one in time or memory.
-
-    Attributes:
-        axis: What varies: the `sequence` length or the `batch` size.
-        fixed: The batch size or sequence length that is the same in all these trials.
-        below: The trainer that is better at smaller values.
-        above: The trainer that is better at larger values.
-        low: The largest measured value at which `below` is better.
-        high: The smallest measured value at which `above` is better.
-        at: The crossover, interpolated in logarithms; None if values between `low` and `high` were measured too.
-        equal_at: Measured values between `low` and `high`, at which no difference is measurable.
-        is_claimed: False if the medians cross but the 95 % intervals overlap, so that there may be no crossover.
-        is_unstable: Whether a step time at `low` or `high` is unstable; False for memory.
-    """
-
-    quantity: Quantity
-    axis: Axis
-    fixed: int
-    below: str
-    above: str
-    low: int
-    high: int
-    at: float | None
-    equal_at: tuple[int, ...] = ()
-    is_claimed: bool = True
-    is_unstable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +206,7 @@ class Group:
         trainers: The columns of the tables, in order.
         cells: The measurements of all trials, those of several seeds combined.
         choices: The best configurations at each sequence length.
-        cost_factors: The costs of each trainer divided by those of `standard`.
         frontier: The largest batch that fits, for each trainer and sequence length.
-        crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
-        pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
-            throughput and less memory. Private trials without epsilon are left out if others have one.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
         privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.
@@ -287,10 +220,7 @@ class Group:
     seq_lens: tuple[int, ...]
     cells: tuple[TrialCell, ...]
     choices: tuple[Choice, ...]
-    cost_factors: tuple[CostFactor, ...]
     frontier: tuple[FrontierPoint, ...]
-    crossovers: tuple[Crossover, ...]
-    pareto: tuple[str, ...]
     denominators: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     privacy_spent: tuple[PrivacyRow, ...] = ()

@@ -13,8 +13,7 @@ from flopwatch.report.capture import Capture
 from flopwatch.report.records import Group, PrivacyRow, SweepSummary, SweepTotals, TrainerTotals, TrialCell
 
 MOST_COLUMNS = 16
-"""A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
-trainers grows quadratically."""
+"""A table shows at most this many trainers."""
 
 
 class _Member(NamedTuple):
@@ -82,8 +81,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         name: "" for name in ("model", "dtype") if not any(cells.takes_setting(member.spec, name) for member in members)
     }
     too_many = (
-        f"there are {len(trainers):,} combinations of trainers and options: only the first {MOST_COLUMNS} are shown, "
-        "and crossovers are not computed"
+        f"there are {len(trainers):,} combinations of trainers and options: only the first {MOST_COLUMNS} are shown"
     )
     return Group(
         title=cells.group_title(settings | unused, varying),
@@ -94,10 +92,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         seq_lens=tuple(sorted({cell.seq_len for cell in measured})),
         cells=measured,
         choices=verdicts.choose(measured),
-        cost_factors=verdicts.cost_factors(measured),
         frontier=tuple(verdicts.frontier(measured)),
-        crossovers=verdicts.find_crossovers(measured, trainers) if len(trainers) <= MOST_COLUMNS else (),
-        pareto=verdicts.pareto_trials(measured),
         denominators=problems.denominators(results),
         warnings=(*problems.group_warnings(results), *([too_many] if len(trainers) > MOST_COLUMNS else [])),
         privacy_spent=_privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),

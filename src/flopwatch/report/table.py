@@ -1,4 +1,4 @@
-"""A sweep as one flat table with a row per trial, also as CSV or Parquet."""
+"""A sweep as one flat table with a row per trial, also as CSV."""
 
 import csv
 import io
@@ -308,26 +308,6 @@ def table_csv(table: Table) -> str:
     for row in (table.columns, *(row.values() for row in table.rows)):
         writer.writerow([_BEGINS_A_FORMULA.sub("'", plain(one)) if isinstance(one, str) else _text(one) for one in row])
     return stream.getvalue()
-
-
-def table_parquet(table: Table) -> bytes:
-    """Write the table as Parquet with typed columns. Unlike in CSV, text is not changed.
-
-    Raises:
-        MissingDependencyError: pyarrow is not installed.
-    """
-    pyarrow = require_package("pyarrow", "Parquet", "; CSV needs nothing")
-    parquet = require_package("pyarrow.parquet", "Parquet", "; CSV needs nothing")
-    types = {"text": pyarrow.string(), "integer": pyarrow.int64(), "number": pyarrow.float64(), "flag": pyarrow.bool_()}
-    change: Mapping[Kind, Callable[[Any], Any]] = {"number": float, "text": _text}
-    columns = {}
-    for name, kind in table.kinds.items():
-        values = (row[name] for row in table.rows)
-        known = [value if value is None else change.get(kind, lambda same: same)(value) for value in values]
-        columns[name] = pyarrow.array(known, types[kind])
-    written = io.BytesIO()
-    parquet.write_table(pyarrow.table(columns), written)
-    return written.getvalue()
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,4 @@
-"""Conclusions from the measurements of comparable trials: crossovers, what to run, cost factors and memory limits.
-
-A crossover is the batch size or sequence length from which on another trainer is faster or needs less memory. It is
-interpolated between two measured values: the logarithm of the ratio of the two trainers' costs is assumed to be linear
-in the logarithm of the batch size or sequence length. This is exact if both costs grow with a power of that size.
+"""Conclusions from the measurements of comparable trials: what to run, and the limits of memory.
 
 What to run is decided for each sequence length, separately for private and not private trainers, because a faster
 trainer that is not private does not replace a private one. For the same reason, a private trainer whose epsilon is
@@ -10,24 +6,13 @@ unknown is chosen only if no other one has a known epsilon.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import combinations, pairwise, product
-from math import exp, inf, log
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import TypeAlias
 
 from flopwatch.records.repeats import FEWEST_STEPS
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.records import (
-    Axis,
-    Choice,
-    CostFactor,
-    Crossover,
-    FrontierPoint,
-    PrivacyClass,
-    Quantity,
-    TrialCell,
-)
+from flopwatch.report.records import Choice, FrontierPoint, PrivacyClass, Quantity, TrialCell
 from flopwatch.stats import differ
 from flopwatch.text import listed
 
@@ -35,65 +20,6 @@ TIME_NOISE = (0.98 / 1.02, 1.02 / 0.98)
 """Ratios of two step times that mean nothing: each differs by up to 2 % between processes that run the same trial."""
 MEMORY_NOISE = (1 / 1.01, 1.01)
 """Ratios of two memory peaks that are treated as equal."""
-
-
-class _Point(NamedTuple):
-    value: int
-    log_ratio: float  # log(cost of the first trainer / cost of the second); below 0 the first is better.
-    is_decided: bool
-    is_unstable: bool
-
-
-_Line: TypeAlias = dict[int, TrialCell]
-_AXES: tuple[Axis, ...] = ("sequence", "batch")
-_QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
-
-
-def find_crossovers(cells: Sequence[TrialCell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
-    found: list[Crossover] = []
-    for axis in _AXES:
-        lines: dict[tuple[int, str], _Line] = defaultdict(dict)
-        for cell in cells:
-            if cell.outcome == "ok":
-                sizes = (cell.seq_len, cell.batch_size)
-                along, fixed = sizes if axis == "sequence" else reversed(sizes)
-                lines[fixed, cell.trainer][along] = cell
-        all_fixed = sorted({fixed for fixed, _ in lines})
-        for fixed, (first, second), quantity in product(all_fixed, combinations(trainers, 2), _QUANTITIES):
-            points = list(_points(lines.get((fixed, first), {}), lines.get((fixed, second), {}), quantity))
-            found += _along(points, first, second, partial(Crossover, quantity, axis, fixed))
-    return tuple(sorted(found, key=lambda crossover: not crossover.is_claimed))
-
-
-def _points(first: _Line, second: _Line, quantity: Quantity) -> Iterator[_Point]:
-    for value in sorted(first.keys() & second.keys()):
-        a, b = first[value], second[value]
-        amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
-        if amounts[0] and amounts[1]:
-            is_unstable = quantity == "time" and (a.is_unstable or b.is_unstable)
-            yield _Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity), is_unstable)
-
-
-def _along(points: Sequence[_Point], first: str, second: str, make: Callable[..., Crossover]) -> Iterator[Crossover]:
-    decided = [place for place, point in enumerate(points) if point.is_decided]
-    covered: set[int] = set()
-    for low, high in pairwise(decided):
-        a, b = points[low], points[high]
-        if a.log_ratio * b.log_ratio < 0:
-            covered.update(range(low, high))
-            between = tuple(point.value for point in points[low + 1 : high])
-            share = a.log_ratio / (a.log_ratio - b.log_ratio)
-            at = None if between else exp(log(a.value) + share * (log(b.value) - log(a.value)))
-            is_unstable = a.is_unstable or b.is_unstable
-            yield make(*_better_first(a, first, second), a.value, b.value, at, between, is_unstable=is_unstable)
-    for place, (a, b) in enumerate(pairwise(points)):
-        if place not in covered and a.log_ratio * b.log_ratio < 0:
-            how = {"is_claimed": False, "is_unstable": a.is_unstable or b.is_unstable}
-            yield make(*_better_first(a, first, second), a.value, b.value, None, **how)
-
-
-def _better_first(point: _Point, first: str, second: str) -> tuple[str, str]:
-    return (first, second) if point.log_ratio < 0 else (second, first)
 
 
 def differ_measurably(first: TrialCell, second: TrialCell, quantity: Quantity) -> bool:
@@ -130,22 +56,6 @@ _MOST_LEFT_OUT = 16
 def choose(cells: Iterable[TrialCell]) -> tuple[Choice, ...]:
     places = _by_place(cells)
     return tuple(_choice(*place, places[place]) for place in sorted(places))
-
-
-def pareto_trials(cells: Iterable[TrialCell]) -> tuple[str, ...]:
-    """Return the trials on the Pareto front of throughput and memory for each sequence length and `TrialCell.privacy`.
-
-    As in `choose`, a private trial without an epsilon is left out if others have one.
-    """
-    places = _by_place(cell for cell in cells if cell.peak_bytes is not None)
-    best: list[str] = []
-    for members in places.values():
-        most = 0.0
-        for cell in sorted(_with_epsilon(members), key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
-            if (cell.samples_per_s or 0) > most:
-                most = cell.samples_per_s or 0
-                best.append(cell.trial)
-    return tuple(best)
 
 
 def _with_epsilon(cells: Iterable[TrialCell]) -> list[TrialCell]:
@@ -228,48 +138,6 @@ def _by_place(cells: Iterable[TrialCell]) -> dict[tuple[int, PrivacyClass], list
         if cell.samples_per_s is not None:
             places[cell.seq_len, cell.privacy].append(cell)
     return places
-
-
-def cost_factors(cells: Iterable[TrialCell]) -> tuple[CostFactor, ...]:
-    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length.
-
-    If options vary, `standard` has several columns: the baseline is the one without options if there is one, else for
-    each trainer the one with the same options.
-    """
-    ran = [cell for cell in cells if cell.outcome == "ok"]
-    columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
-    names = {column.partition(" ")[0] for column in columns}
-    name = names.pop() if len(names) == 1 else "standard"
-    only = columns.pop() if len(columns) == 1 else name if name in columns else None
-    standard = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in ran if cell.privacy == "not private"}
-    found = []
-    for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size)):
-        own, space, options = cell.trainer.partition(" ")
-        column = only or f"{name}{space}{options}"
-        baseline = standard.get((cell.seq_len, cell.batch_size, column))
-        if baseline is not None and cell.trainer != column and (only or own != name):
-            found.append(_factor(cell, baseline))
-    return tuple(found)
-
-
-def _factor(cell: TrialCell, standard: TrialCell) -> CostFactor:
-    is_bound = cell.is_lower_bound or standard.is_lower_bound  # FLOPs have no known ratio if either is a lower bound.
-    return CostFactor(
-        cell.trainer,
-        cell.batch_size,
-        cell.seq_len,
-        time=_ratio(cell.seconds, standard.seconds),
-        low_time=_ratio(cell.low_seconds, standard.high_seconds),
-        high_time=_ratio(cell.high_seconds, standard.low_seconds),
-        memory=_ratio(cell.peak_bytes, standard.peak_bytes),
-        memory_above_start=_ratio(cell.above_start_bytes, standard.above_start_bytes),
-        flops=None if is_bound else _ratio(cell.hardware_flops, standard.hardware_flops),
-        is_unstable=cell.is_unstable or standard.is_unstable,
-    )
-
-
-def _ratio(value: float | None, standard: float | None) -> float | None:
-    return value / standard if value is not None and standard else None
 
 
 def frontier(cells: Iterable[TrialCell]) -> Iterator[FrontierPoint]:

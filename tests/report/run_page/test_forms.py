@@ -82,16 +82,10 @@ def test_the_short_form_is_printed(flopwatch, run):
         assert words in out, words
 
 
-@pytest.mark.parametrize(
-    "option", [["--parquet", "x.parquet"], ["--metric", "memory"], ["--wandb", "x"], ["--mlflow", "x"]]
-)
-def test_options_of_sweeps_are_refused_for_a_run(flopwatch, run, option, monkeypatch):
-    monkeypatch.setattr("flopwatch.cli.report_forms.refuse_unusable", lambda *_: None)
-    status, out, err = flopwatch("report", run, *option)
-    assert status == 2
-    assert f"{option[0]} is for sweeps only" in err.replace("\n", " ")
-    assert "--html" in err
-    assert out == ""
+def test_tables_of_sweeps_are_refused_for_a_run(flopwatch, run):
+    status, out, err = flopwatch("report", run, "--metric", "memory")
+    assert (status, out) == (2, "")
+    assert "--metric chooses tables of a sweep" in err.replace("\n", " ")
 
 
 def test_a_sweep_still_has_the_report_of_a_sweep(flopwatch, tmp_path):

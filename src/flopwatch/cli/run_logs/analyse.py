@@ -1,6 +1,5 @@
-"""`flopwatch why` and `explain` say what the log of a run shows; `compare` compares two runs or two sweeps."""
+"""`flopwatch why` and `explain` say what the log of a run shows; `compare` compares two runs."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +8,10 @@ import click
 from flopwatch.cli import argument, flag, print_json, say, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
-from flopwatch.present.json_form import strict_json, to_json
+from flopwatch.present.json_form import strict_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.records.sweep_results import is_sweep_folder
-from flopwatch.records.trial_files import SWEEP
-from flopwatch.report.capture import capture_sweep
-from flopwatch.report.compared import runs_compared, sweeps_compared
-from flopwatch.report.comparison import SweepComparison, compare_sweeps
+from flopwatch.report.run.compared import runs_compared
 from flopwatch.report.run.why import explanation_document, where_the_time_went
 from flopwatch.report.run.why import why as why_is
 from flopwatch.runs import find_log, read_around, read_log
@@ -24,9 +20,9 @@ from flopwatch.runs.comparison import Comparison, speed_line
 from flopwatch.runs.comparison import compare as compare_logs
 from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
+from flopwatch.runs.log_file import NoLogError
 from flopwatch.runs.traces import usable_traces
-from flopwatch.stats import FEWEST_STEPS, TOO_FEW
-from flopwatch.text import one_line, plural
+from flopwatch.stats import FEWEST_STEPS
 
 
 def why(
@@ -73,8 +69,8 @@ def explain(
 
 
 def compare(
-    run_a: Annotated[str, argument("The run before the change (folder or log file), or a sweep (folder).", "A")],
-    run_b: Annotated[str, argument("The run after the change (folder or log file), or a sweep (folder).", "B")],
+    run_a: Annotated[str, argument("The run before the change (folder or log file).", "A")],
+    run_b: Annotated[str, argument("The run after the change (folder or log file).", "B")],
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     md: Annotated[str | None, flag("Write the comparison as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
@@ -83,65 +79,43 @@ def compare(
     ] = None,
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
-    """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
+    """Compare the step time, rates and MFU of two runs, and tell differences from noise."""
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
-    _refuse_mixed(run_a, run_b)
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
-    if is_sweep(run_a):
-        sweeps = compare_sweeps(*(capture_sweep(Path(sweep).expanduser()) for sweep in (run_a, run_b)))
-        document, gate = sweeps_compared(sweeps), partial(_gate_of_sweeps, sweeps)
-        content = to_json(sweeps) if as_json else ""
-    else:
-        traces = (usable_traces(run)[0] for run in (run_a, run_b))
-        log_a, log_b = (with_peak(read_log(find_log(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
-        runs = compare_logs(log_a, log_b, *traces)
-        document, gate = runs_compared(runs), partial(_gate_of_runs, runs)
-        content = strict_json(runs.to_json(), indent=2)
+    log_a, log_b = (with_peak(read_log(_logged(run)), peak_to_use(peak_tflops)) for run in (run_a, run_b))
+    comparison = compare_logs(log_a, log_b, *(usable_traces(run)[0] for run in (run_a, run_b)))
+    document = runs_compared(comparison)
     if md is not None:
-        write_file(md, to_markdown(document).encode("utf-8"))
+        write_file(md, to_markdown(document))
     if as_json:
-        click.echo(content)
+        click.echo(strict_json(comparison.to_json(), indent=2))
     elif md is None:
         show(document)
     if md not in (None, "-"):
         say(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
-        said, is_slower = gate(fail_if_slower)
+        said, is_slower = _gate(comparison, fail_if_slower)
         # To stderr, because `--json` uses stdout.
-        say("\n".join(said), fg="red" if is_slower else None, err=True)
+        say(said, fg="red" if is_slower else None, err=True)
         if is_slower:
             raise SystemExit(1)
 
 
-def is_sweep(path: str) -> bool:
-    """Whether the path is the folder of a sweep. The folder of a run is not, even if its log is named results.jsonl."""
-    folder = Path(path).expanduser()
-    if (folder / SWEEP).exists():
-        return True
-    if not folder.is_dir() or not is_sweep_folder(folder):
-        return False
+def _logged(run: str) -> Path:
     try:
-        find_log(folder)
-    except InputError:
-        return True
-    return False
+        return find_log(run)
+    except NoLogError:
+        if not is_sweep_folder(Path(run).expanduser()):
+            raise
+        raise InputError(
+            f"{run!r} is the folder of a sweep, and `compare` compares two runs; to compare two sweeps, write each as "
+            "a table with `flopwatch report DIR --csv FILE`, and join the tables by the names of the trials"
+        ) from None
 
 
-def _refuse_mixed(a: str, b: str) -> None:
-    if is_sweep(a) == is_sweep(b):
-        return
-    sweep, other = (a, b) if is_sweep(a) else (b, a)
-    if not Path(other).expanduser().exists():
-        raise InputError(f"{other!r} does not exist; name the folder of a sweep to compare with the sweep {sweep!r}")
-    raise InputError(
-        f"{sweep!r} is the folder of a sweep, but {other!r} is not; name two sweeps, or two runs (folders with a "
-        "training_log.jsonl)"
-    )
-
-
-def _gate_of_runs(comparison: Comparison, percent: float) -> tuple[list[str], bool]:
+def _gate(comparison: Comparison, percent: float) -> tuple[str, bool]:
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
         raise InputError(
@@ -150,25 +124,4 @@ def _gate_of_runs(comparison: Comparison, percent: float) -> tuple[list[str], bo
         )
     is_slower = line.verdict == "slower" and line.change < -percent
     said = f"{line.label} {line.change:+.1f} % ({line.verdict}), and {percent:g} % slower is allowed"
-    return [f"{'failed' if is_slower else 'passed'}: {said}"], is_slower
-
-
-def _gate_of_sweeps(comparison: SweepComparison, percent: float) -> tuple[list[str], bool]:
-    rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
-    judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != TOO_FEW}
-    if not judged:
-        raise InputError(
-            "--fail-if-slower needs a trial that both sweeps measured for 6 steps or more; run the same trials in both "
-            "sweeps, with steps=6 or more"
-        )
-    slower = [
-        trial for trial, ratio in judged.items() if ratio.verdict == "worse" and 100 * (ratio.ratio - 1) > percent
-    ]
-    gone = [pair.trial for pair in comparison.pairs if pair.outcome_a == "ok" != pair.outcome_b]
-    said = [
-        f"failed: {plural(len(trials), 'trial')} {word}, such as {one_line(trials[0])}"
-        for word, trials in ((f"slower by more than {percent:g} %", slower), ("no longer ok", gone))
-        if trials
-    ]
-    passed = f"passed: of {len(judged):,} trials, none is slower by more than {percent:g} %"
-    return said or [passed], bool(said)
+    return f"{'failed' if is_slower else 'passed'}: {said}", is_slower

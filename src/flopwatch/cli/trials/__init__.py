@@ -133,14 +133,12 @@ def sweep(
     detach: Annotated[bool, flag("Run in the background; `flopwatch sweep attach` shows it.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
     in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
-    # Checks before the sweep, traces, and tracking services.
+    # Checks before the sweep, and traces.
     quick: Annotated[bool, flag("Run each trainer on a tiny model for 3 steps; about a minute.", "--quick")] = False,
     dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
     only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,
     no_preflight: Annotated[bool, flag("Do not try trainers on a tiny model first.", "--no-preflight")] = False,
     no_trace: Annotated[bool, flag("Record no Kineto traces.", "--no-trace")] = False,
-    wandb: Annotated[str | None, flag("Log each trial to W&B when it ends.", metavar="PROJECT")] = None,
-    mlflow: Annotated[str | None, flag("Log each trial to MLflow when it ends.", metavar="EXPERIMENT")] = None,
 ) -> None:
     """Measure every trial of a matrix, each in its own process. Run the same command again to resume.
 

@@ -23,7 +23,6 @@ from flopwatch.cli.trials.sweep_screens import (
     print_line,
     print_preflight,
 )
-from flopwatch.cli.trials.tracking import refuse_unusable, tracked
 from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial_files import RUNNER_LOG
@@ -69,14 +68,13 @@ def run_command(words: list[str] | None, output: Path | None, **given: Any) -> N
         with held_folder(output):
             preflight_trials(output, plan().todo, print_preflight)
         return
-    refuse_unusable(given["wandb"], given["mlflow"])
     if given["detach"]:
         plan()  # shows errors of the input here, because in the background they would be in a log file
         _run_detached(output)
         return
     planned = partial(plan, shuffle_seed=None if given["in_order"] else given["order_seed"])
     with_preflight = not given["no_preflight"]
-    with lasting_output(), tracked(output, given["wandb"], given["mlflow"]):
+    with lasting_output():
         try:
             result = run_sweep(output, planned, engine, CommandScreen(), with_preflight=with_preflight, **rules)
         except FolderGoneError as error:
@@ -101,9 +99,7 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> Matrix:
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        advice = "to compare two sweeps, use `flopwatch compare A B`" if files[0] == "compare" else ""
-        advice = advice or "write settings as batch_size=1,2,4"
-        raise InputError(f"name only one YAML file, got {', '.join(files)}; {advice}")
+        raise InputError(f"name only one YAML file, got {', '.join(files)}; write settings as batch_size=1,2,4")
     overrides = parse_overrides([word for word in words if "=" in word])
     return read_matrix(Path(files[0]) if files else None, layered(overrides, flags, _QUICK if quick else {}))
 

@@ -1,4 +1,4 @@
-"""Draw SVG charts of a group: bars of MFU and memory, maps of the sizes that fit in memory, curves, Pareto fronts."""
+"""Draw SVG charts of a group: bars of MFU and memory, maps of the sizes that fit in memory, curves."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from math import log
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from flopwatch.numbers import byte_size, count, number, percent, step_time
+from flopwatch.numbers import byte_size, count, number, percent
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
@@ -18,30 +18,19 @@ from flopwatch.report.cells import (
     device_capacity,
     outcome_class,
     outcome_word,
-    throughput,
     throughput_metric,
 )
 from flopwatch.report.records import Group, TrialCell
 from flopwatch.report.verdicts import configuration, rate_interval
 
-_Placed: TypeAlias = tuple[float, float, TrialCell]
 _Colours: TypeAlias = Mapping[str, int]
 _MOST_PANELS = 8
 _CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
 _INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
-_FRONT = (
-    "Filled markers, with their batch sizes, are the Pareto front: no trial of the same privacy class is faster and "
-    "needs less memory. The line is solid for private trainers, dashed for others. A private trial without a known "
-    "epsilon is on the front only if none at its sequence length has one."
-)
 _MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
 _UTILISATION = (
     "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
     "trainers ran."
-)
-_PHASES = (
-    "The peak in each phase of a step. Peaks of different phases do not add up. They are those of one more step after "
-    "the measured ones, so a phase can lie a little above the peak of the trial."
 )
 
 
@@ -56,10 +45,8 @@ def charts_of(group: Group, colours: _Colours) -> list[Panels]:
     panels = [
         Panels(_curve_panels(group, along, apart, memory, colours), f"Peak memory by {along}", _CROSSES + some),
         Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _INTERVALS + some),
-        Panels(_pareto_panels(group, rate, colours), "Throughput over memory", _FRONT),
         Panels(_utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
         Panels(frontier_maps(group), "Which sizes fit", _MAP),
-        Panels(_phase_panels(group, colours), "Memory by phase", _PHASES),
     ]
     return [one for one in panels if one.drawings]
 
@@ -85,20 +72,6 @@ def _utilisation_panels(group: Group, colours: _Colours) -> list[Drawing]:
     shown = [chosen[seq] for seq in evenly(sorted(chosen), _MOST_PANELS)]
     longest = max((max(c.mfu or 0, c.hfu or 0) for cells in shown for c in cells), default=0)
     return [_bars(_size(cells[0]), [bar(cell) for cell in cells], longest) for cells in shown]
-
-
-def _phase_panels(group: Group, colours: _Colours) -> list[Drawing]:
-    def bars(cell: TrialCell) -> Iterator[_Bar]:
-        known = ("build", "forward", "backward", "optimizer")
-        for phase in (*known, *sorted(set(cell.bytes_by_phase) - set(known))):
-            if held := cell.bytes_by_phase.get(phase):
-                words = byte_size(held)
-                yield _Bar(phase, colours[cell.trainer], held, words, f"{configuration(cell)}, {phase}: {words}")
-
-    chosen = _largest_shared((cell for cell in group.cells if cell.bytes_by_phase), group)
-    cells = chosen[max(chosen)] if chosen else []
-    longest = max((max(cell.bytes_by_phase.values()) for cell in cells), default=0)
-    return [_bars(cell.trainer, list(bars(cell)), longest, _size(cell)) for cell in cells]
 
 
 def _largest_shared(cells: Iterable[TrialCell], group: Group) -> dict[int, list[TrialCell]]:
@@ -290,36 +263,6 @@ def _curve(
         tip += "\nunstable" if cell.is_unstable else ""
         style = "hollow" if cell.is_unstable and metric.key != "memory" else "m"
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
-
-
-def _pareto_panels(group: Group, rate: ShownMetric, colours: _Colours) -> list[Drawing]:
-    known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
-    panels = []
-    for seq_len in evenly(sorted({cell.seq_len for cell in known}), _MOST_PANELS):
-        cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * _MOST_POINTS)
-        x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
-        y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
-        grid = _grid(x, svg.binary_ticks(x.low, x.high, 4), _memory_tick, "peak memory", y, in_bytes=False)
-        placed = [(x(cell.peak_bytes or 1), y(rate.value(cell) or 1), cell) for cell in cells]
-        drawing = grid + "".join(_pareto_parts(placed, set(group.pareto), colours))
-        panels.append(Drawing(f"sequence {seq_len}", rate.title.lower(), drawing, _WIDTH, _HEIGHT))
-    return panels
-
-
-def _pareto_parts(placed: Sequence[_Placed], best: set[str], colours: _Colours) -> Iterator[str]:
-    for privacy, style in (("not private", "front dash"), ("private", "front"), ("unknown", "front dash")):
-        of_class = [point for point in placed if point[2].trial in best and point[2].privacy == privacy]
-        if len(of_class) > 1:
-            front = sorted(of_class, key=lambda point: point[2].peak_bytes or 0)
-            yield svg.polyline(((px, py) for px, py, _ in front), style)
-    for px, py, cell in sorted(placed, key=lambda point: point[2].trial in best):  # The front is drawn last, on top.
-        is_best, is_small = cell.trial in best, len(placed) > 4 * _DENSE
-        tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {byte_size(cell.peak_bytes)}"
-        tip += f"\nstep {step_time(cell.seconds)}" + ("\non the Pareto front" if is_best else "")
-        tip += f"\n{cell.why_no_epsilon}" if cell.why_no_epsilon else ""
-        yield svg.marker(colours[cell.trainer], px, py, tip, "m" if is_best else "hollow", is_small=is_small)
-        if is_best and not is_small:
-            yield svg.text(px - 5, py - 6, str(cell.batch_size), anchor="end")
 
 
 def _grid(

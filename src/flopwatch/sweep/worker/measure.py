@@ -23,7 +23,7 @@ from flopwatch.hardware.device import find_device
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
 from flopwatch.records.flops import Peak
-from flopwatch.records.trial import JOULES, LABELS, Measured, MemoryUse, TrialSpec
+from flopwatch.records.trial import LABELS, Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder
 from flopwatch.records.what_ran import git_state
 from flopwatch.sweep.host.environment import machine
@@ -42,7 +42,6 @@ from flopwatch.sweep.trainers.protocol import (
     run_step,
     step_parts,
 )
-from flopwatch.sweep.worker.energy import StepEnergy, job_energy
 from flopwatch.sweep.worker.exception_outcome import message_of, result_or_error, traceback_of
 from flopwatch.sweep.worker.rank_group import RankGroup, job_cost, job_memory, slowest_rows
 from flopwatch.sweep.worker.step_cost import count_step
@@ -119,27 +118,18 @@ class _TrialRun:
         own_steps = self.trial_dir / of_rank(STEPS, self.ranks.rank)
         own_steps.unlink(missing_ok=True)
         rows = when_there_is_space(lambda: open_for_lines(own_steps))
-        energy = StepEnergy(self.device, is_alone=self.ranks.size == 1)
         for phase, count in (("warmup", self.spec.warmup_steps), ("measure", self.spec.steps)):
-            if phase == "measure":
-                energy.start()
             for step in range(count):
                 self._heartbeat.beat(phase, step)
                 row = {"phase": phase, "step": step, **timed_step(self._parts(), self.device)}
                 self._heartbeat.written(partial(write_line, rows, row))
         os.close(rows)
-        self._note_energy(energy)
         if self.ranks.size > 1:
             # Rank 0 writes the step times of the slowest process, which determines how long a step takes.
             slowest = slowest_rows(self.ranks.gathered(list(read_lines(own_steps))))
             if self.ranks.rank == 0:
                 text = "".join(json.dumps(row) + "\n" for row in slowest)
                 self._heartbeat.written(lambda: own_steps.write_text(text))
-
-    def _note_energy(self, energy: StepEnergy) -> None:
-        joules = job_energy(self.ranks.gathered((energy.place, energy.joules_per_step(self.spec.steps))))
-        if joules is not None:
-            self.measured = replace(self.measured, extra={**self.measured.extra, JOULES: joules})
 
     def _parts(self) -> list[StepPart]:
         return step_parts(self.trainer, self._batches)

@@ -1,79 +1,14 @@
-"""Cost against standard, out-of-memory frontier, matrices and groups."""
+"""Groups of comparable trials: out-of-memory frontier, matrices, titles and columns."""
 
 import re
 from dataclasses import replace
 
 import pytest
 
-from flopwatch.records.trial import Measured, MemoryUse
 from flopwatch.report.cells import METRICS, best_trials, cell_text, known_metrics
 from flopwatch.report.sweep.charts import frontier_maps
-from flopwatch.report.sweep.document import sweep_document
 from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed
-from support.few_results import GIB, ended, group_of, ran, summary_of
-from testbeds.documents import document_text
-
-
-def test_factors_are_ratios_at_the_same_batch_and_sequence():
-    (factor,) = group_of(
-        ran("standard", 8, 64, 1.0, spread=0.1, gib=2, flops=100),
-        ran("ghost", 8, 64, 3.0, spread=0.1, gib=3, flops=250),
-        ran("ghost", 16, 64, 9.0),
-    ).cost_factors
-    assert (factor.trainer, factor.batch_size, factor.seq_len) == ("ghost", 8, 64)
-    assert (factor.time, factor.memory, factor.flops) == (3.0, 1.5, 2.5)
-    assert factor.low_time == pytest.approx(2.7 / 1.1)
-    assert factor.high_time == pytest.approx(3.3 / 0.9)
-
-
-def test_several_seeds_have_the_factor_of_their_means():
-    seeds = [
-        ran(trainer, 8, 64, seconds * 2**seed, seed=seed)
-        for trainer, seconds in (("standard", 1.0), ("ghost", 3.0))
-        for seed in (0, 1, 2)
-    ]
-    (factor,) = group_of(*seeds).cost_factors
-    assert (factor.trainer, factor.time) == ("ghost", pytest.approx(3.0))
-
-
-def test_with_an_axis_of_options_each_column_is_divided_by_standard_with_the_same_options():
-    def with_lr(trainer, seconds, lr):
-        return ran(trainer, 8, 64, seconds, options={"lr": lr}, name=f"{trainer}_{lr}")
-
-    trials = [
-        with_lr(trainer, seconds * factor, lr)
-        for trainer, seconds in (("standard", 1.0), ("ghost", 3.0), ("fast", 2.0))
-        for lr, factor in ((0.1, 1), (0.2, 10))
-    ]
-    found = {one.trainer: one.time for one in group_of(*trials).cost_factors}
-    assert found == {"ghost lr=0.1": 3.0, "ghost lr=0.2": 3.0, "fast lr=0.1": 2.0, "fast lr=0.2": 2.0}
-
-
-def test_a_trainer_without_a_factor_is_told():
-    summary = summary_of(ran("standard", 8, 64), ran("ghost", 8, 64, 2.0), ran("fast", 16, 64))
-    text = " ".join(document_text(sweep_document(summary), 120).split())
-    assert "No cost relative to standard for fast: the standard trainer did not run with the same options" in text
-
-
-@pytest.mark.parametrize(
-    ("spread_of_standard", "spread", "mark"), [(0.1, 0.01, "~"), (0.01, 0.1, "~"), (0.01, 0.01, "")]
-)
-def test_a_factor_of_unstable_times_is_marked_as_they_are(spread_of_standard, spread, mark):
-    summary = summary_of(
-        ran("standard", 8, 64, 1.0, spread=spread_of_standard, gib=2, flops=100),
-        ran("ghost", 8, 64, 3.0, spread=spread, gib=3, flops=250),
-    )
-    (costs,) = [line for line in document_text(sweep_document(summary), 120).splitlines() if "1.50×" in line]
-    assert costs.split()[-3:] == [f"{mark}3.00×", "1.50×", "2.50×"]
-
-
-def test_on_a_cpu_the_memory_above_the_start_is_told_apart():
-    def on_cpu(trainer, rss):
-        memory = MemoryUse(host_bytes=rss * GIB, baseline_bytes=1 * GIB)
-        return ended(trainer, 8, 64, "ok", measured=Measured(memory=memory))
-
-    (factor,) = group_of(on_cpu("standard", 2), on_cpu("ghost", 4)).cost_factors
-    assert (factor.memory, factor.memory_above_start, factor.time) == (2.0, 3.0, None)
+from support.few_results import ended, group_of, ran, summary_of
 
 
 def test_the_frontier_is_the_largest_that_ran_and_the_smallest_out_of_memory():
@@ -179,7 +114,6 @@ def test_hundreds_of_options_are_not_laid_side_by_side():
     summary = summary_of(*(ran("ghost", 4, seq, options={"lr": lr}, gib=1, name=f"{seq}_{lr}") for seq, lr in trials))
     (group,) = summary.groups
     assert len(group.trainers) == 300
-    assert group.crossovers == ()
     assert "there are 300 combinations of trainers and options: only the first 16 are shown" in summary.warnings[0]
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32
