@@ -36,7 +36,6 @@ LONGEST = (
     "tests/sinks/test_failures.py",
     "tests/sweep/test_preflight.py",
     "benchmarks/ranks/test_teardowns.py",
-    "benchmarks/ranks/test_straggler_ranks.py",
     "tests/monitor/ranks/test_never_in_the_way.py",
     "tests/integrations/test_same_numbers.py",
     "tests/sweep/engines/test_ray_nodes.py",

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node=2 examples/train_ranks.py
 
-With `--slow-rank 1` the log names that rank; look at it from a second terminal with: flopwatch watch runs/ranks
+With `--slow-rank 1` that rank waits longest for its input, and each row of the log names it; look at it from a second
+terminal with: flopwatch watch runs/ranks
 """
 
 import argparse
@@ -44,7 +45,8 @@ def main() -> None:
     if monitor.summary is not None:  # on the logging rank
         values = monitor.summary.values
         print(f"All ranks together: {values['total/tokens']:,} tokens and {values['total/model_flops']:,} FLOPs.")
-        print(f"A rank waits for the others during {values['ranks/waiting_percent']:.1f} % of a step.", flush=True)
+        rank, share = values["ranks/longest_input_wait_rank"], values["ranks/longest_input_wait_percent"]
+        print(f"Rank {rank} waits longest for its input: {share:.1f} % of a step.", flush=True)
     dist.barrier()
     os._exit(0)  # torch 2.13 can hang in the teardown of gloo after a backward pass
 

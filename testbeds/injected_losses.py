@@ -4,7 +4,7 @@
 
 Prints one line of JSON behind the word RESULT: the seconds of each use by the script's own clock, the FLOPs per step by
 a closed formula, and the peak that was given. Cases: plain, input, eval, checkpoint, recompute, padding, optimizer,
-straggler (with two ranks, the second waits for its input), slow_rank (it computes longer), restart (in two processes).
+restart (in two processes).
 """
 
 import json
@@ -18,12 +18,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flopwatch
-from flopwatch.monitor import run as monitor_run
 
 WIDTH, LAYERS, SEQUENCES, LENGTH = 384, 4, 8, 64
 TOKENS = SEQUENCES * LENGTH
@@ -52,13 +50,6 @@ def without_counting(times: dict[int, float], log: Path) -> float:
     is_slow = {step: slow for row in rows for step, slow in zip(row["step"], row.get("warm_up", ()), strict=False)}
     usual = median(seconds for step, seconds in times.items() if not is_slow.get(step))
     return sum(usual if is_slow.get(step) else seconds for step, seconds in times.items())
-
-
-def compute(seconds: float) -> None:
-    """Use the processor for so long."""
-    began = time.thread_time()
-    while time.thread_time() < began + seconds:
-        pass
 
 
 class Layers(nn.Module):
@@ -131,8 +122,6 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
     timeline = Timeline()
     torch.manual_seed(0)
     model: nn.Module = Layers(is_checkpointed=case == "recompute")
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model)
     optimizer = (SlowAdam if case == "optimizer" else torch.optim.AdamW)(model.parameters(), foreach=False)
     monitor = flopwatch.TrainingMonitor(folder, model=model, log_every=10, peak_flops_per_s=peak, sinks=[])
     if first:
@@ -145,16 +134,10 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
         with timeline.time("input"), monitor.input_wait():
             if case == "input":
                 time.sleep(SLEEP_SECONDS)
-            if case == "straggler" and dist.get_rank() == 1:
-                with timeline.time("straggler"):
-                    time.sleep(SLEEP_SECONDS)
             batch = batch_of(case)
         first_step_unix_time = first_step_unix_time or time.time()
         began = time.perf_counter()
         with timeline.time("forward_backward"):
-            if case == "slow_rank" and dist.get_rank() == 1:
-                with timeline.time("straggler"):
-                    compute(SLEEP_SECONDS)
             loss = model(**batch)
             loss.backward()
         optimizer_began = time.perf_counter()
@@ -193,24 +176,16 @@ def train(folder: Path, case: str, first: int, last: int, peak: float) -> dict[s
 
 def main(folder: str, case: str, part: str = "") -> None:
     torch.set_num_threads(1)
-    if case in ("straggler", "slow_rank"):
-        monitor_run.CLOSE_RANKS_SECONDS = 60.0
-        dist.init_process_group("gloo")
     peak_file = Path(folder) / "peak.json"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if not peak_file.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+    if not peak_file.exists():
         peak_file.write_text(json.dumps(calibrated_peak()))
-    if dist.is_initialized():
-        dist.barrier()
     peak = json.loads(peak_file.read_text())
     first, last = (0, LAST_BEFORE_RESTART) if part == "first" else (CHECKPOINT_AFTER + 1 if part else 0, STEPS)
     result = train(Path(folder) / "run", case, first, last, peak)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    sys.stdout.write("RESULT " + json.dumps({"rank": rank, "peak": peak, **result}) + "\n")
+    sys.stdout.write("RESULT " + json.dumps({"peak": peak, **result}) + "\n")
     sys.stdout.flush()
-    if dist.is_initialized():
-        dist.barrier()
-    os._exit(0)  # as a killed training, and because torch can hang in the teardown of gloo
+    os._exit(0)  # as a killed training
 
 
 if __name__ == "__main__":

@@ -173,7 +173,8 @@ def _values(count: int, spent: float, loss: float, step: int, seconds: dict[str,
         "perf/memory_allocated_gib": 61.5,
         "perf/memory_reserved_gib": 70.25,
         "ranks/reporting": 8,
-        "ranks/waiting_percent": 2.5,
+        "ranks/longest_input_wait_rank": 3,
+        "ranks/longest_input_wait_percent": 2.5,
         "total/tokens": 8 * step * TOKENS,
     }
 

@@ -41,7 +41,6 @@ SCREENS = {
     "watch": "watch runs/example --once",
     "explain": "explain runs/example --step 190",
     "why": "why runs/example",
-    "ranks": "watch runs/ranks --once",
     "sweep": SWEEP,
 }
 PAGES = {"report": "flopwatch-sweep", "run-page": "runs/example"}

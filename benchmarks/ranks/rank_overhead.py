@@ -46,14 +46,7 @@ LINK_SIZE = Size(Preset(64, 16, 1, 2), seq_len=64)
 
 
 class WatchedRank(Watched):
-    """Says where a step begins too, so that the rank's own time is measured as for stragglers."""
-
-    def _spent(self) -> tuple[int, float, float, float]:
-        calls, own, threads, call_cpu = super()._spent()
-        ranks = self.monitor._started_run.ranks if self.monitor._started_run is not None else None
-        # The thread that looks for hold-ups spends by the wall clock: half of it falls on the bare turns.
-        looking = 0.0 if ranks is None or ranks.busy is None else ranks.busy.cpu_seconds / 2
-        return calls, own, threads - looking, call_cpu
+    """Says where a step begins too."""
 
     def _get_ready(self) -> None:
         """Nothing to wait for: rows are made when both ranks have told their windows."""

@@ -1,6 +1,6 @@
 """Kill or freeze the process that has the job's store while real ranks train: does any of them wait, or hang?
 
-    python benchmarks/ranks/store_dies.py                    # 2, 4, 8, 16 and 32 ranks; writes nothing
+    python benchmarks/ranks/store_dies.py                    # 2 and 32 ranks; writes nothing
     python benchmarks/ranks/store_dies.py --write            # also puts the table into docs/ranks.md
 
 Every training is also run without the monitor. Ranks are forked here before there is any thread, because importing
@@ -31,7 +31,7 @@ import flopwatch.monitor.training_monitor
 from flopwatch.monitor.ranks import exchange
 from scale.simulate import store_process
 
-RANKS = (2, 4, 8, 16, 32)
+RANKS = (2, 32)
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 STEPS, WINDOW_STEPS, PLAN_STEP, DISTURBED_STEP = 60, 5, 20, 31
 LIMIT_SECONDS = 180.0

@@ -47,7 +47,7 @@ def work(folder: Path) -> None:
     from flopwatch.monitor.ranks.exchange import RankLink
     from flopwatch.monitor.ranks.job_store import RunKey
     from flopwatch.monitor.ranks.layout import children
-    from flopwatch.monitor.ranks.reports import Profile, report_of
+    from flopwatch.monitor.ranks.reports import report_of
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -62,8 +62,8 @@ def work(folder: Path) -> None:
     started = time.perf_counter() - began
     latencies, before = [], link.cpu_seconds
     for window in range(WINDOWS):
-        steps = [MeasuredStep(window, seconds=0.2, tokens=8192 + rank, model_flops=10**15)]
-        report = report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 0.0))
+        steps = [MeasuredStep(window, seconds=0.2, tokens=8192 + rank, model_flops=10**15, backward_seconds=0.1)]
+        report = report_of(rank, steps, peak_flops_per_s=1e15)
         dist.barrier()
         handed_in = time.perf_counter()
         link.send(report)

@@ -38,7 +38,7 @@ from flopwatch.monitor.ranks.job_store import (
     prefix,
     read_slots,
 )
-from flopwatch.monitor.ranks.reports import Message, Profile, RankReport, merge, report_of
+from flopwatch.monitor.ranks.reports import Message, RankReport, merge, report_of
 
 RANKS = (1024, 16384)
 PER_HOST = 8
@@ -257,8 +257,8 @@ class Job:
 
 
 def report_of_window(rank: int, window: int) -> RankReport:
-    steps = [MeasuredStep(window, seconds=0.2, tokens=TOKENS, model_flops=10**15 + rank)]
-    return report_of(rank, steps, peak_flops_per_s=1e15, profile=Profile(0.0, 0.1, 1e-9 * rank))
+    steps = [MeasuredStep(window, seconds=0.2, tokens=TOKENS, model_flops=10**15 + rank, backward_seconds=1e-9 * rank)]
+    return report_of(rank, steps, peak_flops_per_s=1e15)
 
 
 def load_of(

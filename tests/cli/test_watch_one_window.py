@@ -37,7 +37,7 @@ def test_every_row_of_a_run_has_what_the_screen_shows_together():
         "perf/padding_percent",
         "perf/recompute_percent",
         "perf/samples_per_second",
-        "ranks/waiting_percent",
+        "ranks/longest_input_wait_rank",
         "training/grad_norm",
     ):
         assert METRICS[key].basic, key

@@ -24,7 +24,7 @@ def steps(first=0, count=5, **known):
 def window(measured, *others, missing=0):
     """Of rank 0 with what other ranks tell; `missing` of them tell nothing."""
     ranks = [measured, *others]
-    told = [report_of(rank, known, peak_flops_per_s=4e12, profile=None) for rank, known in enumerate(ranks)]
+    told = [report_of(rank, known, peak_flops_per_s=4e12) for rank, known in enumerate(ranks)]
     return Window(tuple(measured), merge(told[: len(told) - missing]))
 
 

@@ -31,9 +31,9 @@ def longer(**more):
     seconds = dict(GOOD)
     for name, extra in more.items():
         seconds[name] = seconds.get(name, 0.0) + extra
-    in_steps = sum(more.get(name, 0.0) for name in ("input_wait", "compile", "stall", "straggler", "ranks_wait"))
+    in_steps = sum(more.get(name, 0.0) for name in ("input_wait", "compile", "stall"))
     in_steps += sum(more.get(name, 0.0) for name in ("optimizer", "host"))
-    seconds["divided"] += sum(more.get(name, 0.0) for name in ("optimizer", "host", "straggler", "ranks_wait"))
+    seconds["divided"] += sum(more.get(name, 0.0) for name in ("optimizer", "host"))
     seconds["train"] += in_steps
     seconds["wall"] += sum(more.values())
     return seconds
@@ -78,8 +78,6 @@ SITUATIONS = {
     "logging after each step": (longer(host=600.0), {}, "host", "holds up every step"),
     "a phase without a name": (longer(outside=600.0), {}, "outside", "has no name yet"),
     "time that nobody knows": ({**GOOD, "wall": 1600.0}, {}, "other", "the log does not say"),
-    "one rank is slow": (longer(straggler=600.0), {}, "straggler", "one rank makes all others wait"),
-    "the network is slow": (longer(ranks_wait=600.0), {}, "ranks_wait", "ranks wait for each other"),
     "half of the tokens are padding": (
         executes(besides=520.0),
         {"tokens": 100, "real_tokens": 50},

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopwatch.runs import read_log
 from flopwatch.runs.waterfall import Waterfall, waterfall_of
-from support.torchrun import outputs_of_ranks, torchrun
+from support.torchrun import outputs_of_ranks
 from testbeds.injected_losses import LAYER_FLOPS, LAYERS, STEPS
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +28,11 @@ CASES = (
     "recompute",
     "padding",
     "optimizer",
-    "straggler",
-    "slow_rank",
     "restart",
 )
-WHERE = {"plain": None, "input": "input_wait", "slow_rank": "straggler"}
+WHERE = {"plain": None, "input": "input_wait"}
 """The loss in which an injected amount has to appear, if its key is not the name of the case."""
-STEP_GROUP = ("between", "below_peak", "compile", "stall", "count", "host", "other", "outside", "ranks_wait")
+STEP_GROUP = ("between", "below_peak", "compile", "stall", "count", "host", "other", "outside")
 """What the script cannot tell apart with its own clock: together they are the rest of the wall time."""
 
 
@@ -56,15 +54,12 @@ class Outcome:
 def run_case(case: str, folder: Path) -> Outcome:
     """Train once (for `restart` twice), and compare."""
     if case == "restart":
-        first = _train(folder, case, "first")[0]
+        first = _train(folder, case, "first")
         time.sleep(2.0)
-        last = _train(folder, case, "second")[0]
+        last = _train(folder, case, "second")
         true = _with_restart(first, last)
-    elif case in ("straggler", "slow_rank"):
-        results = _train(folder, case, ranks=2)
-        true = _true_points(case, results[0]) | {"straggler": _share(results[1], "straggler", results[0]["wall"])}
     else:
-        true = _true_points(case, _train(folder, case)[0])
+        true = _true_points(case, _train(folder, case))
     found = waterfall_of(read_log(folder / "run" / "training_log.jsonl"))
     assert found is not None
     total = found.mfu_percent + sum(loss.points for loss in found.losses)
@@ -72,14 +67,10 @@ def run_case(case: str, folder: Path) -> Outcome:
     return Outcome(case, true, _found_points(found, true), found.mfu_percent, total)
 
 
-def _train(folder: Path, *arguments: str, ranks: int = 1) -> list[dict[str, Any]]:
-    if ranks > 1:
-        return torchrun(SCRIPT, str(folder), *arguments, ranks=ranks)
-    return _results(outputs_of_ranks(SCRIPT, str(folder), *arguments, ranks=1))
-
-
-def _results(outputs: list[str]) -> list[dict[str, Any]]:
-    return [json.JSONDecoder().raw_decode(text.split("RESULT ")[1])[0] for text in outputs]
+def _train(folder: Path, *arguments: str) -> dict[str, Any]:
+    output = outputs_of_ranks(SCRIPT, str(folder), *arguments, ranks=1)[0]
+    result: dict[str, Any] = json.JSONDecoder().raw_decode(output.split("RESULT ")[1])[0]
+    return result
 
 
 def _share(result: Mapping[str, Any], use: str, wall_seconds: float) -> float:
@@ -94,7 +85,6 @@ def _true_points(case: str, result: Mapping[str, Any]) -> dict[str, float]:
         "eval": _share(result, "eval", wall),
         "checkpoint": _share(result, "checkpoint", wall),
         "optimizer": _share(result, "optimizer", wall),
-        "straggler": 0.0,
         "restart": 0.0,
     }
     return true | _true_flops(case, STEPS, result["peak"], wall)

@@ -127,7 +127,7 @@ def _write_other_runs(folder: Path, by_hand: Any) -> None:
 
 
 def _hostile_lines(by_hand: Any, text: str) -> Iterator[dict[str, Any]]:
-    values = {f"training/{text}": 1.0, text: 2.0, "ranks/straggler": 1}
+    values = {f"training/{text}": 1.0, text: 2.0, "ranks/longest_input_wait_rank": 1}
     yield by_hand.start("one", 0.0, output_dir=text, config={text: text}, environment={"host": text, text: text})
     yield by_hand.provenance(1, notes=[text], method=text, attention=text)
     yield by_hand.row([1], [1.0], [1.0], 1.0, {"train": 1.0, "wall": 2.0, text: 1.0}, values=values, notes=[text])

@@ -369,12 +369,11 @@ class LateWindow(NamedTuple):
 
     Attributes:
         read_early: Its first steps, which a checkpoint has read.
-        busy_seconds_per_step: As in `Window`; `counters` too.
+        counters: As in `Window`.
     """
 
     arrival: Arrival
     read_early: list[MeasuredStep]
-    busy_seconds_per_step: float | None
     counters: tuple[CounterWindow, ...]
 
 
@@ -415,11 +414,9 @@ class Arrivals:
         parts, self._parts = self._parts[: len(steps)], self._parts[len(steps) :]
         return Arrival(steps, parts, self._tape.timer, with_sizes)
 
-    def end_window(
-        self, arrival: Arrival, busy_seconds_per_step: float | None, counters: tuple[CounterWindow, ...] = ()
-    ) -> None:
+    def end_window(self, arrival: Arrival, counters: tuple[CounterWindow, ...] = ()) -> None:
         """End the current window: the steps that were read early and those of `arrival`, whose values come later."""
-        self._late.append(LateWindow(arrival, self.read_early, busy_seconds_per_step, counters))
+        self._late.append(LateWindow(arrival, self.read_early, counters))
         self.read_early = []
 
     def take_arrived(self, wait_seconds: float) -> Iterator[LateWindow]:

@@ -39,7 +39,7 @@ class MeasuredStep(NamedTuple):
         optimizer_seconds: The part of `seconds` in which optimizers changed the parameters.
         host_seconds: The part of `seconds` after the last optimizer, such as the user's own logging.
         passes_seconds: The part of `seconds` in forward and backward passes.
-        ranks_wait_seconds: The part of `passes_seconds` in which the device waited for other ranks.
+        backward_seconds: The part of `passes_seconds` in backward passes.
         more: The user's own metrics.
     """
 
@@ -63,7 +63,7 @@ class MeasuredStep(NamedTuple):
     optimizer_seconds: float | None = None
     host_seconds: float | None = None
     passes_seconds: float | None = None
-    ranks_wait_seconds: float | None = None
+    backward_seconds: float | None = None
     epoch: float | None = None
     learning_rate: float | None = None
     more: Mapping[str, float] = {}

@@ -26,9 +26,6 @@ _INFOS = {
     "The tokens and FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
     "monitor.state_dict() on every rank when you save",
     "not_exact": "the FLOPs of these steps are not exact: {reasons}",
-    "own_time_unknown": "it is not known how long the device of each rank computes without waiting for other ranks: "
-    "{why}. So a rank that computes slowly is not named, only one that waits longer for its input; `flopwatch trace` "
-    "shows it in the traces of all ranks",
     "counting_time_unknown": "the time in steps includes an unknown time for counting FLOPs, because all {steps} timed "
     "steps were counted as they ran. In a longer run most steps are not counted, and show how long a step takes alone",
     "measured_peak_not_used": "`flopwatch peak --measure` has measured {rate} on this device, but with low confidence, "

@@ -9,7 +9,7 @@ from typing import Any
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counters.values import ENERGY, OF_RANKS, POWER, energy_per_work, joined, values_of_ranks
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
-from flopwatch.monitor.ranks.job_values import Straggler, StragglerHistory, job_totals, job_values, straggler_values
+from flopwatch.monitor.ranks.job_values import job_totals, job_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
 from flopwatch.monitor.totals import RunTotals, Span
 from flopwatch.records.flops import Peak
@@ -101,7 +101,6 @@ class NewestRow:
 
     step: int | None = None
     values: dict[str, Number] = field(default_factory=dict)
-    straggler: Straggler | None = None
     missing_ranks: int = 0
     last_loss: Number | None = None
 
@@ -150,7 +149,6 @@ class RowMaker:
         self.exactness = RowExactness()
         self.newest = NewestRow()
         self.asked = AskedWindows()
-        self._stragglers = StragglerHistory()
         self._joules = self._joules_seconds = 0.0
         self._held: list[Window] = []
         self._steps_seen = 0
@@ -212,8 +210,7 @@ class RowMaker:
         is_detailed = self._is_detailed(last.step)
         report = window.report if window.ranks == layout.world_size else None
         exact, notes = self.exactness.judge(window, layout.world_size)
-        straggler = None if report is None else self._stragglers.judge(report)
-        values = self._rates(window, peak, report, exact=exact) | straggler_values(straggler)
+        values = self._rates(window, peak, report, exact=exact)
         own_peak = peak_in_use(steps, peak)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
@@ -228,7 +225,7 @@ class RowMaker:
         values |= {key: value for key, value in known.items() if value is not None}
         missing = 0 if window.report is None else layout.world_size - window.ranks
         loss = values.get("training/loss", self.newest.last_loss)
-        self.newest = NewestRow(last.step, values, straggler, missing, loss)
+        self.newest = NewestRow(last.step, values, missing, loss)
         self.asked.answer(self.newest, layout)
         return Row(
             last.step,

@@ -23,8 +23,7 @@ from flopwatch.monitor.counting.step_counter import NO_MODEL, Callbacks, StepCou
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.outlets import Outlets, open_outlets
-from flopwatch.monitor.ranks.job_values import explain_straggler
-from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights
+from flopwatch.monitor.ranks.layout import data_parallel_size, repeated_weights, waits_in_forward
 from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.reports import Window
 from flopwatch.monitor.recorder import OptimizerHooks, Recorder
@@ -73,7 +72,7 @@ class MonitoredRun:
         peak_flops_per_s: float | None,
     ) -> None:
         self.config, self._output_dir, self._log_path = config, output_dir, log_path
-        self.tape = Tape(HostTimer(clock), clock, measures_busy_time=world_size > 1)
+        self.tape = Tape(HostTimer(clock), clock)
         self.arrivals = Arrivals(self.tape)
         self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
@@ -138,11 +137,9 @@ class MonitoredRun:
         self.trace.look_for_request()
         self._divide()
         if self.recorder.steps:
-            step_seconds = (self.tape.clock() - self.recorder.began) / len(self.recorder.steps)
-            busy = None if self.ranks.busy is None else self.ranks.busy.typical_seconds(step_seconds)
             self.counter.check_model()
             arrival = self.arrivals.begin(self.recorder.take(), self.counter.with_sizes)
-            self.arrivals.end_window(arrival, busy, self._take_counters())
+            self.arrivals.end_window(arrival, self._take_counters())
         elif self.arrivals.read_early:
             self.rows.add(Window(tuple(self.arrivals.read_early), counters=self._take_counters()))
             self.arrivals.read_early = []
@@ -169,9 +166,6 @@ class MonitoredRun:
             self._notify(*notices.notice("work_between_steps", seconds=divided.seconds_between))
         if divided.is_wait_unknown:
             self._notify(*notices.notice("input_wait_unknown"))
-        for parts in divided.steps:
-            if self.ranks.busy is not None:
-                self.ranks.busy.add(parts.busy_seconds or 0.0)
         return divided.spent
 
     def _divide_early(self) -> None:
@@ -182,7 +176,7 @@ class MonitoredRun:
     def _take_arrived(self, wait_seconds: float) -> None:
         for late in self.arrivals.take_arrived(wait_seconds):
             steps = (*late.read_early, *self._measured(late.arrival))
-            self.rows.add(Window(steps, None, late.busy_seconds_per_step, late.counters))
+            self.rows.add(Window(steps, counters=late.counters))
 
     def _measured(self, arrival: Arrival) -> tuple[MeasuredStep, ...]:
         steps = arrival.measured(self._cost)
@@ -256,7 +250,6 @@ class MonitoredRun:
                 self.close_window()
             self._divide()
             self.arrivals.use_timer(timer)
-            self._passes.waits = self.ranks.use_device_time()
         self._read_layout()
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
@@ -346,8 +339,7 @@ class MonitoredRun:
         size = self.config.data_parallel_size or data_parallel_size(model, world_size)
         self.rows.layout = JobLayout(world_size, size)
         self.costs.devices_per_batch = self.rows.layout.devices_per_batch
-        if self._passes.waits is not None:
-            self._passes.waits.ranks_per_batch = self.rows.layout.devices_per_batch
+        self.ranks.waits_in_forward = self.rows.layout.devices_per_batch > 1 or waits_in_forward(model)
         repeated = repeated_weights(model) if world_size > 1 else []
         self.costs.repeated = notices.repeated_weights(repeated) if repeated else None
 
@@ -364,7 +356,7 @@ class MonitoredRun:
     def _start(self, first_step: int) -> None:
         self._divide()
         self._read_layout()  # again, because the model may have been parallelised after `set_model`
-        self.ranks.start(str(self._log_path), self.costs.peaks.device, self.tape)
+        self.ranks.start(str(self._log_path), self.costs.peaks.device)
         self._start_counters()
         if not self.ranks.is_logging:
             return
@@ -505,9 +497,6 @@ class MonitoredRun:
             self._notify(*notices.notice("ranks_missing", missing=newest.missing_ranks, world_size=world_size), step)
         if stalled > _LEAST_STALL_SECONDS:
             self._notify(*notices.notice("stalled", seconds=stalled), step)
-        slow = newest.straggler
-        if slow is not None and slow.chronic:
-            self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
         mfu, peak = newest.values.get("perf/mfu"), self.costs.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
             self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)

@@ -16,7 +16,7 @@ from typing import Any
 from flopwatch import process
 from flopwatch.clock import Clock, cell_start_unix_time
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, find_warm_up, seconds_of, window_values
-from flopwatch.monitor.ranks.job_values import job_use_of_peak, job_values, rank_losses, with_job_wait
+from flopwatch.monitor.ranks.job_values import job_use_of_peak, job_values, with_job_wait
 from flopwatch.monitor.ranks.reports import RankReport, Window, extend
 from flopwatch.records.metrics import APART, carried_seconds, goodput_of, loss_in_step, typical_seconds
 from flopwatch.records.run import Number
@@ -358,7 +358,7 @@ class RunTotals:
         if report is not None:
             unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
             steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-            at_peak = job_use_of_peak(report, of_all_ranks, peak_flops_per_s) | rank_losses(report)
+            at_peak = job_use_of_peak(report, of_all_ranks, peak_flops_per_s)
             ledger.add_amounts(of_all_ranks)
             flops = {use: of_all_ranks.get(f"{use}_flops") for use in ("model", "hardware", "recompute")}
             ledger.timed_flops.update({use: amount for use, amount in flops.items() if amount is not None})

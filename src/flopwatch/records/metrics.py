@@ -88,23 +88,11 @@ _ALL = (
     Metric("counters/throttled_percent", "%", "Share of the readings in which the clock was held down."),
     Metric("counters/other_memory_gib", "GiB", "Most memory of the logging rank's device that other processes held."),
     Metric("ranks/reporting", "ranks", "Ranks that reported; if not all, values are the logging rank's.", basic=True),
-    Metric("ranks/own_seconds_mean", "s", "Time per step that a rank is busy, without waiting; mean over ranks."),
-    Metric("ranks/own_seconds_max", "s", "Busy time per step of the slowest rank."),
-    Metric("ranks/own_seconds_min", "s", "Busy time per step of the fastest rank."),
-    Metric("ranks/slowest", "rank", "The rank with the longest busy time."),
-    Metric("ranks/fastest", "rank", "The rank with the shortest busy time."),
-    Metric("ranks/waiting_percent", "%", "Share of the step time that a rank waits for other ranks, mean.", basic=True),
-    Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of the rank that waits longest."),
-    Metric("ranks/longest_input_wait_rank", "rank", "The rank with the longest input wait."),
-    Metric("ranks/straggler", "rank", "The slow rank, if a single rank slows the job down.", basic=True),
-    Metric(
-        "ranks/straggler_excess_percent", "%", "The straggler's extra busy time, as a share of the step.", basic=True
-    ),
-    Metric(
-        "ranks/straggler_input_percent", "%", "Part of straggler_excess_percent spent waiting for input.", basic=True
-    ),
-    Metric("ranks/straggler_compute_percent", "%", "Part of straggler_excess_percent spent computing.", basic=True),
-    Metric("ranks/straggler_host_percent", "%", "Part of straggler_excess_percent with a blocked thread.", basic=True),
+    Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of that rank.", basic=True),
+    Metric("ranks/longest_input_wait_rank", "rank", "The rank that waits longest for its input.", basic=True),
+    Metric("ranks/longest_own_step_seconds", "s", "Step time of that rank without its backward pass.", basic=True),
+    Metric("ranks/longest_own_step_rank", "rank", "The rank whose step without backward pass is longest.", basic=True),
+    Metric("ranks/shortest_own_step_seconds", "s", "The shortest step time of a rank without its backward pass."),
     Metric("total/steps", "steps", "Optimizer steps since the first start."),
     Metric("total/samples", "samples", "Samples since the first start."),
     Metric("total/tokens", "tokens", "All positions since the first start.", basic=True),
@@ -139,9 +127,6 @@ _ALL = (
     Metric("time/passes_timed_seconds", "s", "Time of the steps, without input wait, whose passes were timed."),
     Metric("time/outside_passes_seconds", "s", "Time outside of passes and optimizer in time/passes_timed_seconds."),
     Metric("time/between_seconds", "s", "Time in steps outside of their passes and optimizer, such as fetching."),
-    Metric("time/straggler_seconds", "s", "Time that a straggler costs all ranks; part of train_seconds."),
-    Metric("time/straggler_input_seconds", "s", "Part of straggler_seconds that is in input_wait_seconds too."),
-    Metric("time/ranks_wait_seconds", "s", "Time in communication and waiting for other ranks, without stragglers."),
     Metric("time/model_at_peak_seconds", "s", "Time that the model FLOPs would have taken at the devices' peak."),
     Metric("time/hardware_at_peak_seconds", "s", "Time that the executed FLOPs would have taken at the peak."),
     Metric("time/recompute_at_peak_seconds", "s", "Time that the recomputed FLOPs would have taken at the peak."),
@@ -209,7 +194,7 @@ AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
 """How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
 OF_STEPS = (
     *("train", "input_wait", "wait_unknown", "warm_up", "compile", "stall", "divided", "optimizer", "host"),
-    *("passes_timed", "outside_passes", "straggler", "straggler_input", "ranks_wait"),
+    *("passes_timed", "outside_passes"),
     *AT_PEAK,
 )
 """Uses of the time in steps. A resumed run takes their seconds from the checkpoint; all other seconds keep growing."""

@@ -133,22 +133,6 @@ _ROWS = (
         "the loader cannot keep up",
     ),
     Use(
-        "straggler",
-        "straggler",
-        "by which one rank made the steps of all ranks longer",
-        "`flopwatch watch {path}` names the rank and the cause; look at that host, or at how batches are divided.",
-        "A straggler costs",
-        "one rank makes all others wait",
-    ),
-    Use(
-        "ranks_wait",
-        "communication and waiting for ranks",
-        "in which ranks were not busy themselves, without stragglers",
-        "Accumulate gradients over more batches, or overlap communication with the backward pass.",
-        "Communication costs",
-        "ranks wait for each other longer than computation can hide",
-    ),
-    Use(
         "unpriced",
         "steps with unknown FLOPs",
         "in steps whose FLOPs are unknown",

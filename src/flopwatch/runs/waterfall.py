@@ -237,7 +237,6 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "exact": exactness_of(log),
         "knows_input_wait": goodput is not None and goodput.knows_input_wait,
         "times_passes": goodput is not None and "between" in goodput.lost_seconds,
-        "straggler": None if row is None else row.values.get("ranks/straggler"),
         "path": str(log.path.parent),
         "trace": how_to_trace(log),
     }
@@ -313,9 +312,6 @@ def _divide(
     """The seconds of every loss, by key. Together with `model_at_peak` they add up to the wall time."""
     parts = dict(goodput.lost_seconds)
     parts["restart"] = parts.get("restart", 0.0) + parts.pop("rerun", 0.0)
-    straggler, waited = seconds.get("straggler", 0.0), parts.get("input_wait", 0.0)
-    of_input = min(seconds.get("straggler_input", 0.0), straggler, waited)
-    parts["input_wait"] = waited - of_input
     executed, recomputed = seconds.get("hardware_at_peak", 0.0), seconds.get("recompute_at_peak", 0.0)
     executed = max(executed, seconds["model_at_peak"])
     parts["recompute"] = recomputed = min(recomputed, executed - seconds["model_at_peak"])
@@ -323,13 +319,12 @@ def _divide(
     between = parts.pop("between", 0.0)
     productive = goodput.productive_seconds + between
     room = productive - executed
-    wanted = _uses_of_steps(seconds, productive) | {"straggler": straggler - of_input, "between": between}
+    wanted = _uses_of_steps(seconds, productive) | {"between": between}
     in_steps, notes = _fitted(wanted, room)
     parts |= in_steps
     below = {"below_peak": room - sum(in_steps.values())}
     below |= _achievable(below["below_peak"], executed, facts)
-    split, more = _divide_by_traces(below, parts | below, productive + waited, executed, traces)
-    parts["straggler"] += of_input
+    split, more = _divide_by_traces(below, parts | below, productive + parts.get("input_wait", 0.0), executed, traces)
     return parts | below | split, notes + more
 
 
@@ -343,7 +338,7 @@ def key_of_other_flops(log: RunLog) -> str:
 def _uses_of_steps(seconds: Mapping[str, float], productive_seconds: float) -> dict[str, float]:
     """Seconds of the losses inside steps. Those of the timed steps stand for all of them."""
     unpriced = min(seconds.get("unpriced", 0.0), productive_seconds)
-    uses = {"ranks_wait": seconds.get("ranks_wait", 0.0), "unpriced": unpriced}
+    uses = {"unpriced": unpriced}
     left = divided = seconds.get("divided", 0.0)
     if divided > 0:
         for name in ("optimizer", "host"):
@@ -353,14 +348,11 @@ def _uses_of_steps(seconds: Mapping[str, float], productive_seconds: float) -> d
     return uses
 
 
-_FIRST_TO_GIVE = ("ranks_wait", "between", "host", "optimizer", "straggler", "unpriced")
+_FIRST_TO_GIVE = ("between", "host", "optimizer", "unpriced")
 
 
 def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float], list[str]]:
-    """Shorten the losses inside steps until they fit into the time that the FLOPs leave.
-
-    They can overlap, because waiting for other ranks happens inside of optimizers too, for example.
-    """
+    """Shorten the losses inside steps until they fit into the time that the FLOPs leave."""
     fitted = dict(wanted)
     excess = sum(fitted.values()) - max(room, 0.0)
     for name in _FIRST_TO_GIVE:
@@ -422,7 +414,6 @@ def _divide_by_traces(
 def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -> dict[str, float]:
     """Take out of the traced time what clocks have measured during the whole run, so that it is not counted twice."""
     left = dict(traced)
-    left["exposed_communication"] -= parts.get("ranks_wait", 0.0) + parts.get("straggler", 0.0)
     # While a batch is awaited, between passes and after the optimizer, a device has little work. A CPU may run ops of
     # the loader.
     left["idle"] -= sum(parts.get(key, 0.0) for key in ("input_wait", "between", "host"))
@@ -442,8 +433,6 @@ def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any
     evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {use.measured}"
     if use.key == "padding" and tokens and real_tokens is not None:
         evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
-    if use.key == "straggler" and facts["straggler"] is not None:
-        evidence += f"; in the newest row it is rank {facts['straggler']}"
     advice = use.advice.replace("{path}", in_shell(facts["path"])).replace("{trace}", facts["trace"])
     if use.key in ("idle", "below_peak") and not facts["times_passes"]:
         advice = f"{_MEASURE_WAIT} {advice}"

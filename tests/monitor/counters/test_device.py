@@ -197,7 +197,7 @@ def reported(rank, watts, ranks_on_device=1, **more):
     values = counter_values(
         window, tensor_peak_flops_per_s=4e12, peak_clock_mhz=1000.0, ranks_on_device=ranks_on_device
     )
-    return report_of(rank, steps(), peak_flops_per_s=4e12, profile=None, counter_values=values)
+    return report_of(rank, steps(), peak_flops_per_s=4e12, counter_values=values)
 
 
 def row_of(*reports):
@@ -223,7 +223,7 @@ def test_ranks_that_share_a_device_count_its_energy_once():
 
 
 def test_energy_is_unknown_if_a_rank_has_no_counters():
-    without = report_of(1, steps(), peak_flops_per_s=4e12, profile=None)
+    without = report_of(1, steps(), peak_flops_per_s=4e12)
     values = row_of(reported(0, 200.0, tensor_active=0.2), without)
     assert "counters/energy_joules" not in values
     assert "perf/joules_per_step" not in values
@@ -246,7 +246,7 @@ def test_a_device_that_draws_nothing_has_a_counter_that_does_not_count(shown):
 
 
 def test_energy_of_joined_windows_is_unknown_if_that_of_one_is():
-    without = report_of(0, steps(), peak_flops_per_s=4e12, profile=None, counter_values={"counters/power_watts": 300.0})
+    without = report_of(0, steps(), peak_flops_per_s=4e12, counter_values={"counters/power_watts": 300.0})
     for joined in (extend(reported(0, 100.0), without), extend(without, reported(0, 100.0))):
         assert "counters/energy_joules" not in joined.counters
         assert joined.counters["counters/power_watts"] == (200.0, 1)

@@ -11,9 +11,7 @@ from flopwatch.monitor.ranks.reports import RankReport, aligned, report_of
 def windows(rank: int, *last_steps: int) -> list[RankReport]:
     firsts = [0, *(last + 1 for last in last_steps)]
     return [
-        report_of(
-            rank, [MeasuredStep(s, seconds=1.0, tokens=1) for s in range(a, b + 1)], peak_flops_per_s=1.0, profile=None
-        )
+        report_of(rank, [MeasuredStep(s, seconds=1.0, tokens=1) for s in range(a, b + 1)], peak_flops_per_s=1.0)
         for a, b in zip(firsts, last_steps, strict=False)
     ]
 

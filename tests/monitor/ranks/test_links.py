@@ -54,7 +54,7 @@ def wait_until_published(link: RankLink) -> None:
 
 
 def window(rank: int, step: int):
-    return report_of(rank, [MeasuredStep(step, seconds=1.0, tokens=rank)], peak_flops_per_s=1.0, profile=None)
+    return report_of(rank, [MeasuredStep(step, seconds=1.0, tokens=rank)], peak_flops_per_s=1.0)
 
 
 def send_window(opened, step: int) -> None:

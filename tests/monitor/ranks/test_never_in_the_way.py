@@ -31,7 +31,7 @@ IN_CAMPAIGN = {
     *(f"{what}_on_1" for what in ("made_only", "note_step_raises", "thread_raises", "thread_never_starts")),
     *("no_connection_on_1", "closed_early_on_0"),
 }
-"""The same happens to the other rank in CI. `benchmarks/ranks/disturbed_ranks.py` runs all of them too."""
+"""The same happens to the other rank in CI."""
 
 
 def each(cases):

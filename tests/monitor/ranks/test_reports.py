@@ -1,7 +1,6 @@
 """What ranks tell each other: exact sums, extremes and where, in a short message."""
 
 import random
-from fractions import Fraction
 
 import pytest
 
@@ -11,7 +10,6 @@ from flopwatch.monitor.ranks.reports import (
     AMOUNTS,
     Amount,
     Message,
-    Profile,
     RankDoubt,
     RankReport,
     extend,
@@ -33,6 +31,7 @@ def steps_of(rank: int, first: int = 0, count: int = 5) -> list[MeasuredStep]:
             tokens=(tokens := chance.randrange(100, 900)),
             real_tokens=tokens - chance.randrange(50),
             trainable_tokens=tokens - 60,
+            backward_seconds=0.1 - 0.01 * rank,
             model_flops=chance.randrange(10**18, 10**19),
             hardware_flops=2 * 10**19,
             recompute_flops=10**18,
@@ -42,8 +41,7 @@ def steps_of(rank: int, first: int = 0, count: int = 5) -> list[MeasuredStep]:
 
 
 def report(rank: int, first: int = 0, count: int = 5) -> RankReport:
-    profile = Profile(0.01 * (rank + 1), 0.2, 0.0)
-    return report_of(rank, steps_of(rank, first, count), peak_flops_per_s=PEAK, profile=profile)
+    return report_of(rank, steps_of(rank, first, count), peak_flops_per_s=PEAK)
 
 
 def sent(report: RankReport) -> RankReport:
@@ -64,11 +62,11 @@ def test_a_message_comes_out_as_it_went_in_and_is_short_for_any_number_of_ranks(
 
 
 def test_a_report_that_knows_nothing_comes_out_the_same():
-    nothing = report_of(0, [MeasuredStep(7)], peak_flops_per_s=None, profile=None)
+    nothing = report_of(0, [MeasuredStep(7)], peak_flops_per_s=None)
 
     assert sent(nothing) == nothing
     assert nothing.capacity_flops is None
-    assert nothing.slowest is None
+    assert nothing.longest_own is None
 
 
 @pytest.mark.slow
@@ -76,7 +74,7 @@ def test_sums_are_exact_beyond_64_bits():
     ranks = 16_384
     flops = 9 * 10**18 + 7
     steps = [MeasuredStep(0, seconds=1.0, model_flops=flops)]
-    merged = merge([report_of(rank, steps, peak_flops_per_s=None, profile=None) for rank in range(ranks)])
+    merged = merge([report_of(rank, steps, peak_flops_per_s=None) for rank in range(ranks)])
 
     assert sent(merged).total("model_flops") == Amount(ranks * flops, ranks)
     assert ranks * flops > 2**63
@@ -96,9 +94,28 @@ def test_the_order_in_which_ranks_are_added_up_does_not_matter(name):
 def test_minimum_and_maximum_say_where():
     merged = merge([report(rank) for rank in (2, 0, 5, 1)])
 
-    assert merged.slowest == (5, Profile(0.06, 0.2, 0.0))
-    assert merged.fastest == (0, pytest.approx(0.21))
     assert merged.longest_wait == (5, pytest.approx(0.06 / 0.25))
+    assert merged.longest_own == (5, pytest.approx(0.2))
+    assert merged.shortest_own == (0, pytest.approx(0.15))
+
+
+def test_a_row_names_the_rank_that_waits_longest_and_the_rank_with_the_longest_own_step():
+    values = job_values(merge([report(rank) for rank in (2, 0, 5, 1)]), data_parallel_size=4)
+
+    assert values["ranks/longest_input_wait_rank"] == values["ranks/longest_own_step_rank"] == 5
+    assert values["ranks/longest_input_wait_percent"] == pytest.approx(24)
+    assert values["ranks/longest_own_step_seconds"] == pytest.approx(0.2)
+    assert values["ranks/shortest_own_step_seconds"] == pytest.approx(0.15)
+
+
+def test_the_own_step_is_not_known_where_forward_passes_wait_too_or_no_pass_was_timed():
+    sharded = report_of(0, steps_of(0), peak_flops_per_s=PEAK, waits_in_forward=True)
+    untimed = [step._replace(backward_seconds=None) for step in steps_of(1)]
+
+    for each in (sharded, report_of(1, untimed, peak_flops_per_s=PEAK)):
+        values = job_values(each, data_parallel_size=1)
+        assert not any("own_step" in key for key in values)
+        assert "ranks/longest_input_wait_rank" in values
 
 
 def test_windows_one_after_the_other_hold_the_same_ranks():
@@ -124,8 +141,8 @@ def test_mfu_is_all_flops_over_what_all_devices_could_have_done():
     fast = [MeasuredStep(0, seconds=1.0, model_flops=10**12)]
     merged = merge(
         [
-            report_of(0, slow, peak_flops_per_s=1e12, profile=None),
-            report_of(1, fast, peak_flops_per_s=5e12, profile=None),
+            report_of(0, slow, peak_flops_per_s=1e12),
+            report_of(1, fast, peak_flops_per_s=5e12),
         ]
     )
 
@@ -133,7 +150,7 @@ def test_mfu_is_all_flops_over_what_all_devices_could_have_done():
 
 
 def test_without_a_peak_on_one_rank_there_is_no_mfu():
-    merged = merge([report(0), report_of(1, steps_of(1), peak_flops_per_s=None, profile=None)])
+    merged = merge([report(0), report_of(1, steps_of(1), peak_flops_per_s=None)])
 
     assert "perf/mfu" not in job_values(merged, data_parallel_size=2)
     assert "perf/model_flops_per_second_per_device" in job_values(merged, data_parallel_size=2)
@@ -142,7 +159,7 @@ def test_without_a_peak_on_one_rank_there_is_no_mfu():
 def test_a_rate_is_over_the_time_of_the_steps_whose_amount_is_known():
     known = [MeasuredStep(step, seconds=0.5, tokens=100) for step in range(4)]
     partly = [*known[:2], *(step._replace(tokens=None) for step in known[2:])]
-    window = merge([report_of(r, s, peak_flops_per_s=None, profile=None) for r, s in enumerate((known, partly))])
+    window = merge([report_of(r, s, peak_flops_per_s=None) for r, s in enumerate((known, partly))])
 
     values = job_values(sent(window), data_parallel_size=2)
     assert values["perf/tokens_per_second"] == 400
@@ -156,7 +173,7 @@ def test_steps_of_any_rank_without_flops_are_told():
     given_nothing = [MeasuredStep(step, seconds=0.5) for step in range(4)]
 
     def values_of(*ranks, data_parallel_size=2):
-        reports = [report_of(r, steps, peak_flops_per_s=PEAK, profile=None) for r, steps in enumerate(ranks)]
+        reports = [report_of(r, steps, peak_flops_per_s=PEAK) for r, steps in enumerate(ranks)]
         return job_values(sent(merge(reports)), data_parallel_size)
 
     assert "perf/counted_steps_percent" not in values_of(counted, counted)
@@ -169,8 +186,8 @@ def test_steps_of_any_rank_without_flops_are_told():
 
 
 def test_ranks_that_share_a_batch_count_it_once():
-    shared = [report_of(rank, steps_of(rank // 2), peak_flops_per_s=PEAK, profile=None) for rank in range(4)]
-    apart = [report_of(rank, steps_of(rank), peak_flops_per_s=PEAK, profile=None) for rank in range(2)]
+    shared = [report_of(rank, steps_of(rank // 2), peak_flops_per_s=PEAK) for rank in range(4)]
+    apart = [report_of(rank, steps_of(rank), peak_flops_per_s=PEAK) for rank in range(2)]
 
     assert job_totals(merge(shared), 2) == job_totals(merge(apart), 2)
     assert job_values(merge(shared), 2)["perf/tokens_per_second"] == pytest.approx(
@@ -181,12 +198,11 @@ def test_ranks_that_share_a_batch_count_it_once():
 
 
 def test_one_of_those_that_share_a_batch_may_tell_of_it():
-    given = [report_of(rank, steps_of(rank), peak_flops_per_s=PEAK, profile=None) for rank in range(2)]
+    given = [report_of(rank, steps_of(rank), peak_flops_per_s=PEAK) for rank in range(2)]
     without = [
-        report_of(rank, [MeasuredStep(s, seconds=0.25) for s in range(5)], peak_flops_per_s=PEAK, profile=None)
-        for rank in (2, 3)
+        report_of(rank, [MeasuredStep(s, seconds=0.25) for s in range(5)], peak_flops_per_s=PEAK) for rank in (2, 3)
     ]
-    everyone = [report_of(rank, steps_of(rank // 2), peak_flops_per_s=PEAK, profile=None) for rank in range(4)]
+    everyone = [report_of(rank, steps_of(rank // 2), peak_flops_per_s=PEAK) for rank in range(4)]
 
     assert job_totals(merge([*given, *without]), 2) == job_totals(merge(everyone), 2)
     assert job_values(merge([*given, *without]), 2)["perf/mfu"] == job_values(merge(everyone), 2)["perf/mfu"]
@@ -196,12 +212,3 @@ def test_batches_that_should_be_the_same_and_are_not_are_unknown():
     assert counted_once(Amount(1001, 4), 2) is None
     assert counted_once(Amount(3000, 3), 2) is None
     assert counted_once(Amount(0, 0), 2) is None
-
-
-def test_the_mean_wait_is_what_ranks_are_not_busy_themselves():
-    merged = merge([report(rank) for rank in range(2)])
-    own = Fraction("0.21") + Fraction("0.22")
-
-    assert job_values(merged, 2)["ranks/waiting_percent"] == pytest.approx(
-        float(100 * (1 - own / 2 / Fraction("0.25")))
-    )

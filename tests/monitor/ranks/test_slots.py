@@ -11,7 +11,7 @@ from flopwatch.monitor.ranks.reports import MOST_WAITING, Message, RankDoubt, re
 
 
 def message(step: int, *, is_last: bool = False) -> Message:
-    report = report_of(1, [MeasuredStep(step, tokens=1)], peak_flops_per_s=None, profile=None)
+    report = report_of(1, [MeasuredStep(step, tokens=1)], peak_flops_per_s=None)
     return Message([report], RankDoubt(step, 1) if step % 3 == 0 else None, is_last)
 
 

@@ -32,6 +32,14 @@ def test_the_rank_that_was_chosen_has_the_numbers_of_all(results):
 
 
 @pytest.mark.slow
+def test_the_rank_that_all_others_wait_for_has_the_longest_own_step(results):
+    values = results[2]["last"]
+
+    assert values["ranks/longest_own_step_rank"] == 1
+    assert values["ranks/longest_own_step_seconds"] > values["ranks/shortest_own_step_seconds"] + 0.025
+
+
+@pytest.mark.slow
 def test_there_is_one_log_for_each_run(results):
     assert results[0]["files"] == [f"{run}/training_log.jsonl" for run in ("all", "every", "last", "one")]
 

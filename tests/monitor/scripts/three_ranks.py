@@ -6,6 +6,7 @@ Run by tests/monitor/ranks/test_three_ranks.py under torchrun.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,26 @@ from flopwatch.monitor import run as monitor_run
 
 STEPS = 23
 WIDTH = 16
+SLOW_RANK, SLOW_SECONDS = 1, 0.05
 
 
 def samples(rank: int, step: int) -> int:
     return 1 + rank + step % 4
 
 
-def train(monitor: flopwatch.TrainingMonitor, model: torch.nn.Module, steps: range) -> None:
+def train(monitor: flopwatch.TrainingMonitor, model: torch.nn.Module, steps: range, slow_seconds: float = 0.0) -> None:
     for number in steps:
         batch = torch.randn(samples(dist.get_rank(), number), WIDTH)
         with monitor.step(batch):  # every rank's monitor counts its steps itself, also after a resume
+            time.sleep(
+                slow_seconds * (dist.get_rank() == SLOW_RANK)
+            )  # the other ranks wait for it in the backward pass
             model(batch).sum().backward()
 
 
 def logged_by_the_last_rank(folder: Path, model: torch.nn.Module) -> Any:
     monitor = flopwatch.TrainingMonitor(folder / "last", model=model, log_every=5, logging_rank=-1)
-    train(monitor, model, range(STEPS))
+    train(monitor, model, range(STEPS), SLOW_SECONDS)
     monitor.close()
     return None if monitor.summary is None else dict(monitor.summary.values)
 

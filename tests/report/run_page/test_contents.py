@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.report.run.contents import CurveMaker, Point, read_report
-from support.hand_made_run import provenance, records, row, start, write_run
+from support.hand_made_run import records, start, write_run
 
 
 @pytest.fixture
@@ -93,14 +93,6 @@ def test_torn_lines_are_counted(tmp_path):
     path = write_run(tmp_path)
     path.write_bytes(path.read_bytes() + b'{"type": "row", "st')
     assert read_report(path).torn_lines == 1
-
-
-def test_stragglers_are_counted_by_rank(tmp_path):
-    lines = [start("one", 0.0, world_size=4), provenance()]
-    for step, rank in enumerate((3, 3, 1, None), start=1):
-        values = {} if rank is None else {"ranks/straggler": rank}
-        lines.append(row([step], [1.0], [1.0], float(step), {"wall": float(step), "train": 1.0}, values=values))
-    assert read_report(write_run(tmp_path, lines)).stragglers == {3: 2, 1: 1}
 
 
 def test_a_log_with_nothing_but_its_start_makes_a_report(tmp_path):

@@ -23,7 +23,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 
 
 def hostile_lines(text):
-    values = {f"training/{text}": 1.0, text: 2.0, f"dataset/{text}/loss": 3.0, "ranks/straggler": 1}
+    values = {f"training/{text}": 1.0, text: 2.0, f"dataset/{text}/loss": 3.0, "ranks/longest_input_wait_rank": 1}
     spent = {"train": 1.0, "eval": 1.0, "wall": 3.0, text: 1.0}
     peak = {"flops_per_s": 1e3, "device": text, "dtype": text, "source": text, "kind": text, "confidence": text}
     return [

@@ -224,12 +224,12 @@ def test_one_stall_does_not_flatten_the_step_times(tmp_path):
 
 def test_ranks_have_a_section_if_there_are_several(tmp_path, page):
     assert 'id="ranks"' not in page
-    values = {"ranks/reporting": 3, "ranks/waiting_percent": 12.5, "ranks/straggler": 2}
+    values = {"ranks/reporting": 3, "ranks/longest_input_wait_rank": 2}
     lines = [start("one", 0.0, world_size=4), provenance()]
     lines.append(row([1], [1.0], [1.0], 1.0, {"wall": 1.0, "train": 1.0}, values=values))
     shown = " ".join(Page(page_of(tmp_path / "ranks", lines)).text)
     assert "4 ranks; 3 reported in the newest window." in shown
-    assert "straggler: rank" in shown
+    assert "longest_input_wait_rank" in shown
 
 
 def test_a_measured_rate_stands_beside_the_peak(tmp_path, page):

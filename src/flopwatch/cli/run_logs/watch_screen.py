@@ -484,25 +484,18 @@ def _notices(run: WatchedRun, width: int) -> list[Text]:
     return rows
 
 
-_CAUSES = {"input": "waiting for input", "compute": "computing", "host": "stalled"}
-
-
 def _ranks(run: WatchedRun, width: int) -> list[Text]:
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []
     values, parts = run.row.values, [(f"{world_size}", "bold")]
-    reporting, waiting = values.get("ranks/reporting"), values.get("ranks/waiting_percent")
-    rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
+    reporting, rank = values.get("ranks/reporting"), values.get("ranks/longest_input_wait_rank")
     if reporting is not None and reporting < world_size:
         said = f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log"
-        parts, rank, waiting = [(said, "yellow")], None, None
-    if rank is not None and excess is not None:
-        cause = max(_CAUSES, key=lambda name: values.get(f"ranks/straggler_{name}_percent", 0.0))
-        said = f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}"
-        parts.append((said, "red"))
-    if waiting is not None:
-        parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
+        parts, rank = [(said, "yellow")], None
+    if rank is not None:
+        share = percent(values.get("ranks/longest_input_wait_percent", 0.0) / 100)
+        parts.append((f", rank {rank} waits longest for its input: {share} of the step", "dim"))
     text = _line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
     for part, style in parts:
         said = _(part)

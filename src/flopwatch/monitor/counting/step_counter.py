@@ -333,7 +333,7 @@ class StepCounter:
         if self.listener is not None:
             self.listener.called(kind, module, args, kwargs)
         if self._calls.inside is not None and not is_counted and (kind.has_grad or not self.is_evaluation(kind)):
-            self._callbacks.passes.forward_begins(module)
+            self._callbacks.passes.forward_begins()
 
     def _count_call(
         self, step: OpenStep, kind: CallKind, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -350,7 +350,7 @@ class StepCounter:
 
     def region_called(self, kind: CallKind) -> Callable[[Any], None] | None:
         if kind.has_grad:
-            return self._callbacks.passes.region_begins(self.model)
+            return self._callbacks.passes.region_begins()
         model = self.model  # the call does not show whether its module is in training mode
         is_in_mode = model is not None and not unwrap(model).training
         return self._region_evaluated if is_in_mode and self.is_evaluation(kind) else None

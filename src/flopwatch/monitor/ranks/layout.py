@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from flopwatch.records.flops import Peak
@@ -85,6 +85,15 @@ def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
         return sharded
     mesh_size: int = parameter.device_mesh.size()
     return max(1, world_size // mesh_size)
+
+
+def waits_in_forward(model: nn.Module | None) -> bool:
+    """Whether layers of the model wait for those of other ranks in the forward pass too, not only in the backward."""
+    waiting = FSDPModule | FullyShardedDataParallel | nn.SyncBatchNorm
+    return model is not None and (
+        any(isinstance(module, waiting) for module in model.modules())
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    )
 
 
 def repeated_weights(model: nn.Module | None) -> list[str]:

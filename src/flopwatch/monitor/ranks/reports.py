@@ -4,10 +4,11 @@ Sums are integers of any size, because the FLOPs of a window of 16,384 ranks can
 """
 
 import json
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import starmap
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.counters.values import ENERGY, OF_RANKS
@@ -42,34 +43,6 @@ class Amount(NamedTuple):
         return Amount(self.total + other.total, self.ranks + other.ranks)
 
 
-class Profile(NamedTuple):
-    """A rank's busy seconds per step by cause; in the rest of a step, the rank waits for the other ranks.
-
-    Attributes:
-        compute: None if only the input wait is known; then `host` is None too.
-        variance: Square of the standard error of the busy time, by its differences between steps. On a CPU it is 0,
-            because there the spread of the ranks has to suffice.
-    """
-
-    input: float
-    compute: float | None
-    host: float | None
-    variance: float = 0.0
-
-    @property
-    def busy(self) -> float:
-        """The busy time as far as it is known."""
-        return self.input + (self.compute or 0.0) + (self.host or 0.0)
-
-    def __add__(self, other: "Profile") -> "Profile":  # type: ignore[override]
-        compute, host = _sum_if_known(self.compute, other.compute), _sum_if_known(self.host, other.host)
-        return Profile(self.input + other.input, compute, host, self.variance + other.variance)
-
-
-def _sum_if_known(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
-
-
 class Extreme(NamedTuple):
     """The largest or smallest value of all ranks, and the rank that has it."""
 
@@ -78,7 +51,6 @@ class Extreme(NamedTuple):
 
 
 _NOTHING = Amount()
-_NO_TIME = Profile(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +67,9 @@ class RankReport:
         counted_steps: Number of steps, timed or not, whose FLOPs are known.
         counted_seconds: Time of the timed steps whose FLOPs are known.
         capacity_flops: FLOPs of the devices at their peak in `counted_seconds`; None if a peak is unknown.
-        profile: Sum of the profiles.
-        busy_squares: Sum of the squared busy seconds per step, for the standard deviation between ranks.
-        slowest: The rank with the longest busy time, and its profile.
         longest_wait: The largest share of step time that a rank has spent waiting for batches.
+        longest_own, shortest_own: The mean time of steps outside of their backward passes, in which ranks wait for each
+            other; None where it is unknown.
         exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
         counters: Sum and number of ranks for each metric of hardware counters that a rank has, by its key.
     """
@@ -116,12 +87,9 @@ class RankReport:
     counted_steps: int = 0
     counted_seconds: float = 0.0
     capacity_flops: float | None = 0.0
-    profiled_ranks: int = 0
-    profile: Profile = _NO_TIME
-    busy_squares: float = 0.0
-    slowest: tuple[int, Profile] | None = None
-    fastest: Extreme | None = None
     longest_wait: Extreme | None = None
+    longest_own: Extreme | None = None
+    shortest_own: Extreme | None = None
     exact_ranks: int = 0
     counters: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -135,9 +103,9 @@ class RankReport:
 _FIELDS = tuple(field.name for field in fields(RankReport))
 _SUMS = (
     *("ranks", "timed_steps", "seconds", "input_wait", "batch_steps", "counted_steps", "counted_seconds"),
-    *("profiled_ranks", "busy_squares", "exact_ranks"),
+    "exact_ranks",
 )
-_OF_LATER = ("ranks", "profiled_ranks", "profile", "busy_squares", "slowest", "fastest", "longest_wait")
+_OF_LATER = ("ranks", "longest_wait", "longest_own", "shortest_own")
 
 
 def _report_from_json(values: list[Any]) -> RankReport:
@@ -149,10 +117,9 @@ def _report_from_json(values: list[Any]) -> RankReport:
         timed=tuple(starmap(Amount, read.timed)),
         input_wait=Amount(*read.input_wait),
         known_seconds=tuple(read.known_seconds),
-        profile=Profile(*read.profile),
-        slowest=read.slowest and (read.slowest[0], Profile(*read.slowest[1])),
-        fastest=read.fastest and Extreme(*read.fastest),
         longest_wait=read.longest_wait and Extreme(*read.longest_wait),
+        longest_own=read.longest_own and Extreme(*read.longest_own),
+        shortest_own=read.shortest_own and Extreme(*read.shortest_own),
         counters={key: (total, ranks) for key, (total, ranks) in read.counters.items()},
     )
 
@@ -192,13 +159,11 @@ class Window:
 
     Attributes:
         report: What all ranks report of these steps; None until the reports are merged, or if that failed.
-        busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
         counters: Readings of this rank's hardware counters; `counter_values` are the metrics that follow from them.
     """
 
     steps: tuple[MeasuredStep, ...]
     report: RankReport | None = None
-    busy_seconds_per_step: float | None = None
     counters: tuple[CounterWindow, ...] = ()
     counter_values: Mapping[str, Number] = field(default_factory=dict)
 
@@ -213,13 +178,13 @@ def report_of(
     steps: Sequence[MeasuredStep],
     *,
     peak_flops_per_s: float | None,
-    profile: Profile | None,
+    waits_in_forward: bool = False,
     counter_values: Mapping[str, Number] | None = None,
 ) -> RankReport:
-    """Make the report of one rank's window.
+    """Make the report of one rank's window. `waits_in_forward`: forward passes may wait for other ranks.
 
     >>> steps = [MeasuredStep(4, seconds=0.5, tokens=100), MeasuredStep(5, seconds=0.5, tokens=120)]
-    >>> report_of(3, steps, peak_flops_per_s=None, profile=None).total("tokens")
+    >>> report_of(3, steps, peak_flops_per_s=None).total("tokens")
     Amount(total=220, ranks=1)
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
@@ -228,6 +193,7 @@ def report_of(
     # MFU uses only steps with known FLOPs. If a rank, such as a pipeline stage, has none, all its timed steps are used.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
+    own = None if waits_in_forward else _own_seconds(timed)
     return RankReport(
         steps[0].step,
         steps[-1].step,
@@ -241,12 +207,9 @@ def report_of(
         counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,
         capacity_flops=None if peak_flops_per_s is None else peak_flops_per_s * counted_seconds,
-        profiled_ranks=0 if profile is None else 1,
-        profile=profile or _NO_TIME,
-        busy_squares=0.0 if profile is None else profile.busy**2,
-        slowest=None if profile is None else (rank, profile),
-        fastest=None if profile is None else Extreme(rank, profile.busy),
         longest_wait=None if waiting is None else Extreme(rank, waiting),
+        longest_own=None if own is None else Extreme(rank, own),
+        shortest_own=None if own is None else Extreme(rank, own),
         exact_ranks=int(all(step.model_flops is not None and step.reason is None for step in steps)),
         counters={key: (value, 1) for key, value in (counter_values or {}).items() if key in OF_RANKS},
     )
@@ -255,6 +218,12 @@ def report_of(
 def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
     known = [amount for step in steps if (amount := getattr(step, name)) is not None]
     return Amount(sum(known), 1) if known else Amount()
+
+
+def _own_seconds(timed: Sequence[MeasuredStep]) -> float | None:
+    """The mean time of the steps without their backward passes; None if these were timed in no step."""
+    own = [step.seconds - step.backward_seconds for step in timed if step.seconds and step.backward_seconds is not None]
+    return fmean(own) if own else None
 
 
 def merge(reports: Sequence[RankReport]) -> RankReport:
@@ -272,13 +241,16 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         timed=tuple(map(Amount.__add__, a.timed, b.timed)),
         known_seconds=tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
         capacity_flops=None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
-        profile=a.profile + b.profile,
-        slowest=max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
-        fastest=min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
-        longest_wait=max([e for e in (a.longest_wait, b.longest_wait) if e], key=lambda e: e.value, default=None),
+        longest_wait=_extreme(max, a.longest_wait, b.longest_wait),
+        longest_own=_extreme(max, a.longest_own, b.longest_own),
+        shortest_own=_extreme(min, a.shortest_own, b.shortest_own),
         counters={key: _added(a.counters.get(key), b.counters.get(key)) for key in (*a.counters, *b.counters)},
         **sums,
     )
+
+
+def _extreme(choose: Callable[..., Extreme | None], *each: Extreme | None) -> Extreme | None:
+    return choose((extreme for extreme in each if extreme), key=lambda extreme: extreme.value, default=None)
 
 
 def _added(a: tuple[float, int] | None, b: tuple[float, int] | None) -> tuple[float, int]:
@@ -287,7 +259,7 @@ def _added(a: tuple[float, int] | None, b: tuple[float, int] | None) -> tuple[fl
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
-    """Join two consecutive windows of the same ranks; profiles and extremes are those of the later window."""
+    """Join two consecutive windows of the same ranks; extremes are those of the later window."""
     newest: dict[str, Any] = {name: getattr(later, name) for name in _OF_LATER}
     return replace(
         _merge_two(earlier, later),

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from flopwatch.monitor.timing import tape
 from flopwatch.monitor.timing.tape import Event
 
-WORK, GAP, WAIT, OPTIMIZER, PASS, RANKS, OWN = "work", "gap", "wait", "optimizer", "pass", "ranks", "own"
-"""What a segment of a step was used for. `GAP` is not decided yet; `RANKS` is the part of a pass in which the device
-waits for other ranks; `OWN` is work of the monitor in a gap."""
+WORK, GAP, WAIT, OPTIMIZER, FORWARD, BACKWARD, OWN = "work", "gap", "wait", "optimizer", "forward", "backward", "own"
+"""What a segment of a step was used for. `GAP` is not decided yet; `OWN` is work of the monitor in a gap."""
 _BEFORE, _PHASE, _MONITOR = "before", "phase", "monitor"
 """Further states of the loop: before the first step, in a phase, and in the monitor after the end of a step."""
 
@@ -38,9 +37,7 @@ class StepParts(NamedTuple):
         knows_wait: Whether segments used as `WAIT` are all of the input wait.
         knows_optimizer: Whether segments used as `OPTIMIZER` are all of the optimizers' time.
         rest_from: Index of the first segment after the last optimizer; None if unknown.
-        knows_passes: Whether segments used as `PASS` or `RANKS` are all forward and backward passes.
-        knows_ranks_wait: Whether segments used as `RANKS` are all of the passes' waiting for other ranks.
-        busy_seconds: Processor time of the training's thread; None if it is not measured.
+        knows_passes: Whether segments used as `FORWARD` or `BACKWARD` are all forward and backward passes.
     """
 
     segments: tuple[Segment, ...] | None
@@ -48,8 +45,6 @@ class StepParts(NamedTuple):
     knows_optimizer: bool = False
     rest_from: int | None = None
     knows_passes: bool = False
-    busy_seconds: float | None = None
-    knows_ranks_wait: bool = False
 
 
 def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> dict[str, Any]:
@@ -57,7 +52,7 @@ def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> 
     if parts.segments is None:
         return {}
     lasting = [(use, seconds_between(start, end)) for use, start, end in parts.segments]
-    of_use: dict[str, float] = dict.fromkeys((WAIT, OPTIMIZER, PASS, RANKS), 0.0)
+    of_use: dict[str, float] = dict.fromkeys((WAIT, OPTIMIZER, FORWARD, BACKWARD), 0.0)
     for use, seconds in lasting:
         of_use[use] = of_use.get(use, 0.0) + seconds
     rest = None if parts.rest_from is None else sum(s for use, s in lasting[parts.rest_from :] if use != WAIT)
@@ -66,8 +61,8 @@ def times_of(parts: StepParts, seconds_between: Callable[[Any, Any], float]) -> 
         "input_wait_seconds": of_use[WAIT] if parts.knows_wait else None,
         "optimizer_seconds": of_use[OPTIMIZER] if parts.knows_optimizer else None,
         "host_seconds": rest if parts.knows_optimizer else None,
-        "passes_seconds": of_use[PASS] + of_use[RANKS] if parts.knows_passes else None,
-        "ranks_wait_seconds": of_use[RANKS] if parts.knows_ranks_wait else None,
+        "passes_seconds": of_use[FORWARD] + of_use[BACKWARD] if parts.knows_passes else None,
+        "backward_seconds": of_use[BACKWARD] if parts.knows_passes else None,
     }
 
 
@@ -89,30 +84,18 @@ class Divided:
 
 @dataclass(slots=True)
 class _Passes:
-    """The forward and backward passes of a step; `regions` are forward passes of compiled code.
-
-    Attributes:
-        waits: Whether the device waits for other ranks now.
-        has_known_waits: Whether a pass was of a module that waits for other ranks only where that is seen.
-        has_unknown_waits: Whether a pass may have waited elsewhere too.
-    """
+    """The forward and backward passes of a step; `regions` are forward passes of compiled code."""
 
     running: int | None = None
     forwards: int = 0
     regions: int = 0
     backwards: int = 0
     is_unclear: bool = False
-    waits: bool = False
-    has_known_waits: bool = False
-    has_unknown_waits: bool = False
 
     def are_whole(self) -> bool:
         """Whether every pass was seen. Code between the regions of one forward pass is part of it, and is not seen."""
         is_seen = not self.is_unclear and self.running is None and self.forwards and self.backwards
         return bool(is_seen and self.regions in (0, self.backwards))
-
-    def have_known_waits(self) -> bool:
-        return self.are_whole() and self.has_known_waits and not self.has_unknown_waits
 
 
 @dataclass(slots=True)
@@ -154,24 +137,6 @@ class _OpenGap:
     cpu_from: float | None = None
 
 
-@dataclass(slots=True)
-class _Busy:
-    """Processor time of the training's thread from a batch's arrival to the step's end."""
-
-    seconds: float | None = None
-    since: float | None = None
-    is_interrupted: bool = False
-
-    def goes_on(self, cpu: float | None) -> None:
-        self.pauses(cpu)
-        self.since = cpu
-
-    def pauses(self, cpu: float | None) -> None:
-        if self.since is not None and cpu is not None:
-            self.seconds = (self.seconds or 0.0) + cpu - self.since
-        self.since = None
-
-
 class TapeDivision:
     """Divides the events of a run, some at a time.
 
@@ -189,7 +154,7 @@ class TapeDivision:
         self._since: tuple[Any, float] | None = None
         """Mark and host time of the start of the running segment; None before the first step."""
         self._fetches_are_timed = self._has_batch = self._has_seen_optimizer = False
-        self._step, self._gap, self._busy, self._out = _OpenStep(), _OpenGap(), _Busy(), Divided()
+        self._step, self._gap, self._out = _OpenStep(), _OpenGap(), Divided()
 
     def divide(self, events: Iterable[Event]) -> Divided:
         self._out = Divided()
@@ -215,14 +180,11 @@ class TapeDivision:
             has_batch = False  # without `end_micro_batch` it is unknown when the batch arrived
         self._step.arrivals += has_batch
         self._states = [WORK, *(each for each in self._states[1:] if each == _PHASE)]
-        if state != WORK:
-            self._busy.since = cpu
 
-    def _end_step(self, now: float, mark: Any, has_timed_parts: bool, cpu: float | None) -> None:
+    def _end_step(self, now: float, mark: Any, has_timed_parts: bool, _: Any) -> None:
         is_timed = self._since is not None
         self._cut(now, mark)
         self._since = mark, now
-        self._busy.pauses(cpu)
         step, self._step = self._step, _OpenStep()
         if step.running is not None:  # a hook has ended the step while the optimizer was still running
             step.rest_from = len(step.segments)
@@ -233,11 +195,8 @@ class TapeDivision:
             has_timed_parts and self._has_seen_optimizer and step.untimed is None,
             step.rest_from,
             step.passes.are_whole(),
-            self._busy.seconds,
-            step.passes.have_known_waits(),
         )
         self._out.steps.append(parts if is_timed else StepParts(None))
-        self._busy.seconds = None
         if is_timed and not self._fetches_are_timed and step.micro_batches > step.arrivals:
             self._out.is_wait_unknown = True
         self._end_work()
@@ -250,7 +209,6 @@ class TapeDivision:
         self._gap.seconds, self._has_batch = 0.0, False
 
     def _end_micro_batch(self, now: float, mark: Any, fact: Any, cpu: float | None) -> None:
-        self._busy.pauses(cpu)
         self._cut(now, mark)
         self._end_work()
         self._begin_gap(now, mark, fact, cpu)
@@ -334,11 +292,9 @@ class TapeDivision:
         if self._states[-1] == GAP:
             self._is_gap_kept(cpu)
             self._gap.begins_at = len(self._step.segments)
-        elif self._states[-1] == WORK:
-            self._busy.pauses(cpu)
         self._states.append(WAIT)
 
-    def _end_wait(self, now: float, mark: Any, has_batch: bool, cpu: float | None) -> None:
+    def _end_wait(self, now: float, mark: Any, has_batch: bool, _: Any) -> None:
         if self._states[-1] != WAIT:
             return
         self._cut(now, mark)
@@ -349,8 +305,6 @@ class TapeDivision:
             if self._since is None:
                 self._since, self.first_step_began = (mark, now), now
         self._gap.begins_at = len(self._step.segments)
-        if self._states[0] == WORK or has_batch:
-            self._busy.goes_on(cpu)
 
     def _begin_phase(self, now: float, mark: Any, _: Any, cpu: float | None) -> None:
         self._cut(now, mark)
@@ -358,8 +312,6 @@ class TapeDivision:
         if gap.cpu_from is not None and cpu is not None:
             gap.cpu_seconds += cpu - gap.cpu_from
         self._states.append(_PHASE)
-        self._busy.is_interrupted = self._busy.since is not None
-        self._busy.pauses(cpu)
 
     def _end_phase(self, now: float, mark: Any, began: float, cpu: float | None) -> None:
         if self._states[-1] != _PHASE:
@@ -370,8 +322,6 @@ class TapeDivision:
         else:
             self._since = mark, now
         self._gap.cpu_from = cpu
-        if self._busy.is_interrupted:
-            self._busy.goes_on(cpu)
 
     def _begin_own_work(self, now: float, mark: Any, *_: Any) -> None:
         if self._states[-1] == GAP:
@@ -433,30 +383,8 @@ class TapeDivision:
         if passes.running == kind:
             self._cut(now, mark)
             passes.running = None
-            # In a forward pass, the wait must have ended with the call of the module inside.
-            passes.has_unknown_waits |= passes.waits and kind == tape.FORWARD
-            passes.waits = False
             passes.forwards += kind == tape.FORWARD
             passes.backwards += kind == tape.BACKWARD
-
-    def _know_waits(self, _: float, __: Any, is_replicated: bool | None, ___: Any) -> None:
-        """A pass begins: of DistributedDataParallel, of a module that does not wait (False), or of any other (None)."""
-        passes = self._step.passes
-        passes.has_unknown_waits |= is_replicated is None
-        passes.has_known_waits |= bool(is_replicated)
-
-    def _wait_for_ranks(self, now: float, mark: Any, *_: Any) -> None:
-        """The device waits for other ranks from here; without a mark, since the pass has begun."""
-        passes = self._step.passes
-        if passes.running is not None:
-            if mark is not None:
-                self._cut(now, mark)
-            passes.waits = True
-
-    def _end_wait_for_ranks(self, now: float, mark: Any, *_: Any) -> None:
-        if self._step.passes.waits:
-            self._cut(now, mark)
-            self._step.passes.waits = False
 
     def _miss_pass(self, *_: Any, unless: int | None = None) -> None:
         """A pass was not seen, or a parameter got its gradient outside of a backward pass that was seen."""
@@ -481,7 +409,7 @@ class TapeDivision:
         elif step.running is not None:
             use = OPTIMIZER
         elif step.passes.running is not None:
-            use = RANKS if step.passes.waits else PASS
+            use = FORWARD if step.passes.running == tape.FORWARD else BACKWARD
         else:
             use = WORK if state == _MONITOR else state
         step.segments.append((use, start, mark))
@@ -512,9 +440,6 @@ _HANDLERS: dict[int, Callable[..., None]] = {
     tape.BACKWARD_END: partial(TapeDivision._end_pass, kind=tape.BACKWARD),
     tape.UNSEEN: TapeDivision._miss_pass,
     tape.GRADIENT: partial(TapeDivision._miss_pass, unless=tape.BACKWARD),
-    tape.KNOWS_WAITS: TapeDivision._know_waits,
-    tape.RANKS: TapeDivision._wait_for_ranks,
-    tape.RANKS_END: TapeDivision._end_wait_for_ranks,
 }
 
 

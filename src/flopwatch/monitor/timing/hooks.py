@@ -3,9 +3,6 @@
 A forward pass is an outermost call of a module, or a call of compiled code. A backward pass begins with the node that
 made the output of such a call, and ends with torch's engine. So the time between passes has a name of its own: what a
 step does outside of its passes and its optimizer is the loss, reading values, or fetching the next batch.
-
-On an accelerator with several ranks, the passes of DistributedDataParallel are divided further: into the work of this
-rank, and two places where its device waits for the other ranks (`flopwatch.monitor.ranks.waits`).
 """
 
 import weakref
@@ -14,25 +11,10 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from flopwatch.guard import Guard
-from flopwatch.monitor.ranks.waits import KnownWaits
-from flopwatch.monitor.timing.tape import (
-    BACKWARD,
-    BACKWARD_END,
-    FORWARD,
-    FORWARD_END,
-    GRADIENT,
-    KNOWS_WAITS,
-    RANKS,
-    RANKS_END,
-    REGION,
-    UNSEEN,
-    Tape,
-)
+from flopwatch.monitor.timing.tape import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, REGION, UNSEEN, Tape
 from flopwatch.torch_internals.autograd import at_end_of_backward
 from flopwatch.torch_internals.modules import is_in_transform
 
@@ -40,50 +22,17 @@ _MOST_TENSORS, _DEEPEST = 16, 4
 
 
 class PassHooks:
-    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise.
-
-    Attributes:
-        waits: Where the passes of modules wait for other ranks; None if that is not measured.
-    """
-
-    waits: KnownWaits | None = None
+    """Records the passes of the steps in which the tape times them. Its methods run in the training and never raise."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._arrival: RemovableHandle | None = None
-        """Of a hook for all modules, while a wait runs. One on the user's module would be saved with it."""
         self.guard = Guard("passes", lambda *_: tape.note(UNSEEN))
 
-    def forward_begins(self, module: nn.Module | None = None, code: int = FORWARD) -> None:
-        """Begin a forward pass of a module, which is None if it is not known."""
+    def forward_begins(self, code: int = FORWARD) -> None:
         tape = self._tape
         if tape.times_parts and tape.in_pass is None:
             tape.in_pass = FORWARD
             tape.add(code)
-            if self.waits is not None:
-                with self.guard:
-                    self._wait_in_forward(self.waits, module, is_region=code == REGION)
-
-    def _wait_in_forward(self, waits: KnownWaits, module: nn.Module | None, *, is_region: bool) -> None:
-        found = waits.of(module, is_region=is_region)
-        self._tape.note(KNOWS_WAITS, None if found is None else found.is_replicated)
-        if found is not None and found.ends_with is not None:
-            self._tape.note(RANKS)
-            self._stop_waiting()
-            self._arrival = register_module_forward_pre_hook(partial(self._module_called, weakref.ref(found.ends_with)))
-
-    def _module_called(self, awaited: "weakref.ref[nn.Module]", module: nn.Module, _: Any) -> None:
-        found = awaited()
-        if module is found or found is None:  # it is None if Ctrl-C has ended the wait and the model is gone
-            with self.guard:
-                self._stop_waiting()
-                if self._tape.in_pass == FORWARD:
-                    self._tape.add(RANKS_END)
-
-    def _stop_waiting(self) -> None:
-        if self._arrival is not None:
-            self._arrival.remove()
-            self._arrival = None
 
     def forward_ends(self, output: Any) -> None:
         """End a forward pass, and listen for the backward pass of its output."""
@@ -92,13 +41,12 @@ class PassHooks:
             return
         tape.in_pass = None
         tape.add(FORWARD_END)
-        self._stop_waiting()
         with self.guard:  # the output may be anything
             self._listen(output)
 
-    def region_begins(self, model: nn.Module | None = None) -> Callable[[Any], None] | None:
-        """Begin a call of compiled code, probably of `model`. Returns a function that ends it, or None."""
-        self.forward_begins(model, REGION)
+    def region_begins(self) -> Callable[[Any], None] | None:
+        """Begin a call of compiled code. Returns a function that ends it, or None."""
+        self.forward_begins(REGION)
         return self.forward_ends if self._tape.in_pass == FORWARD else None
 
     def gradient_arrived(self) -> None:
@@ -116,9 +64,6 @@ class PassHooks:
             tape.note(UNSEEN)
 
     def _own_backward_ends(self) -> None:
-        """The engine has no more nodes. DDP, which has queued its own function later, has not waited for ranks yet."""
-        if self.waits is not None and self._tape.in_pass == BACKWARD:
-            self._tape.add(RANKS)
         # Queued once more, so that it runs after what DDP and FSDP do at the end.
         at_end_of_backward(self._backward_ends)
 

@@ -12,9 +12,8 @@ from flopwatch.clock import Clock
 
 (
     START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, PHASE, PHASE_END, SPENT, OWN,
-    OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT, KNOWS_WAITS, RANKS,
-    RANKS_END,
-) = range(27)  # fmt: skip
+    OWN_END, CALL, FIRST, FORWARD, FORWARD_END, REGION, BACKWARD, BACKWARD_END, UNSEEN, GRADIENT,
+) = range(24)  # fmt: skip
 """What an event says; `divide` has a method for each."""
 
 Event = tuple[int, float, Any, Any, float | None]
@@ -40,15 +39,15 @@ class Tape:
     Attributes:
         timer: Sets the marks: readings of the clock on a CPU, events of the stream on an accelerator.
         times_parts: Whether the optimizer and the passes of the current step are timed.
-        is_working: Whether the training works on a batch; `StallSampler` reads it from another thread.
+        is_working: Whether the training works on a batch.
         in_pass: `FORWARD` or `BACKWARD` while a pass runs that is recorded; otherwise None.
         on_full: Is called when a loop without ended steps has recorded very many events; must call `take`.
     """
 
-    def __init__(self, timer: "StepTimer", clock: Clock, *, measures_busy_time: bool = False) -> None:
+    def __init__(self, timer: "StepTimer", clock: Clock) -> None:
         self.events: list[Event] = []
         self.timer, self.clock = timer, clock
-        self._cpu_seconds: Callable[[], float] | None = time.thread_time if measures_busy_time else None
+        self._cpu_seconds: Callable[[], float] | None = None
         self._thread = threading.get_ident()
         self.times_parts, self.is_working = True, False
         self.in_pass: int | None = None

@@ -29,7 +29,6 @@ MAIN_KEYS = (
     "perf/input_wait_percent",
     "perf/memory_allocated_gib",
     "perf/memory_reserved_gib",
-    "ranks/waiting_percent",
 )
 """The metrics of flopwatch whose curves are drawn. Metrics of the user are drawn too."""
 COUNTER_KEYS = (
@@ -154,7 +153,6 @@ class RunReport:
         moment_counts: How many there were of each kind.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
         conclusion: What the log says in words; `flopwatch why` says the same.
-        stragglers: In how many windows each rank was the straggler.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
@@ -180,7 +178,6 @@ class RunReport:
     waterfall: Waterfall | None
     times: Times | None
     conclusion: Conclusion
-    stragglers: Mapping[int, int]
     exactness: ExactWindows
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
@@ -242,7 +239,6 @@ def read_report(
         waterfall=waterfall,
         times=times_of(log, traces) if waterfall is None else None,
         conclusion=conclusion_of(log, waterfall),
-        stragglers=dict(collector.stragglers.most_common(MOST_NOTES)),
         exactness=ExactWindows(exact[True], exact[False], exact[None], dict(collector.notes.most_common(MOST_NOTES))),
         provenances=_changes(log.provenances),
         torn_lines=log.torn_lines,
@@ -335,7 +331,6 @@ class _Collector:
         self.first_step: int | None = None
         self.seconds: Mapping[str, float] = {}
         self.values: dict[str, tuple[Number, int]] = {}
-        self.stragglers: Counter[int] = Counter()
         self.left_out: dict[str, None] = {}
         self._makers: dict[str, CurveMaker] = {}
         self._later: _Times | None = None
@@ -357,9 +352,6 @@ class _Collector:
         self.exact[row.exact] += 1
         if len(self.notes) < 10 * MOST_NOTES:
             self.notes.update(row.notes)
-        straggler = row.values.get("ranks/straggler")
-        if straggler is not None and isfinite(straggler):
-            self.stragglers[int(straggler)] += 1
         return row if is_newest or (row.exact is False and self.exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:

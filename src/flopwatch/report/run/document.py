@@ -234,16 +234,8 @@ def _rank_section(report: RunReport) -> doc.Section:
     world_size = report.start.world_size if report.start else 1
     reporting = report.last("ranks/reporting")
     reported = f"; {reporting:,.0f} reported in the newest window" if reporting is not None else ""
-    parts: list[doc.Part] = [doc.Text(f"{plural(world_size, 'rank')}{reported}.")]
-    if report.stragglers:
-        counts = report.stragglers.items()
-        rows = [(f"{rank:,}", f"{windows:,}", percent(windows / report.windows)) for rank, windows in counts]
-        parts.append(doc.Grid(doc.numbers("straggler: rank", "logging windows", "share"), rows))
-    else:
-        parts.append(doc.Text("No rank was found to be a straggler."))
-    waiting = "Waiting for other ranks, share of the step time, mean over ranks"
-    parts.append(doc.Panels(_chart(report, waiting, ("ranks/waiting_percent",), _SHARE)))
-    return doc.Section("Ranks", [*parts, *_value_table(report, "ranks/")], "ranks")
+    said = doc.Text(f"{plural(world_size, 'rank')}{reported}.")
+    return doc.Section("Ranks", [said, *_value_table(report, "ranks/")], "ranks")
 
 
 def _memory_section(report: RunReport) -> doc.Section:

@@ -22,7 +22,6 @@ NAMES = {
     "perf/input_wait_percent": "input wait",
     "perf/memory_allocated_gib": "allocated",
     "perf/memory_reserved_gib": "reserved",
-    "ranks/waiting_percent": "waiting for other ranks",
     "perf/hardware_flops_per_second_per_device": "counted",
     "counters/flops_per_second_per_device": "by hardware counters",
     "counters/tensor_active": "tensor cores busy",
