@@ -44,7 +44,6 @@ LONGEST = (
     "tests/flops/test_padding.py",
     "tests/flops/test_every_architecture.py",
     "tests/integrations/test_input_wait.py",
-    "tests/sweep/engines/test_slurm_many_nodes.py",
     "tests/sweep/engines/test_slurm.py",
     "benchmarks/reliability/test_endurance.py",
     "tests/cli/test_endings_shown.py",

@@ -4,11 +4,9 @@ import ctypes
 import os
 import signal
 import time
-from pathlib import Path
 
 from flopwatch.sweep.trainers.builtin import StandardTrainer
 
-TRIAL_DIR = Path(os.environ.get("FLOPWATCH_TRIAL_DIR", "."))
 CULPRIT = 1
 AT_STEP = 2
 
@@ -56,17 +54,6 @@ class OneIsOutOfMemory(_OneOfMany):
 class OneHangs(_OneOfMany):
     def go_wrong(self):
         time.sleep(1000)
-
-
-class ItsNodeIsGoneOnce(_OneOfMany):
-    """Torchrun is killed on the second node, in the first attempt."""
-
-    def go_wrong(self):
-        mark = TRIAL_DIR.parent.parent / f"gone-{TRIAL_DIR.name}"
-        if not mark.exists():
-            mark.touch()
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(1000)
 
 
 class OneLeaves(_OneOfMany):

@@ -61,7 +61,7 @@ PARTS = (
     Part("memory", "benchmarks/sweeps/memory.py", "a trial's memory equals the kernel's PSS"),
     Part(
         "processes",
-        "benchmarks/sweeps/many_processes.py --engines local slurm ray",
+        "benchmarks/sweeps/many_processes.py",
         "trials of several processes: figures and endings",
     ),
     Part("rank-overhead", "benchmarks/ranks/rank_overhead.py", "what the monitor costs two ranks"),

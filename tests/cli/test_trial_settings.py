@@ -19,7 +19,7 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
         ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: the field 'model' is missing"),
         ({"spec": SPEC, "name": 3}, "name: expected text, found 3"),
         ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "a newer flopwatch wrote this record"),
-        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot share a batch of"),
+        ({"spec": {**SPEC, "processes": 3}, "name": "t"}, "cannot share a batch of"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_refused_in_words(tmp_path, flopwatch, content, told):

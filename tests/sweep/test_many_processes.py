@@ -8,7 +8,7 @@ from support.warm_sweep import run_sweep_warm
 
 pytestmark = pytest.mark.slow
 
-# All of them, under every engine, are in benchmarks/sweeps/many_processes.py.
+# All of them are in benchmarks/sweeps/many_processes.py.
 ENDINGS = {
     "OneRaisesInBackward": ("error", "ValueError: a mistake while the others wait"),
     "OneIsKilled": ("crash", "SIGKILL"),
@@ -50,7 +50,7 @@ def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_p
     (result,) = run(tmp_path, spec(f"testbeds.rank_endings:{trainer}", processes=2, layout="ddp"))
     outcome, words = ENDINGS[trainer]
     assert (result.outcome, result.evidence.get("rank")) == (outcome, 1), result.reason
-    assert result.reason.startswith("rank 1 on ")
+    assert result.reason.startswith("rank 1: ")
     assert words in result.reason
 
 

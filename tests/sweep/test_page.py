@@ -67,9 +67,9 @@ def test_every_sweep_on_the_page_has_a_matrix(place, line):
 
 
 def test_the_matrices_on_the_page_can_be_read(place):
-    matrix, nodes = blocks("yaml", PAGES[:1])
-    (place / "nodes.yaml").write_text(nodes)
-    assert {(spec.nodes, spec.processes) for spec in expand(read_matrix(place / "nodes.yaml", {}))} == {(2, 8)}
+    matrix, processes = blocks("yaml", PAGES[:1])
+    (place / "processes.yaml").write_text(processes)
+    assert {(spec.gpus, spec.processes) for spec in expand(read_matrix(place / "processes.yaml", {}))} == {(8.0, 8)}
     (place / "sweep.yaml").write_text(matrix)
     specs = expand(read_matrix(place / "sweep.yaml", {}))
     assert {spec.label for spec in specs} == {"StandardTrainer", "DPGhostClippingTrainer", "mine", "script"}

@@ -98,12 +98,11 @@ class TrialSpec(Stored):
         checkpointing: Whether activations are checkpointed.
         seed: Seed of the weights and of the batch.
         threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
-        gpus: Accelerators of the trial on each of its nodes; below 1, several trials share one.
+        gpus: Accelerators of the trial ; below 1, several trials share one.
         cpus: Cores to reserve, if the engine reserves cores (Slurm, Ray); None means the engine's default.
         options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
-        nodes: Machines of the trial. If there are several, torchrun starts the worker processes on each.
-        processes: Worker processes on each node.
+        processes: Worker processes; torchrun starts them if there are several.
         layout: How several processes train together: `ddp` or `fsdp`; None for a single process.
         batch: `package.module:function` that returns the batch; None makes a dummy batch for the model.
         micro_batch_size: Samples per forward pass, with gradient accumulation; None means the whole batch.
@@ -155,7 +154,7 @@ class TrialSpec(Stored):
         "threads", PLACE, None, "Threads of a trial; null leaves the choice to the engine.", "requested CPU threads",
         compared="apart"))
     gpus: float = field(default=0.0, metadata=_set(
-        "gpus", PLACE, None, "GPUs of a trial; `gpus: 0.5` shares one.", "requested accelerators on each node",
+        "gpus", PLACE, None, "GPUs of a trial; `gpus: 0.5` shares one.", "requested accelerators",
         compared="apart"))
     cpus: int | None = field(default=None, metadata=_set(
         "cpus", PLACE, None, "CPU cores of a trial; null leaves the choice to the engine.",
@@ -167,11 +166,8 @@ class TrialSpec(Stored):
     limits: Limits = field(default_factory=Limits, metadata=_set(
         "limits", "", None, "The limits of a trial. Other keys: `no_progress_seconds` (600 unless the trainer is a "
         "command), and `memory` of the host, such as 16GiB."))
-    nodes: int = field(default=1, metadata=_set(
-        "nodes", PLACE, (1,), "Nodes of a trial.", "number of machines of the trial", compared="apart"))
     processes: int = field(default=1, metadata=_set(
-        "processes", PLACE, (), "Processes per node; empty: gpus_per_node, or 1.", "worker processes on each node",
-        compared="apart"))
+        "processes", PLACE, (1,), "Processes of a trial, started by torchrun.", "worker processes", compared="apart"))
     layout: str | None = field(default=None, metadata=_set(
         "layouts", PLACE, (), "How processes train together: ddp or fsdp.",
         "how processes share the training, such as ddp or fsdp", compared="beside", word=""))
@@ -188,8 +184,9 @@ class TrialSpec(Stored):
     # fmt: on
 
     @property
-    def world_size(self) -> int:
-        return self.nodes * self.processes
+    def runs_torchrun(self) -> bool:
+        """Whether torchrun starts the workers; a command starts its processes itself."""
+        return self.processes > 1 and self.trainer != "command"
 
     def why_broken(self) -> str | None:
         if self.batch_size < 1 or self.seq_len < 1:
@@ -218,7 +215,7 @@ MATRIX_KEYS: Mapping[str, str] = {
 """Other words for keys of a matrix, and the key."""
 
 _IN_THE_REPORT = (
-    "trainer label model batch_size seq_len dtype checkpointing seed micro_batch_size batch nodes processes layout "
+    "trainer label model batch_size seq_len dtype checkpointing seed micro_batch_size batch processes layout "
     "device threads gpus cpus steps warmup_steps"
 )
 REPORTED: Mapping[str, Setting] = {name: SETTINGS[name] for name in [*_IN_THE_REPORT.split(), *SETTINGS]}

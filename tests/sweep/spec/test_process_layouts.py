@@ -1,4 +1,4 @@
-"""Nodes, processes and layouts in the matrix, in names and in the report's columns, and which process ended a trial."""
+"""Processes and layouts in the matrix, in names and in the report's columns, and which process ended a trial."""
 
 import signal
 
@@ -10,7 +10,7 @@ from flopwatch.report.cells import column_names, group_key
 from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
-from flopwatch.sweep.supervisor.classify import RankEnd, first_cause
+from flopwatch.sweep.supervisor.ranks import RankEnd, first_cause
 from flopwatch.sweep.worker.rank_group import job_cost, job_peak
 
 SMALL = {"models": "tiny", "batch_sizes": [8], "seq_lens": [16]}
@@ -18,13 +18,6 @@ SMALL = {"models": "tiny", "batch_sizes": [8], "seq_lens": [16]}
 
 def trials(**settings):
     return expand(read_matrix(None, {**SMALL, **settings}))
-
-
-def test_gpus_per_node_starts_a_process_on_each_gpu_with_ddp():
-    (spec,) = trials(nodes=2, gpus_per_node=4)
-    assert (spec.nodes, spec.processes, spec.gpus, spec.layout) == (2, 4, 4.0, "ddp")
-    (spec,) = trials(gpus_per_node=4, processes=2)
-    assert (spec.processes, spec.gpus) == (2, 4.0)
 
 
 def test_a_single_process_has_no_layout_and_is_one_trial_of_all_layouts():
@@ -39,17 +32,15 @@ def test_a_single_process_has_no_layout_and_is_one_trial_of_all_layouts():
 
 
 def test_a_batch_that_its_processes_cannot_share_is_refused_before_anything_runs():
-    with pytest.raises(InputError, match=r"6 processes \(2 x 3\) cannot share a batch of 8 samples"):
-        trials(nodes=2, processes=3)
+    with pytest.raises(InputError, match=r"6 processes cannot share a batch of 8 samples"):
+        trials(processes=6)
     kept = trials(batch_sizes=[8, 9], processes=[1, 2], exclude=["batch_size=9 processes=2"])
     assert [(spec.batch_size, spec.processes) for spec in kept] == [(8, 1), (9, 1), (8, 2)]
 
 
-def test_an_unknown_layout_and_a_command_on_several_nodes_are_refused():
+def test_an_unknown_layout_is_refused():
     with pytest.raises(InputError, match="layout"):
         trials(processes=2, layout="pipeline")
-    with pytest.raises(InputError, match="one node"):
-        trials(nodes=2, trainers=[{"command": "true"}])
 
 
 def test_a_command_starts_its_processes_itself_so_it_has_no_layout():
@@ -57,11 +48,6 @@ def test_a_command_starts_its_processes_itself_so_it_has_no_layout():
         trainers=[{"command": "torchrun --nproc-per-node={processes} t.py"}], processes=3, layout="ddp,fsdp"
     )
     assert (spec.processes, spec.layout) == (3, None)
-
-
-def test_gpus_cannot_be_asked_for_twice():
-    with pytest.raises(InputError, match="leave one out"):
-        trials(gpus=4, gpus_per_node=8)
 
 
 def test_a_private_trainer_is_refused_several_processes_before_a_slot_is_used():
@@ -79,7 +65,7 @@ def test_the_report_compares_layouts_side_by_side_and_other_numbers_of_processes
 
 
 def raised(rank, at, *, lost_peer=False, kind="RuntimeError"):
-    return RankEnd(rank, "n1", 1, {"type": kind, "message": "", "lost_peer": lost_peer, "unix_time": at})
+    return RankEnd(rank, 1, {"type": kind, "message": "", "lost_peer": lost_peer, "unix_time": at})
 
 
 @pytest.mark.parametrize(
@@ -87,11 +73,11 @@ def raised(rank, at, *, lost_peer=False, kind="RuntimeError"):
     [
         ([raised(0, 1.0, lost_peer=True), raised(1, 2.0, kind="ValueError")], 1),
         ([raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)], 1),
-        ([raised(0, 1.0, lost_peer=True), RankEnd(1, "n1", -signal.SIGKILL), RankEnd(2, "n1", -signal.SIGTERM)], 1),
-        ([RankEnd(0, "n1", -signal.SIGABRT), RankEnd(1, "n1", -signal.SIGSEGV)], 1),
-        ([RankEnd(0, "n1", -signal.SIGTERM), RankEnd(1, "n2", 3)], 1),
+        ([raised(0, 1.0, lost_peer=True), RankEnd(1, -signal.SIGKILL), RankEnd(2, -signal.SIGTERM)], 1),
+        ([RankEnd(0, -signal.SIGABRT), RankEnd(1, -signal.SIGSEGV)], 1),
+        ([RankEnd(0, -signal.SIGTERM), RankEnd(1, 3)], 1),
         ([raised(0, 2.0, lost_peer=True), raised(1, 1.0, lost_peer=True)], 1),
-        ([RankEnd(0, "n1", 0), RankEnd(1, "n1", -signal.SIGTERM)], 1),
+        ([RankEnd(0, 0), RankEnd(1, -signal.SIGTERM)], 1),
     ],
 )
 def test_the_first_cause_is_the_process_that_did_not_follow_another(ends, culprit):
@@ -99,7 +85,7 @@ def test_the_first_cause_is_the_process_that_did_not_follow_another(ends, culpri
 
 
 def test_nobody_is_the_cause_when_all_went_well():
-    assert first_cause([RankEnd(0, "n1", 0), RankEnd(1, "n1", 0)]) is None
+    assert first_cause([RankEnd(0, 0), RankEnd(1, 0)]) is None
 
 
 def test_what_one_process_does_not_know_nobody_knows_of_the_job():

@@ -298,11 +298,6 @@ class LocalEngine:
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
-        if next_up.nodes > 1:
-            raise InputError(
-                f"a trial needs {next_up.nodes} nodes, but --engine local runs on one machine; use --engine slurm "
-                "or --engine ray, or remove `nodes` from the configuration"
-            )
         if self._next_slot is None:
             a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0
             self._next_slot = self._pool.take(next_up.gpus or a_gpu_each)

@@ -292,8 +292,6 @@ class RayEngine:
         if self._cluster.silent_since is not None:
             return 0
         need, nodes = self._need(next_up), self._cluster.resources()
-        if next_up.nodes > 1:
-            return self._room_for_group(next_up.nodes, need)
         capacity = fits(need, nodes)
         if capacity == 0 and self._address is None:  # in a cluster, a larger node may join later
             raise InputError(
@@ -304,19 +302,6 @@ class RayEngine:
             return 0
         taken = [task.need for task in self._placed()]
         return max(0, min(capacity - taken.count(need), spare(need, nodes, taken)) + max(2, capacity // 10))
-
-    def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
-        """Return how many more trials with several nodes can run now.
-
-        Ray gets no trials that would have to wait, because a trial that waits for its last node blocks the other nodes.
-        """
-        capacity = fits_spread(nodes, [fits(need, [node]) for node in self._cluster.resources()])
-        if capacity == 0 and self._address is None:
-            raise InputError(
-                f"a trial needs {nodes} nodes with {_text(need)} each, but a local Ray has one node; "
-                "set a cluster with --engine-option address=ADDRESS, or remove `nodes` from the configuration"
-            )
-        return max(0, capacity - sum(task.trial.spec.nodes > 1 for task in self._placed()))
 
     def _need(self, spec: TrialSpec) -> dict[str, float]:
         gpus = spec.gpus or self._gpus_per_trial
@@ -344,7 +329,7 @@ class RayEngine:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
-        self._cluster.send("place", task.id, ray_task.Order(*where, environment, trial.spec.nodes, task.need))
+        self._cluster.send("place", task.id, ray_task.Order(*where, environment, task.need))
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
@@ -443,18 +428,6 @@ def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int
     return sum(
         math.floor(min(node.get(resource, 0) / amount for resource, amount in needed.items()) + 1e-6) for node in nodes
     )
-
-
-def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
-    """Return how many trials can run at once if each needs `nodes` nodes and node i can serve `per_node[i]` trials.
-
-    >>> fits_spread(2, [1, 1, 1]), fits_spread(2, [4, 1]), fits_spread(2, [3, 3])
-    (1, 1, 3)
-    """
-    trials = sum(per_node) // nodes
-    while trials and sum(min(room, trials) for room in per_node) < trials * nodes:
-        trials -= 1
-    return trials
 
 
 def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken: Iterable[Mapping[str, float]]) -> int:

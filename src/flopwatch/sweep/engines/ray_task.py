@@ -6,9 +6,6 @@ sends through the pipe, each until Ray has answered, and sends back what has hap
 The task of a trial runs its supervisor. If the node can read the sweep's folder, the trial writes its files there.
 Otherwise the trial runs in a temporary folder, and the task returns its files as a value.
 
-A trial with several nodes has a placement group with one bundle per node. The task of the first node runs the
-supervisor, and starts the agents of the other nodes as child tasks, so that Ray ends them when the first task ends.
-
 Undocumented names of Ray are used here and in `ray.py` (`_OUTAGE_ERRORS`, `_OTHER_CLUSTER`, `_RECONNECT`), each with a
 comment that says why. Checked with Ray 2.60.0.
 """
@@ -19,14 +16,13 @@ import os
 import queue
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +32,6 @@ from flopwatch.library_internals import ray_records
 from flopwatch.optional import require
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.host.processes import PARENT, ends_with_parent
-from flopwatch.sweep.supervisor.ranks import LISTENER, TOKEN, encoded, listener
 from flopwatch.text import first_line
 
 FOLDER_TOKEN = ".ray-token"
@@ -99,7 +94,6 @@ class Order:
     spec: bytes
     cwd: str
     environment: Mapping[str, str]
-    nodes: int
     need: Mapping[str, float]
 
     @property
@@ -107,14 +101,9 @@ class Order:
         """The key of its node in Ray's key-value store."""
         return f"flopwatch/{self.token}/{self.name}".encode()
 
-    def options(self, group: Any, bundle: int) -> dict[str, Any]:
-        """Return Ray's options for a task of this trial; `bundle` is the node in a placement group, None without."""
-        # A trial with one node needs no placement group, because Ray places all GPUs of a task on one node.
-        found = {"num_cpus": self.need["CPU"], "num_gpus": self.need["GPU"], "name": f"flopwatch {self.name}"}
-        if group is not None:
-            strategy = require("ray", "ray").util.scheduling_strategies.PlacementGroupSchedulingStrategy
-            found["scheduling_strategy"] = strategy(group, placement_group_bundle_index=bundle)
-        return found
+    def options(self) -> dict[str, Any]:
+        """Return Ray's options for the task of this trial."""
+        return {"num_cpus": self.need["CPU"], "num_gpus": self.need["GPU"], "name": f"flopwatch {self.name}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +121,9 @@ class Returned:
 
 @dataclass(slots=True)
 class _Placed:
-    """A task: its placement group, if the trial has several nodes, and Ray's reference of it."""
+    """A task, and Ray's reference of it."""
 
     order: Order
-    group: Any = None
     reference: Any = None
     is_recalled: bool = False
 
@@ -166,10 +154,7 @@ class Driver:
 
     def place(self, task: str, order: Order) -> None:
         placed = self.tasks.setdefault(task, _Placed(order))
-        if order.nodes > 1 and placed.group is None:
-            bundle = {resource: amount for resource, amount in order.need.items() if amount > 0}
-            placed.group = self._ray.util.placement_group([bundle] * order.nodes, strategy="STRICT_SPREAD")
-        placed.reference = self._run_trial.options(**order.options(placed.group, 0)).remote(order)
+        placed.reference = self._run_trial.options(**order.options()).remote(order)
 
     def recall(self) -> None:
         """Cancel the tasks that have not begun, if Ray can tell."""
@@ -213,9 +198,7 @@ class Driver:
             return Returned({"error": type(cause).__name__, "detail": first_line(cause, 300)})
 
     def _forget(self, placed: _Placed) -> None:
-        with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
-            if placed.group is not None:
-                self._ray.util.remove_placement_group(placed.group)
+        with contextlib.suppress(Exception):
             if (records := ray_records()) is not None:
                 records.delete(placed.order.record)
 
@@ -313,29 +296,16 @@ def _supervise(sweep: Path, order: Order) -> dict[str, Any]:
     """Run the supervisor; return the evidence of its end."""
     words = [str(sweep), order.name, str(json.loads(order.spec).get("attempt", ""))]
     with contextlib.ExitStack() as held:
-        variables, sockets = {}, []
-        if order.nodes > 1:
-            meeting = held.enter_context(listener(""))
-            sockets = [meeting.fileno()]
-            variables = {LISTENER: str(meeting.fileno()), TOKEN: secrets.token_hex(16)}
-            held.enter_context(_placed_agents(order, meeting.getsockname()[1], variables[TOKEN]))
         output = held.enter_context(tempfile.TemporaryFile())
-        status = _call("flopwatch.sweep.supervisor", words, order, output, variables, sockets)
+        status = _call("flopwatch.sweep.supervisor", words, order, output)
         output.seek(max(0, output.tell() - _TAIL_BYTES))
         printed = output.read().decode(errors="replace")
     ended = {"signal": -status} if status < 0 else {"exit_code": status}
     return {"host": os.uname().nodename, **ended, **({"log": printed} if printed else {})}
 
 
-def _call(
-    module: str,
-    words: Sequence[str],
-    order: Order,
-    output: Any,
-    variables: Mapping[str, str],
-    sockets: Sequence[int] = (),
-) -> int:
-    """Run a supervisor or an agent. It survives, if Ray ends this worker and kills the worker's children.
+def _call(module: str, words: Sequence[str], order: Order, output: Any) -> int:
+    """Run a supervisor. It survives, if Ray ends this worker and kills the worker's children.
 
     Ray sends SIGKILL to them (seen with Ray 2.60). The child is therefore a shell, and its child is the guard (see
     `supervisor/guard.py`), which receives SIGTERM when the shell is killed. Without the shell, Ray would kill the
@@ -347,8 +317,7 @@ def _call(
         stdout=output,
         stderr=subprocess.STDOUT,
         cwd=order.cwd if os.path.isdir(order.cwd) else None,
-        env={**os.environ, **order.environment, **variables},
-        pass_fds=sockets,
+        env={**os.environ, **order.environment},
         start_new_session=True,  # so that this process survives Ray's SIGKILL to the process group of the worker
     )
     return 128 - status if status > 128 else status  # a shell adds 128 to the number of a signal
@@ -372,60 +341,6 @@ def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
             left_out.append(path)
         total += min(size, _FILE_BYTES)
     return files, left_out
-
-
-@contextlib.contextmanager
-def _placed_agents(order: Order, port: int, token: str) -> Iterator[None]:
-    """In the first node's task, start the tasks of the other nodes, whose agents connect to this port."""
-    ray = require("ray", "ray")
-    group, remote = ray.util.get_current_placement_group(), _remote(run_agent)
-    address = f"{ray.util.get_node_ip_address()}:{port}"
-    references = {
-        remote.options(**order.options(group, node)).remote(order, node, address, token): node
-        for node in range(1, order.nodes)
-    }
-    threading.Thread(target=_watch, args=[references, port, token], daemon=True).start()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(Exception):  # Ray may not answer; the result of the trial is already written
-            left = ray.wait(list(references), num_returns=len(references), timeout=_LEAVE_SECONDS)[1]
-            for reference in left:
-                ray.cancel(reference, force=True)
-
-
-def _watch(references: Mapping[Any, int], port: int, token: str) -> None:
-    """Tell the supervisor which tasks of other nodes have failed."""
-    ray = require("ray", "ray")
-    left = list(references)
-    while left:
-        (ready, *_), left = ray.wait(left, num_returns=1, fetch_local=False)
-        try:
-            ray.get(ready)
-        except ray.exceptions.RayError as error:
-            is_own = isinstance(error, ray.exceptions.RayTaskError)
-            message = first_line(getattr(error, "cause", None) or error, 300)
-            report = {"token": token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-                connection.sendall(encoded({**report, "is_lost": not is_own}))
-
-
-def run_agent(order: Order, node: int, address: str, token: str) -> None:
-    """The task of every node but the first. Its agent connects to the supervisor at this address, with this token."""
-
-    def run(trial_dir: Path, output: Any) -> None:
-        words = [str(trial_dir), str(node), address]
-        _call("flopwatch.sweep.supervisor.ranks", words, order, output, {TOKEN: token})
-
-    if _sees_the_sweep(order):
-        with log_file(Path(order.sweep), order.name).open("ab") as log:
-            run(trial_folder(Path(order.sweep), order.name), log)
-        return
-    with tempfile.TemporaryDirectory(prefix="flopwatch-node-") as folder, tempfile.TemporaryFile() as output:
-        trial_dir = trial_folder(Path(folder), order.name)
-        trial_dir.mkdir(parents=True)
-        (trial_dir / SPEC).write_bytes(order.spec)
-        run(trial_dir, output)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,8 @@ class Requests:
         gpus = math.ceil(spec.gpus or self.gpus_per_trial)
         return {
             "partition": self.partition,
-            "nodes": spec.nodes,
-            "ntasks": spec.nodes,
-            "ntasks-per-node": 1 if spec.nodes > 1 else None,
+            "nodes": 1,
+            "ntasks": 1,
             "cpus-per-task": spec.cpus or self.cpus_per_trial or (spec.processes if spec.processes > 1 else None),
             "gres": f"gpu:{gpus}" if gpus else None,
             "mem": None if megabytes is None else f"{megabytes}M",

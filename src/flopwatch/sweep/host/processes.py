@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
@@ -145,18 +145,8 @@ _STACKS_LENGTH = 20_000  # the stacks of one process are cut to this number of c
 _TERM_PATIENCE_SECONDS = 2.0  # time for a command to clean up after SIGTERM
 
 
-def start_worker(
-    folder: Path,
-    job: TrialJob,
-    limit: MemoryLimit,
-    output: int,
-    command: Sequence[str] | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> "subprocess.Popen[bytes]":
-    """Start the worker, or `command` instead of it, with `variables` added to its environment.
-
-    `folder` is the trial's. `output` is the file descriptor that the worker prints to.
-    """
+def start_worker(folder: Path, job: TrialJob, limit: MemoryLimit, output: int) -> "subprocess.Popen[bytes]":
+    """Start the worker. `folder` is the trial's. `output` is the file descriptor that the worker prints to."""
     bind = dies_with(os.getpid())
 
     def become_worker() -> None:
@@ -164,11 +154,11 @@ def start_worker(
         limit.join()
 
     return subprocess.Popen(
-        command or _command(folder, job.spec),
+        _command(folder, job.spec),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**_environment(folder, job.spec), **(variables or {})},
+        env=_environment(folder, job.spec),
         cwd=job.cwd if job.cwd and os.path.isdir(job.cwd) else None,
         start_new_session=True,
         preexec_fn=become_worker,
@@ -177,7 +167,8 @@ def start_worker(
 
 def _command(folder: Path, spec: TrialSpec) -> list[str]:
     if spec.trainer != "command":
-        return [sys.executable, "-m", "flopwatch.sweep.worker.main", str(folder)]
+        module = "torchrun" if spec.runs_torchrun else "main"
+        return [sys.executable, "-m", f"flopwatch.sweep.worker.{module}", str(folder)]
     values = placeholders(spec) | {"trial_dir": shlex.quote(str(folder))}
     command = spec.command or ""
     for key, value in values.items():  # not str.format, because shell commands contain other braces

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.repeats import MOST_REPEATS
-from flopwatch.records.settings import MATRIX_KEYS, PLACE, SETTINGS, Setting
+from flopwatch.records.settings import MATRIX_KEYS, SETTINGS, Setting
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
@@ -130,10 +130,8 @@ class Matrix(BaseModel):
     options: dict[str, Any] = _field_of("options", {})
     privacy: PrivacySettings | None = _field_of("privacy", None)
     limits: LimitSettings = _field_of("limits", {"wall_seconds": 3600})
-    nodes: Ints = _field_of("nodes")
     processes: Ints = _field_of("processes")
     layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _field_of("layout")
-    gpus_per_node: PositiveInt | None = _field(None, "GPUs of a trial on each node.", PLACE)
     exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _field(
         [],
         'Conditions that leave a trial out, such as ["trainer=ghost seq_len>=1024", {checkpointing: true, trainer: '
@@ -272,11 +270,6 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
 
     Raises InputError if no trial is left, there are too many, or settings contradict each other.
     """
-    if matrix.gpus is not None and matrix.gpus_per_node not in (None, matrix.gpus):
-        raise InputError(
-            f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both set the GPUs of a trial on each "
-            "node; leave one out"
-        )
     for name, value in itertools.chain(matrix.options.items(), *(entry.options.items() for entry in matrix.trainers)):
         try:
             json.dumps(value)
@@ -309,7 +302,7 @@ _OUTERMOST = ("entry", "model", "dtype", "checkpointing", "seed", "place", "seq_
 def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
-    joined = ("trainer", "nodes", "processes", "layout")
+    joined = ("trainer", "processes", "layout")
     axes: dict[str, Sequence[Any]] = {
         name: getattr(matrix, setting.key)
         for name, setting in SETTINGS.items()
@@ -318,7 +311,7 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     axes["entry"] = [
         (entry.model_copy(update={"options": own}), *names) for entry, *names in entries for own in _each(entry.options)
     ]
-    axes["place"] = process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node)
+    axes["place"] = process_points(matrix.processes, matrix.layouts)
     axes["options"] = _each(matrix.options)
     return {name: axes[name] for name in dict.fromkeys((*_OUTERMOST, *axes))}
 
@@ -351,11 +344,11 @@ def _spec(
     matrix: Matrix,
     *,
     entry: tuple[TrainerEntry, str, str],
-    place: tuple[int, int, str | None],
+    place: tuple[int, str | None],
     options: Mapping[str, Any],
     **settings: Any,
 ) -> TrialSpec:
-    (own, trainer, label), (nodes, processes, layout) = entry, place
+    (own, trainer, label), (processes, layout) = entry, place
     images = image_preset(settings["model"])
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
@@ -368,10 +361,9 @@ def _spec(
         "trainer": trainer,
         "label": label,
         "command": own.command,
-        "gpus": matrix.gpus or float(matrix.gpus_per_node or 0),
+        "gpus": matrix.gpus or 0.0,
         "options": chosen,
         "limits": Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
-        "nodes": nodes,
         "processes": processes,
         "layout": None if trainer == "command" else layout,  # a command starts its own processes
         "privacy": matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},

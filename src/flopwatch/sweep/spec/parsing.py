@@ -253,39 +253,32 @@ _KNOWN = {
 LAYOUTS = ("ddp", "fsdp")
 
 
-def process_points(
-    nodes: Sequence[int], processes: Sequence[int], layouts: Sequence[str], gpus_per_node: int | None
-) -> list[tuple[int, int, str | None]]:
-    """Every combination of nodes, processes on each and layouts; a trial of one process has no layout.
+def process_points(processes: Sequence[int], layouts: Sequence[str]) -> list[tuple[int, str | None]]:
+    """Every combination of processes and layouts; a trial of one process has no layout.
 
-    >>> process_points([1], [1, 2], ["ddp", "fsdp"], None)
-    [(1, 1, None), (1, 2, 'ddp'), (1, 2, 'fsdp')]
+    >>> process_points([1, 2], ["ddp", "fsdp"])
+    [(1, None), (2, 'ddp'), (2, 'fsdp')]
     """
-    points = itertools.product(nodes, processes or [gpus_per_node or 1], layouts or ["ddp"])
-    return list(dict.fromkeys((n, p, layout if n * p > 1 else None) for n, p, layout in points))
+    points = itertools.product(processes, layouts or ["ddp"])
+    return list(dict.fromkeys((number, layout if number > 1 else None) for number, layout in points))
 
 
 def needs_one_process(spec: TrialSpec) -> str | None:
     """Why the trainer cannot run in the trial's number of processes; None if it can."""
-    if spec.world_size == 1 or spec.trainer not in PRIVATE:
+    if spec.processes == 1 or spec.trainer not in PRIVATE:
         return None
     return (
-        f"the trainer {spec.trainer} can run in one process only, and the trial has {spec.world_size}; do not "
-        "set `nodes` and `processes` for this trainer"
+        f"the trainer {spec.trainer} can run in one process only, and the trial has {spec.processes}; do not "
+        "set `processes` for this trainer"
     )
 
 
 def check_processes(spec: TrialSpec) -> None:
-    ranks = spec.world_size
     if spec.layout is not None and spec.layout not in LAYOUTS:
         raise InputError(f"`layout` must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")
-    if spec.trainer == "command":
-        if spec.nodes > 1:
-            raise InputError(f"a command can run on one node only, and the trial has {spec.nodes}; leave `nodes` out")
-        return
-    if spec.batch_size % ranks:
+    if spec.runs_torchrun and spec.batch_size % spec.processes:
         raise InputError(
-            f"{ranks} processes ({spec.nodes} x {spec.processes}) cannot share a batch of {spec.batch_size} samples, "
-            f"which is the batch of the whole trial; use multiples of {ranks}, or leave this trial out with "
-            f"`exclude: batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}`"
+            f"{spec.processes} processes cannot share a batch of {spec.batch_size} samples, which is the batch of "
+            f"the whole trial; use multiples of {spec.processes}, or leave this trial out with "
+            f"`exclude: batch_size={spec.batch_size} processes={spec.processes}`"
         )

@@ -33,13 +33,13 @@ from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.progress import Progress, read_progress
 from flopwatch.sweep.supervisor.classify import (
     ExitFacts,
-    JobEnd,
     WorkerExit,
     classify,
     memory_hint,
     ok_after_steps,
     signal_name,
 )
+from flopwatch.sweep.supervisor.ranks import JobEnd
 from flopwatch.text import cut, first_line, listed
 
 _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
@@ -95,7 +95,7 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     folder, spec = trial_folder(sweep, name), job.spec
     collected = collect_measurements(folder, spec, worker_exit.host_peak)
     facts = _exit_facts(sweep, name, spec, worker_exit, collected)
-    outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
+    outcome, reason = _with_failed_rank(classify(facts), worker_exit.job_end, facts)
     is_complete = outcome == "ok" and (collected.done or facts.is_command)
     progress = Progress("done") if is_complete else Progress("run") if facts.is_command else read_progress(folder)
     measured = collected.measured
@@ -166,7 +166,7 @@ def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit
         is_command=spec.trainer == "command",
         exception=_read_exception(trial_folder(sweep, name)) if has_exception else None,
         reported=collected.reported,
-        oom_kills=worker_exit.oom_kills + job.oom_kills,
+        oom_kills=worker_exit.oom_kills,
         has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
         held_bytes=worker_exit.lower_bound_bytes or None,
         limit_bytes=spec.limits.memory_bytes,
@@ -174,20 +174,18 @@ def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit
     )
 
 
-def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
-    """Add the failed rank to the reason. If a node was lost, change the outcome to `lost`."""
+def _with_failed_rank(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
+    """Add to the reason which of several ranks failed first."""
     outcome, reason = ended
     if facts.own_kill is not None:
         return ended
     if job.first is not None:
-        rank = f"rank {job.first.rank} on {job.first.host}"
+        rank = f"rank {job.first.rank}"
         return outcome, f"{reason} ({rank})" if outcome == "ok" else f"{rank}: {reason}"
     if outcome == "ok":
         return ended
     if job.is_mute:
-        return outcome, f"torchrun on the first node: {reason}"
-    if job.lost:
-        return "lost", job.lost
+        return outcome, f"torchrun: {reason}"
     if job.error:
         return "error", f"the trial's ranks could not connect to each other: {first_line(job.error, 300)}"
     return ended
@@ -216,8 +214,6 @@ def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> di
         "memory_limit": worker_exit.memory_limit or None,
         "hint": memory_hint(facts, outcome),
         "rank": job.first.rank if job.first is not None else None,
-        "rank_host": job.first.host if job.first is not None else None,
-        "host": job.lost_host or None,
         "torchrun": job.error or None,
         "would_not_die": worker_exit.unkillable_pids or None,
     }

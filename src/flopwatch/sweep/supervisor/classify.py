@@ -9,12 +9,13 @@ another user. The text of the log does not change the outcome; a line about memo
 import math
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
 from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.ranks import JobEnd
 from flopwatch.text import first_line
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
@@ -133,74 +134,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnd:
-    """The end of one rank.
-
-    `status` is its exit code, or the negative number of the signal that ended it; None if the rank did not start.
-    `exception` is the content of its exception file; None without one.
-    """
-
-    rank: int
-    host: str
-    status: int | None
-    exception: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """The end of a trial of several processes.
-
-    Attributes:
-        first: The rank that failed first; None if no rank reported a failure.
-        lost: Why the trial lost a node; empty if it lost none.
-        error: Torchrun's error if the ranks could not connect to each other; empty otherwise.
-        oom_kills: Number of processes that the kernel killed for memory on nodes other than the first.
-        is_mute: Whether torchrun on the first node ended without a report, so that only its exit status is known.
-        host_peak: Largest peak of host memory on nodes other than the first.
-    """
-
-    first: RankEnd | None = None
-    lost: str = ""
-    lost_host: str = ""
-    error: str = ""
-    oom_kills: int = 0
-    is_mute: bool = False
-    host_peak: HostPeak = field(default_factory=HostPeak)
-
-
-def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """Return the rank that failed first; None if none failed.
-
-    Ranks that torchrun terminated, or that only lost their connection, count only if no other rank failed.
-
-    >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
-    >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
-    1
-    """
-    failed = [end for end in ends if end.status != 0 or end.exception is not None]
-    return min(failed, key=_order, default=None)
-
-
-def is_certain(end: RankEnd) -> bool:
-    """Whether this rank failed by itself, so that the supervisor need not wait for the reports of other ranks."""
-    return _order(end)[0] < _LOST_PEER
-
-
-_OWN_EXCEPTION, _SIGNAL, _EXIT_CODE, _ABORT, _LOST_PEER, _TERMINATED = range(6)
-
-
-def _order(end: RankEnd) -> tuple[int, float, int]:
-    if end.exception is not None:
-        kind = _LOST_PEER if end.exception.get("lost_peer") else _OWN_EXCEPTION
-        return kind, float(end.exception.get("unix_time") or 0.0), end.rank
-    if end.status == -signal.SIGTERM:
-        return _TERMINATED, 0.0, end.rank
-    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process that lost another rank
-        return _ABORT, 0.0, end.rank
-    return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from flopwatch.decode import BrokenRecordError
 from flopwatch.files import UnreadableError, load_json, read_object, write_json
@@ -28,9 +28,7 @@ from flopwatch.sweep.attempts import Strays, prepare_after_requeue, slurm_job
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import (
     HostPeak,
-    MemoryLimit,
     TreeMemory,
-    largest_peak,
     limit_memory,
     own_oom_kills,
     resident,
@@ -45,11 +43,9 @@ from flopwatch.sweep.supervisor.build_result import (
     with_deletions,
     with_full_disk,
 )
-from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
+from flopwatch.sweep.supervisor.classify import OwnKill, WorkerExit, signal_name
 from flopwatch.sweep.supervisor.guard import become_guarded, clear_attempts, group_name
-
-if TYPE_CHECKING:
-    from flopwatch.sweep.supervisor.ranks import JobNodes
+from flopwatch.sweep.supervisor.ranks import JobEnd, job_end, stacks_of_ranks
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
@@ -260,13 +256,12 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
     spec = trial.spec
     limit = limit_memory(spec.limits.memory_bytes, group_name(trial.folder, trial.job.attempt))
     try:
-        nodes, worker = _start_worker(trial, limit, log.handle)
+        worker = process_tree.start_worker(trial.folder, trial.job, limit, log.handle)
         log.start()
-        watch = _watch(trial, worker, nodes, log)
-        at_once = watch.own_kill is not None
-        job_end = nodes.finish(at_once=at_once) if nodes else JobEnd()
-        if job_end.first is not None and job_end.first.exception is not None:
-            first = job_end.first.exception
+        watch = _watch(trial, worker, log)
+        end = job_end(trial.folder, spec.processes) if spec.runs_torchrun else JobEnd()
+        if end.first is not None and end.first.exception is not None:
+            first = end.first.exception
             when_there_is_space(lambda: write_json(trial.folder / EXCEPTION, first), trial.wait_for_space)
         seconds = time.monotonic() - began
         unkillable_pids = process_tree.kill_descendants(os.getpid())
@@ -278,28 +273,17 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
             # A command does not report its steps, so its peak is that of its whole run.
-            host_peak=life_peak if spec.trainer == "command" else largest_peak(watch.steps_peak, job_end.host_peak),
+            host_peak=life_peak if spec.trainer == "command" else watch.steps_peak,
             lower_bound_bytes=watch.memory.lower_bound_bytes,
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit=limit.facts(life_peak),
             unkillable_pids=unkillable_pids,
             unix_time=unix_time,
             seconds=seconds,
-            job_end=job_end,
+            job_end=end,
         )
     finally:
         limit.close()
-
-
-def _start_worker(
-    trial: _Supervised, limit: MemoryLimit, output: int
-) -> "tuple[JobNodes | None, subprocess.Popen[bytes]]":
-    arguments = trial.folder, trial.job, limit, output
-    if trial.spec.world_size == 1 or trial.spec.trainer == "command":
-        return None, process_tree.start_worker(*arguments)
-    from flopwatch.sweep.supervisor.ranks import start_nodes
-
-    return start_nodes(*arguments)
 
 
 def _life_peak(memory: TreeMemory) -> HostPeak:
@@ -357,7 +341,7 @@ class _Watch:
             self.detail = f"no {what} for {now - self.progressed:.0f} s{where}"
 
 
-def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", log: TrialLog) -> _Watch:
+def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", log: TrialLog) -> _Watch:
     is_command = trial.spec.trainer == "command"
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
     wait, strays = process_tree.waiter(worker), Strays(trial.folder)
@@ -372,24 +356,18 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNod
         else:
             watch.check_limits(trial.spec.limits)
         if watch.own_kill is not None:
-            _kill_worker(trial, worker, nodes, watch)
+            _kill_worker(trial, worker, watch)
             return watch
-        if nodes:
-            nodes.poll()
-            if nodes.is_over:
-                break
     _wait_for_cancellation(worker, watch, trial.cancel)
     return watch
 
 
-def _kill_worker(
-    trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "JobNodes | None", watch: _Watch
-) -> None:
+def _kill_worker(trial: _Supervised, worker: "subprocess.Popen[bytes]", watch: _Watch) -> None:
     # Kill a trial over its memory limit at once, without SIGTERM and without its stacks, before it allocates even more.
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
-    if nodes and wants_stacks:
-        watch.stacks, wants_stacks = nodes.stacks(), False
+    if trial.spec.runs_torchrun and wants_stacks:
+        watch.stacks, wants_stacks = stacks_of_ranks(trial.folder, trial.spec.processes), False
     stacks = process_tree.end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
     watch.stacks = watch.stacks or stacks
 

@@ -19,7 +19,6 @@ from flopwatch.decode import read_record
 from flopwatch.files import read_json, write_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank
-from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.progress import Heartbeat, when_there_is_space
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of, result_or_error
 
@@ -29,8 +28,6 @@ _LOST_PEER = ("gloo", "NCCL", "ncclUnhandled", "ncclRemote", "Connection closed 
 
 def main(trial_dir: Path, rank: int | None = None) -> int:
     """Measure the trial and return the exit status; `rank` is None for the trial's only process."""
-    if rank is not None:  # this process must end with torchrun, because a supervisor on another host could not end it
-        die_with_parent(signal.SIGKILL)
     stacks = when_there_is_space(lambda: (trial_dir / of_rank(STACKS, rank or 0)).open("w"))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

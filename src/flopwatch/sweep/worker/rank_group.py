@@ -45,7 +45,7 @@ class RankGroup:
         check_processes(spec)
         if reason := needs_one_process(spec):
             raise UnsupportedError(reason)
-        self.size = spec.world_size
+        self.size = spec.processes
         self.rank = int(os.environ["RANK"]) if self.size > 1 else 0
         self._layout = spec.layout
         silence = spec.limits.no_progress_seconds or 0.0
@@ -74,7 +74,7 @@ class RankGroup:
         if rows != batch_size:
             raise UnsupportedError(
                 f"{self.size} processes cannot share the batch, because it has {rows} rows for {batch_size} samples; "
-                "make a batch with one row for each sample, or do not set `nodes` and `processes`"
+                "make a batch with one row for each sample, or do not set `processes`"
             )
         part = micro_batches(batch, self.share(batch_size))[self.rank]
         # Clones, because views would keep the whole batch in memory.
