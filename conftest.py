@@ -19,7 +19,6 @@ LONGEST = (
     "tests/monitor/test_late_changes.py",
     "tests/sweep/test_endings.py",
     "tests/monitor/test_exact.py",
-    "tests/flops/tracing/test_replay.py",
     "tests/flops/test_sharded.py",
     "tests/integrations/test_trl.py",
     "tests/integrations/test_hugging_face_harmless.py",
@@ -105,10 +104,14 @@ def _what_this_torch_lacks(
 ) -> Iterator[None]:
     """`make matrix` shows in its table which private names of torch failed their check in the portable suite."""
     yield
-    probes = sys.modules.get("flopwatch.torch_internals.probes")
-    if probes is not None and _only_portable(request.config):
-        found = filter(None, (probes.why_not_countable(), probes.untested_release()))
-        record_testsuite_property("missing", "\t".join(found))
+    if _only_portable(request.config):
+        record_testsuite_property("missing", "\t".join(what_this_torch_lacks()))
+
+
+def what_this_torch_lacks() -> list[str]:
+    from flopwatch.torch_internals import untested_release, why_not_countable
+
+    return list(filter(None, (why_not_countable(), untested_release())))
 
 
 @pytest.hookimpl(tryfirst=True)

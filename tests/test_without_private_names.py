@@ -90,6 +90,14 @@ def test_without(name, monkeypatch):
     TAKEN_AWAY[name](monkeypatch)
 
 
+def test_the_portable_suite_records_what_this_release_lacks(request, monkeypatch):
+    conftest = request.config.pluginmanager.get_plugin(str(DESIGN.parents[1] / "conftest.py"))
+    assert conftest.what_this_torch_lacks() == []
+    torch_internals.why_not_countable.cache_clear()
+    monkeypatch.setitem(torch_internals.CHECKS, ("_gone",), lambda: False)
+    assert conftest.what_this_torch_lacks() == [f"torch {torch.__version__} has no usable `_gone`"]
+
+
 def test_with_all_names_nothing_is_said_and_the_count_is_right():
     result = count(recomputes=True)
     assert result.method == "trace"

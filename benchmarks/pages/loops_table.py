@@ -1,4 +1,4 @@
-"""Runs every loop of tests/monitor/loops beside an op-by-op count of its steps and writes the table of docs/loops.md.
+"""Runs every loop of testbeds/loops beside an op-by-op count of its steps and writes the table of docs/loops.md.
 
 python benchmarks/pages/loops_table.py
 """
@@ -24,7 +24,7 @@ computes itself (Muon, Shampoo) are in neither count.
 
 A row is not exact while too few steps of its kind have been counted as they ran. A column gives the number of rows
 that are not exact, and the last column the reason of the last such row. The page is written by
-`python benchmarks/pages/loops_table.py`; the same loops are tests (`tests/monitor/loops/`).
+`python benchmarks/pages/loops_table.py`; the same loops are tests (`tests/monitor/test_loops.py`).
 """
 
 
