@@ -3,11 +3,12 @@
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from flopwatch import TrainingMonitor
 from flopwatch.flops.tracing import live
 from flopwatch.records.run import is_doubted
-from testbeds.loops.truth import OpCounter
+from testbeds.loops.truth import OpCounter, recomputation_told
+from testbeds.loops.unpadded import row_by_row
 
 STEPS = 12
 LOG_EVERY = 2
@@ -31,13 +33,15 @@ class Audit:
         is_counting: Which of the two.
         compiles: Whether the model is compiled in place before its first step, in a loop that does not do so itself.
         flops: By step number, what was counted.
+        recomputed: By step number, what checkpoints ran again of it.
         monitor: The monitor, switched off while steps are counted.
     """
 
     def __init__(self, folder: Path, *, is_counting: bool, compiles: bool = False) -> None:
         self.folder = folder
         self.is_counting, self.compiles = is_counting, compiles
-        self.flops: dict[int, int] = {}
+        self.flops: Counter[int] = Counter()
+        self.recomputed: Counter[int] = Counter()
         self._next = 0
         self._open: OpCounter | None = None
         self._monitor: TrainingMonitor | None = None
@@ -72,7 +76,7 @@ class Audit:
             yield
         finally:
             counter.leave()
-        self.flops[number] = self.flops.get(number, 0) + counter.flops
+        self._add(number, counter)
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[Any]:
@@ -98,8 +102,12 @@ class Audit:
         """The step of this number has ended."""
         if self._open is not None:
             self._open.leave()
-            self.flops[number] = self._open.flops
+            self._add(number, self._open)
             self._open = None
+
+    def _add(self, number: int, counter: OpCounter) -> None:
+        self.flops[number] += counter.flops
+        self.recomputed[number] += counter.recomputed
 
     def close(self) -> None:
         if self._monitor is not None:
@@ -120,6 +128,9 @@ class Loop:
         told: What the notes of rows that are not exact say, where exactness is not promised.
         is_compiled: Compiled code is run eagerly while it is counted.
         gap: Why a row of it is wrong and called exact: the gap between counts that docs/exactness.md describes.
+        model_gap: Why model FLOPs of a row that is called exact are wrong.
+        needs: What model FLOPs are compared with, besides recomputation, which they leave out: what was executed; in
+            batches with padding, what each row executes by itself; "elsewhere" if another test compares them.
         is_slow: Takes more than a second or two, most of it for the law of a transformer.
     """
 
@@ -128,6 +139,8 @@ class Loop:
     told: str | None = None
     is_compiled: bool = False
     gap: str | None = None
+    model_gap: str | None = None
+    needs: Literal["executed", "row by row", "elsewhere"] = "executed"
     is_slow: bool = False
 
     @property
@@ -141,17 +154,25 @@ class Loop:
 
 @dataclass(frozen=True)
 class AuditedRow:
-    """A row of the log beside the truth of its steps."""
+    """A row of the log beside the truth of its steps: executed FLOPs, and those that the model needs."""
 
     steps: tuple[int, ...]
     is_exact: bool | None
     notes: tuple[str, ...]
     logged: int | None
     truth: int
+    logged_model: int | None
+    true_model: int | None
 
     @property
     def is_wrong_and_exact(self) -> bool:
         return bool(self.is_exact) and self.logged != self.truth
+
+    @property
+    def is_only_model_wrong_and_exact(self) -> bool:
+        """Whether what was executed is right, and what the model needs is not."""
+        is_wrong = self.true_model is not None and self.logged_model != self.true_model
+        return bool(self.is_exact) and not self.is_wrong_and_exact and is_wrong
 
 
 @dataclass(frozen=True)
@@ -195,20 +216,30 @@ class Outcome:
         return any(re.search(words, note) for note in self.reasons)
 
 
-def audit(loop: Loop, folder: Path, *, compiles: bool = False) -> Outcome:
-    counted = Audit(folder / "counted", is_counting=True)
-    with mock.patch.dict(os.environ, {"FLOPWATCH_DISABLE": "1"}):
-        plain = _run(loop, counted)
-    monitored = Audit(folder / "monitored", is_counting=False, compiles=compiles)
-    modules = _run(loop, monitored)
+def audit(loop: Loop, folder: Path, *, compiles: bool = False, steps: int = STEPS) -> Outcome:
+    with mock.patch.dict(loop.run.__globals__, STEPS=steps):
+        plain, counted = _count(loop, folder / "counted")
+        needed = counted.flops - counted.recomputed if loop.needs != "elsewhere" else Counter()
+        if loop.needs == "row by row":
+            with row_by_row():
+                _, alone = _count(loop, folder / "alone")
+            needed = alone.flops - alone.recomputed
+        monitored = Audit(folder / "monitored", is_counting=False, compiles=compiles)
+        modules = _run(loop, monitored)
     records = [json.loads(line) for line in _log(monitored.folder).read_text().splitlines()]
     doubts = [record for record in records if record.get("doubted")]
-    rows = [_audited(record, counted.flops, doubts) for record in records if record["type"] == "row"]
+    rows = [_audited(record, counted.flops, needed, doubts) for record in records if record["type"] == "row"]
     errors = [record["message"] for record in records if record.get("level") == "error"]
     warnings = [record["message"] for record in records if record.get("code") in _TELLING]
     summary = monitored.monitor.summary if monitored._monitor is not None else None
     total = summary.values.get("total/hardware_flops") if summary is not None else None
     return Outcome(rows, errors, warnings, _weights_equal(plain, modules), total, sum(counted.flops.values()))
+
+
+def _count(loop: Loop, folder: Path) -> tuple[list[nn.Module], Audit]:
+    counted = Audit(folder, is_counting=True)
+    with mock.patch.dict(os.environ, {"FLOPWATCH_DISABLE": "1"}), recomputation_told():
+        return _run(loop, counted), counted
 
 
 def _run(loop: Loop, run: Audit) -> list[nn.Module]:
@@ -236,15 +267,26 @@ def _log(folder: Path) -> Path:
     return path
 
 
-def _audited(record: dict[str, Any], truth: dict[int, int], doubts: list[dict[str, Any]]) -> AuditedRow:
+def _audited(
+    record: dict[str, Any], truth: dict[int, int], needed: Counter[int], doubts: list[dict[str, Any]]
+) -> AuditedRow:
     """The reasons of a row that was doubted after it was written are in the notices that doubt it."""
     columns = record["steps"]
     steps = tuple(columns["step"])
-    known = columns.get("hardware_flops", [None])
-    logged = None if None in known else sum(known)
     later = [doubt["message"] for doubt in doubts if is_doubted(steps, doubt["doubted"])]
-    notes = dict.fromkeys([*record.get("notes", ()), *later])
-    return AuditedRow(steps, record.get("exact"), tuple(notes), logged, sum(truth[number] for number in steps))
+    return AuditedRow(
+        steps,
+        record.get("exact"),
+        tuple(dict.fromkeys([*record.get("notes", ()), *later])),
+        _sum(columns.get("hardware_flops", [None])),
+        sum(truth[number] for number in steps),
+        _sum(columns.get("model_flops", [None])),
+        sum(needed[number] for number in steps) if needed else None,
+    )
+
+
+def _sum(known: list[int | None]) -> int | None:
+    return None if None in known else sum(filter(None, known))
 
 
 def _weights_equal(left: list[nn.Module], right: list[nn.Module]) -> bool:

@@ -3,13 +3,16 @@
 Nothing of flopwatch is used here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -47,17 +50,57 @@ def _is_composite(func: Any) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
+class Recomputation:
+    """Whether activation checkpointing runs a part of the forward pass again."""
+
+    depth = 0
+
+    @classmethod
+    def of(cls, run: Callable[..., Any], *, has_run: bool) -> Callable[..., Any]:
+        """The function of a checkpoint; every call but its first is recomputation."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            is_again, has_run = has_run, True
+            cls.depth += is_again
+            try:
+                return run(*args, **kwargs)
+            finally:
+                cls.depth -= is_again
+
+        return called
+
+
+@contextmanager
+def recomputation_told() -> Iterator[None]:
+    """While this is open, both kinds of torch's checkpoints tell when they recompute."""
+    make_frame, run_reentrant = checkpoint._CheckpointFrame.__init__, checkpoint.CheckpointFunction.forward
+
+    def frame(self: Any, recompute: Any, *args: Any) -> None:
+        make_frame(self, Recomputation.of(recompute, has_run=True), *args)
+
+    def forward(ctx: Any, run: Any, *args: Any) -> Any:
+        return run_reentrant(ctx, Recomputation.of(run, has_run=False), *args)
+
+    with (
+        mock.patch.object(checkpoint._CheckpointFrame, "__init__", frame),
+        mock.patch.object(checkpoint.CheckpointFunction, "forward", staticmethod(forward)),
+    ):
+        yield
+
+
 class OpCounter(TorchDispatchMode):
     """Counts what runs while it is entered, in this thread and in the backward pass that this thread starts.
 
     Attributes:
         flops: The sum so far, without what optimizers compute themselves: that is neither the model's nor in MFU.
+        recomputed: The part of it that checkpoints ran again.
         optimizer_depth: How many optimizers are making their step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
+        self.flops = self.recomputed = 0
         self.optimizer_depth = 0
         self._hooks: list[Any] = []
 
@@ -102,8 +145,11 @@ class OpCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.optimizer_depth:
             return out
+        flops = 0
         if op in _MORE:
-            self.flops += _MORE[op](*args, **kwargs)
+            flops = _MORE[op](*args, **kwargs)
         elif op in flop_registry:
-            self.flops += flop_registry[op](*args, **kwargs, out_val=out)
+            flops = flop_registry[op](*args, **kwargs, out_val=out)
+        self.flops += flops
+        self.recomputed += flops if Recomputation.depth else 0
         return out

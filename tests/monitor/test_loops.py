@@ -38,6 +38,8 @@ def test_every_row_of_a_loop_is_right_or_says_why_not(loop: Loop, tmp_path: Path
 
     assert outcome.rows
     assert [row for row in outcome.rows if row.is_wrong_and_exact] == []
+    model_is_wrong = [row for row in outcome.rows if row.is_only_model_wrong_and_exact]
+    assert (model_is_wrong != []) == (loop.model_gap is not None), model_is_wrong
     assert [row for row in outcome.rows if row.is_exact is False and not row.notes] == []
     assert outcome.errors == []
     assert outcome.is_same_training

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from house.goldens import endings, formulas, rows, texts
+from house.goldens import counts, endings, formulas, rows, texts
 from house.goldens.forms import numbers_in, words_lost_and_new
 from house.goldens.tree import Tree
 
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[Tree, str], Recorded]] = {
     "rows": rows.record,
     "formulas": formulas.record,
     "endings": endings.record,
+    "counts": counts.record,
 }
 _GROWTH = 1.05
 """A page may be larger by this factor."""
