@@ -83,6 +83,7 @@ campaign: install
 
 # Schemas, tables and drawings that come from the code; a quick test fails when a schema or a table is out of date.
 pages: install
+	$(BIN)/python benchmarks/pages/translations.py
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/schemas.py
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/pages/reference_pages.py
 	$(BIN)/python benchmarks/pages/drawings.py

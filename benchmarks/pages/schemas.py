@@ -140,6 +140,12 @@ def _as_written(kind: type, name: str = "", left_out: tuple[str, ...] = (), **ch
     return written
 
 
+_SAID: Any = NotRequired[
+    Annotated[
+        Mapping[str, list[Any]],
+        Field(description="By texts that flopwatch has said: the template and the values in it. May be absent."),
+    ]
+]
 _COLUMNS = Mapping[str, list[bool | Logged | None]]
 _SOMETIMES = {
     "all_ranks": NotRequired[Mapping[str, int]],
@@ -147,15 +153,16 @@ _SOMETIMES = {
     "peak": NotRequired[Mapping[str, Any] | None],
     "notes": NotRequired[list[str]],
     "counters_source": NotRequired[str],
+    "said": _SAID,
 }
 _ROW: Mapping[str, Any] = {"values": Mapping[str, Logged], "steps": _COLUMNS, **_SOMETIMES}
 _LOG_LINE: Any = Annotated[
     RunStart
-    | Provenance
+    | _as_written(Provenance, said=_SAID)
     | _as_written(Row, left_out=("skip",), **_ROW)
     | _as_written(PartialRow, left_out=("skip",), **{**_ROW, "type": Literal["partial_row"]})
-    | _as_written(Notice, doubted=NotRequired[list[tuple[int, int]]])
-    | _as_written(Summary, values=Mapping[str, Logged]),
+    | _as_written(Notice, doubted=NotRequired[list[tuple[int, int]]], said=_SAID)
+    | _as_written(Summary, values=Mapping[str, Logged], said=_SAID),
     Field(discriminator="type"),
 ]
 

@@ -7,13 +7,14 @@ that a batch has at least 1 sample.
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flopwatch.errors import FlopwatchError
+from flopwatch.language import with_parts
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
@@ -82,6 +83,7 @@ def _record_reader(kind: Any) -> Read:
         (field.name, _field_reader(hints[field.name], field), type(None) in get_args(hints[field.name]))
         for field in fields(kind)
     ]
+    texts = [name for name, hint in hints.items() if hint in (str, str | None, tuple[str, ...], Mapping[str, str])]
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     why_broken: Callable[[Any], str | None] | None = getattr(kind, "why_broken", None)
 
@@ -101,12 +103,18 @@ def _record_reader(kind: Any) -> Read:
             for name in required:
                 if name not in values:
                     raise BrokenRecordError(f"the field {name!r} is missing")
-        record = kind(**values)
+        record = kind(**{**values, **_said(values, texts, content)})
         if why_broken is not None and (why := why_broken(record)):
             raise BrokenRecordError(why)
         return record
 
     return read
+
+
+def _said(values: Mapping[str, Any], texts: Sequence[str], content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The texts of a record that flopwatch has said, with the parts that are stored beside them."""
+    said = clean_value(content.get("said"))
+    return {name: with_parts(values[name], said) for name in texts if name in values} if said else {}
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:

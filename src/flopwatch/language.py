@@ -11,24 +11,27 @@ import gettext
 import os
 import re
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+Templates: TypeAlias = Mapping[str, str]
+"""The type of a table of templates by code."""
 ENGLISH, CHINESE = "en", "zh"
 _SETTING = "FLOPWATCH_LANG"
 _LOCALES = ("LC_ALL", "LC_MESSAGES", "LANG")
 """The order in which POSIX reads them: the first that is set decides."""
-_PLACE = re.compile(r"\{(\w+)\}")
+_PLACE = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
+_DEEPEST = 50
 _chosen: dict[str, str] = {}
 
 
 class Said(str):
     """An English sentence or label that can be shown in another language.
 
-    >>> Said("{share} of the step waits for input", share="12 %")
-    '12 % of the step waits for input'
+    >>> Said("{share:.0%} of {what} waits for input", share=0.12, what=Said("the step"))
+    '12% of the step waits for input'
 
     Attributes:
         template: The sentence with named places, which the translation is found by.
@@ -39,9 +42,14 @@ class Said(str):
     values: Mapping[str, str]
 
     def __new__(cls, template: str, /, **values: Any) -> "Said":
-        """Fill the template; a value that is not a str is written as `str` writes it."""
-        texts = {name: value if isinstance(value, str) else str(value) for name, value in values.items()}
+        """Fill the template; numbers become texts here, once for all languages."""
+        places = {name: spec for name, spec in _PLACE.findall(template) if name in values}
+        texts = {name: _text(values[name], spec) for name, spec in places.items()}
         return restored(_filled(template, texts), template, texts)
+
+    def filled(self, **values: Any) -> "Said":
+        """A sentence from a table of templates, with its values."""
+        return Said(self.template, **values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restored, (str(self), self.template, dict(self.values))
@@ -60,13 +68,62 @@ def counted(amount: int, one: str, many: str, /, **values: Any) -> Said:
     >>> counted(1, "{n} trial", "{n} trials"), counted(3000, "{n} trial", "{n} trials")
     ('1 trial', '3,000 trials')
     """
-    texts = {"n": f"{amount:,}", **values}
+    texts = {"n": f"{amount:,}", **{name: _text(value, "") for name, value in values.items()}}
     return restored(_filled(one if amount == 1 else many, texts), one, texts)
+
+
+def joined(texts: Sequence[str], pair: "Said | None" = None) -> str:
+    """Texts in a row, with commas or as the template `pair` says; a single one stays as it is.
+
+    >>> joined(["a", Said("the step"), "c"])
+    'a, the step, c'
+    """
+    template = pair or Said("{first}, {next}")
+    return reduce(lambda first, text: template.filled(first=first, next=text), texts) if texts else ""
+
+
+def _text(value: Any, spec: str) -> str:
+    return value if isinstance(value, str) and not spec else format(value, spec)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
     """Not `str.format`: a template may come from a file."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), template)
+
+
+def parts_of(*texts: str | None) -> dict[str, Any]:
+    """What a record stores of the texts in it: by the English text, its template and values. Empty if nothing is said.
+
+    >>> parts_of("of a user", Said("at step {step}", step=3))
+    {'said': {'at step 3': ['at step {step}', {'step': '3'}]}}
+    """
+    said = {str(text): _parts(text) for text in texts if isinstance(text, Said)}
+    return {"said": said} if said else {}
+
+
+def _parts(said: Said) -> list[Any]:
+    values = {name: _parts(text) if isinstance(text, Said) else text for name, text in said.values.items()}
+    return [said.template, values]
+
+
+def with_parts(value: Any, said: Any) -> Any:
+    """A text of a record that was read, or a tuple or dict of texts, with the parts stored beside it."""
+    if isinstance(value, str):
+        parts = said.get(value) if isinstance(said, dict) else None
+        return value if parts is None else _restored(parts, value)
+    if isinstance(value, tuple):
+        return tuple(with_parts(text, said) for text in value)
+    if isinstance(value, dict):
+        return {name: with_parts(text, said) for name, text in value.items()}
+    return value
+
+
+def _restored(parts: Any, text: str | None = None, depth: int = 0) -> str:
+    match parts:
+        case [str(template), dict(values)] if depth < _DEEPEST:
+            texts = {str(name): _restored(value, depth=depth + 1) for name, value in values.items()}
+            return restored(_filled(template, texts) if text is None else text, template, texts)
+    return text or str(parts)
 
 
 def language() -> str:

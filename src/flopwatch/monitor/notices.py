@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flopwatch.language import Said, Templates
 from flopwatch.records.run import Level
 from flopwatch.text import first_line, listed
 
@@ -11,7 +12,7 @@ Notify = Callable[[Level, str, str], None]
 NoticeText = tuple[Level, str, str]
 """What `Notify` takes. A suffix of the code, as in `sink_failed:csv`, allows one message per sink."""
 
-_INFOS = {
+_INFOS: Templates = {
     "input_wait_unknown": "the input wait is not known, because micro-batches are fetched inside the step; a "
     "TrainingMonitor measures it: `for batch in monitor.batches(loader)`, or `with monitor.input_wait():` around your "
     "own function that fetches",
@@ -40,9 +41,9 @@ _INFOS = {
     "optimizer_products": "the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither "
     "the model's FLOPs nor the executed FLOPs include them",
 }
-_WARNINGS = {
-    "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} "
-    "FLOP/s ({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype=, or the dense peak as "
+_WARNINGS: Templates = {
+    "mfu_above_peak": "MFU is {percent:.1f} %, more than the device can do, so the peak of {peak:.4g} "
+    "FLOP/s ({device}, {dtype}, {source}) is wrong for this training; pass dtype=, or the dense peak as "
     "peak_flops_per_s=312e12 (--peak-tflops 312) if it is 312 TFLOP/s",
     "counters_absent": "hardware counters were asked for: {why}; `flopwatch doctor` shows what is missing",
     "counters_not_counted": "the device computes more than is counted: {counters} by its counters ({source}), "
@@ -86,9 +87,9 @@ _WARNINGS = {
     "tokens and no FLOPs; later batches are read during log_step",
     "not_readable": "{name} was written into after log_step, is not a single number, or is spread over ranks, so it is "
     "left out; pass {name}.detach().clone(), a number, or {name}.full_tensor()",
-    "ranks_absent": "no monitor of {ranks} joined this run before it ended, so the totals lack them; create the same "
-    "monitors on every rank, in the same order and with the same logging_rank",
-    "rows_in_doubt": "the FLOPs of {steps} may be wrong, and their rows are not called exact any longer: {shown}",
+    "ranks_absent": "no monitor of rank {ranks} joined this run before it ended, so the totals lack them; create the "
+    "same monitors on every rank, in the same order and with the same logging_rank",
+    "rows_in_doubt": "the FLOPs of steps {steps} may be wrong, and their rows are not called exact any longer: {shown}",
     "peak_unknown": "there will be no MFU for {dtype}: {why}",
     "coverage_below_1": "{percent:.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
     "{notes}. Add a formula with flopwatch.register_formula",
@@ -100,26 +101,36 @@ def notice(code: str, **facts: Any) -> NoticeText:
     said = {name: first_line(fact) if isinstance(fact, BaseException) else fact for name, fact in facts.items()}
     name = code.partition(":")[0]
     if name in _INFOS:
-        return "info", code, _INFOS[name].format(**said)
-    return "warning", code, _WARNINGS[name].format(**said)
+        return "info", code, Said(_INFOS[name], **said)
+    return "warning", code, Said(_WARNINGS[name], **said)
 
 
-def not_a_model(model: object) -> str:
-    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-    return f"model= must be the torch.nn.Module that is trained, got {got}, so there will be no FLOPs and no MFU"
+def not_a_model(model: object) -> Said:
+    got = Said("the class {name}", name=model.__name__) if isinstance(model, type) else type(model).__name__
+    return Said(
+        "model= must be the torch.nn.Module that is trained, got {got}, so there will be no FLOPs and no MFU", got=got
+    )
 
 
 def nothing_to_count(*, has_model: bool, has_batch: bool, is_counted: bool = False) -> NoticeText:
     """Make one notice about a missing model, a missing batch, or both. A live count needs no batch."""
-    ways = {
-        "model": "model= to TrainingMonitor (or call set_model)",
-        "batch": "batch= to step() or log_step(), or each one to micro_batch()",
-    }
-    missing = [name for name, is_given in (("model", has_model), ("batch", has_batch)) if not is_given]
-    effects = [*([] if has_batch else ["no tokens per second"]), *([] if is_counted else ["no FLOPs and no MFU"])]
-    what, needed = " and no ".join(missing), ", and ".join(ways[name] for name in missing)
-    text = f"no {what} was given, so there will be {', '.join(effects)}; pass {needed}"
-    return "warning", f"no_{missing[0]}", text
+    if has_batch:
+        text = Said(
+            "no model was given, so there will be no FLOPs and no MFU; pass model= to TrainingMonitor (or call "
+            "set_model)"
+        )
+    elif not has_model:
+        text = Said(
+            "no model and no batch was given, so there will be no tokens per second, no FLOPs and no MFU; pass model= "
+            "to TrainingMonitor (or call set_model), and batch= to step() or log_step(), or each one to micro_batch()"
+        )
+    else:
+        text = Said(
+            "no batch was given, so there will be {effects}; pass batch= to step() or log_step(), or each one to "
+            "micro_batch()",
+            effects=Said("no tokens per second") if is_counted else Said("no tokens per second, no FLOPs and no MFU"),
+        )
+    return "warning", "no_batch" if has_model else "no_model", text
 
 
 def not_readable(name: str) -> NoticeText:
@@ -127,25 +138,25 @@ def not_readable(name: str) -> NoticeText:
 
 
 def ranks_absent(ranks: Sequence[int]) -> NoticeText:
-    return notice("ranks_absent", ranks=f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}")
+    return notice("ranks_absent", ranks=", ".join(map(str, ranks)))
 
 
 def rows_in_doubt(steps: Sequence[tuple[int, int]], shown: str) -> NoticeText:
     ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in steps]
     begins, ends = steps[0][0], steps[-1][1]
-    said = f"{'step' if begins == ends else 'steps'} {listed(ranges, 8)}{' ranges' if len(ranges) > 8 else ''}"
-    return notice(f"rows_in_doubt:{begins}:{ends}", steps=said, shown=shown)
+    return notice(f"rows_in_doubt:{begins}:{ends}", steps=listed(ranges, 8), shown=shown)
 
 
-def repeated_weights(names: Sequence[str]) -> str:
-    return (
-        f"the model is tensor parallel, but {listed(names, 3)} is not divided, so that its products, which every rank "
-        "may run alike, are counted on each; divide it too, or read MFU as an upper bound"
+def repeated_weights(names: Sequence[str]) -> Said:
+    return Said(
+        "the model is tensor parallel, but {names} is not divided, so that its products, which every rank may run "
+        "alike, are counted on each; divide it too, or read MFU as an upper bound",
+        names=listed(names, 3),
     )
 
 
-def doubt_of_rank(rank: int) -> str:
-    return f"on rank {rank}, a counted step ran other FLOPs than equal calls had run until then"
+def doubt_of_rank(rank: int) -> Said:
+    return Said("on rank {rank}, a counted step ran other FLOPs than equal calls had run until then", rank=rank)
 
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.files import is_full_disk
-from flopwatch.language import _, choose
+from flopwatch.language import Said, _, choose
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.environment import what_ran
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
@@ -72,8 +72,9 @@ class Outlets:
             return
         for thread in self._threads:
             if not thread.put(record) and thread.failed is None and not thread.is_closing:
-                slow = (
-                    f"the sink {thread.name} is too slow, so some rows are not sent to it; the local log has all rows"
+                slow = Said(
+                    "the sink {name} is too slow, so some rows are not sent to it; the local log has all rows",
+                    name=thread.name,
                 )
                 self.notify("warning", f"rows_dropped:{thread.name}", slow, step=getattr(record, "step", None))
 
@@ -102,7 +103,10 @@ class Outlets:
     def flush_log(self) -> None:
         """Wait until the local log contains all records so far, but at most `_FLUSH_SECONDS`."""
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
-            late = f"the local log could not be written within {_FLUSH_SECONDS:.0f} s, so it lacks the newest records"
+            late = Said(
+                "the local log could not be written within {seconds:.0f} s, so it lacks the newest records",
+                seconds=_FLUSH_SECONDS,
+            )
             self.notify("warning", "log_is_behind", late)
 
     def close(self, of_session: Summary) -> Summary:
@@ -115,7 +119,7 @@ class Outlets:
             thread.put(self._with_failures(of_session))
         for thread in others:
             if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
-                self.failed_parts[thread.name] = "the sink did not close in time, so its last records are lost"
+                self.failed_parts[thread.name] = Said("the sink did not close in time, so its last records are lost")
         self._has_only_log = True
         summary = self._with_failures(of_session)
         log.put(summary)
@@ -135,13 +139,17 @@ class Outlets:
     def _sink_failed(self, name: str, error: BaseException) -> None:
         said = first_line(error)
         self.failed_parts[name] = reason = f"{type(error).__name__}: {said}"
-        message = f"the sink {name} failed and is switched off, the training goes on: {reason}"
+        message = Said("the sink {name} failed and is switched off, the training goes on: {why}", name=name, why=reason)
         if isinstance(error, MissingDependencyError):
-            message = f"the sink {name} is not used: {said}"
+            message = Said("the sink {name} is not used: {why}", name=name, why=said)
         if name == JsonlSink.name and isinstance(error, OSError):
-            message = f"the run's log cannot be written ({said}); pass an output_dir that can be written to"
+            message = Said(
+                "the run's log cannot be written ({why}); pass an output_dir that can be written to", why=said
+            )
             if is_full_disk(error):
-                message = f"the disk was full until the end of the run: {error.filename}: {error.strerror}"
+                message = Said(
+                    "the disk was full until the end of the run: {file}: {why}", file=error.filename, why=error.strerror
+                )
         # All other sinks are closed, so `flopwatch run` would show no notice.
         if self._has_only_log and is_full_disk(error):
             sys.stderr.write(_(f"flopwatch: {message}\n"))
@@ -176,5 +184,7 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     outlets = Outlets([log, *sinks, *([] if console is None else [console])], console=console)
     for name, reason in failures.items():
         outlets.failed_parts.setdefault(name, reason)
-        outlets.notify("error", f"sink_failed:{name}", f"the sink {name!r} is not used: {reason}")
+        outlets.notify(
+            "error", f"sink_failed:{name}", Said("the sink {name} is not used: {why}", name=name, why=reason)
+        )
     return outlets

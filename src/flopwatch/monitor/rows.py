@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from flopwatch.language import Said
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counters.values import ENERGY, OF_RANKS, POWER, energy_per_work, joined, values_of_ranks
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
@@ -74,14 +75,24 @@ class RowExactness:
         reasons = dict.fromkeys(step.reason for step in map(self.with_doubt, window.steps) if step.reason)
         notes = tuple(reasons)[:_MOST_REASONS]
         if not notes and any(step.model_flops is None for step in window.steps):
-            notes = ("the FLOPs of some steps are not known",)
+            notes = (Said("the FLOPs of some steps are not known"),)
         if not notes and world_size > 1:
             report = window.report
             reported, exact = (0, 0) if report is None else (report.ranks, report.exact_ranks)
             if reported < world_size:
-                notes = (f"only {reported} of {world_size} ranks have reported these steps",)
+                notes = (
+                    Said(
+                        "only {reported} of {world_size} ranks have reported these steps",
+                        reported=reported,
+                        world_size=world_size,
+                    ),
+                )
             elif exact < world_size:
-                notes = (f"the FLOPs are exact on only {exact} of {world_size} ranks",)
+                notes = (
+                    Said(
+                        "the FLOPs are exact on only {exact} of {world_size} ranks", exact=exact, world_size=world_size
+                    ),
+                )
         self._note(not notes, notes)
         return not notes, notes
 

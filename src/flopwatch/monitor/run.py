@@ -499,7 +499,17 @@ class MonitoredRun:
             self._notify(*notices.notice("stalled", seconds=stalled), step)
         mfu, peak = newest.values.get("perf/mfu"), self.costs.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
-            self._notify(*notices.notice("mfu_above_peak", percent=100 * mfu, peak=peak), step)
+            self._notify(
+                *notices.notice(
+                    "mfu_above_peak",
+                    percent=100 * mfu,
+                    peak=peak.flops_per_s,
+                    device=peak.device,
+                    dtype=peak.dtype,
+                    source=peak.source,
+                ),
+                step,
+            )
 
     def failed(self, part: str, error: Exception) -> None:
         """Report the failure of a part of the monitor once; with the setting `strict`, raise the error instead."""

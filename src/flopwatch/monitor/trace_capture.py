@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flopwatch.guard import Guard
+from flopwatch.language import Said
 from flopwatch.runs.traces import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
 from flopwatch.text import first_line
 
@@ -72,7 +73,7 @@ class TraceCapture:
         if self._profiler is None:
             return
         if not self._done:
-            self._give_up(step, "the run ended before the first traced step")
+            self._give_up(step, Said("the run ended before the first traced step"))
             return
         with self._reported(step):
             self._finish(step)
@@ -98,13 +99,15 @@ class TraceCapture:
     def interrupted(self, step: int) -> None:
         """Give up the trace that is being recorded, because time that belongs to no step is in it without a mark."""
         if self._profiler is not None:
-            self._give_up(step, "an evaluation or a checkpoint took place between the traced steps; ask again")
+            self._give_up(step, Said("an evaluation or a checkpoint took place between the traced steps; ask again"))
 
     def _finish(self, step: int) -> None:
         _wait_for_device()
         self._mark.close()
         if _is_profiling(self._profiler):
-            self._give_up(step, "another profiler of this process was started meanwhile; ask again when it has ended")
+            self._give_up(
+                step, Said("another profiler of this process was started meanwhile; ask again when it has ended")
+            )
             return
         self._wanted = 0
         profiler, self._profiler = self._profiler, None
@@ -119,12 +122,12 @@ class TraceCapture:
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-        told = f"trace written to {path}; open it at https://ui.perfetto.dev"
+        told = Said("trace written to {path}; open it at https://ui.perfetto.dev", path=path)
         self._notify("info", f"trace_written:{path.name}", told)
 
     def _start(self, step: int) -> None:
         if _is_profiling():
-            self._give_up(step, "another profiler of this process is active; ask again when it has ended")
+            self._give_up(step, Said("another profiler of this process is active; ask again when it has ended"))
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -163,8 +166,11 @@ class TraceCapture:
             failures: list[str] = []
             with Guard("trace", lambda _, error: failures.append(first_line(error))):
                 profiler.stop()
-            why += "".join(f" (and the profiler cannot be stopped: {each})" for each in failures)
-        self._notify("warning", f"trace_not_taken:{step}", f"no trace was taken, the training goes on: {why}")
+            for failure in failures:
+                why = Said("{why} (and the profiler cannot be stopped: {failure})", why=why, failure=failure)
+        self._notify(
+            "warning", f"trace_not_taken:{step}", Said("no trace was taken, the training goes on: {why}", why=why)
+        )
 
 
 def _answer_requests(

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import LARGEST, Stored, are_amounts, is_amount, valid_if
+from flopwatch.language import parts_of
 
 Number: TypeAlias = int | float
 Level = Literal["info", "warning", "error"]
@@ -127,6 +128,9 @@ class Provenance(Stored):
 
     type: Literal["provenance"] = "provenance"
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), **parts_of(*self.notes)}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -187,6 +191,7 @@ class Row:
             **({"all_ranks": dict(self.all_ranks)} if self.all_ranks else {}),
             **({} if self.exact is None else {"exact": self.exact, "peak": self.peak}),
             **({"notes": list(self.notes)} if self.notes else {}),
+            **parts_of(*self.notes),
             **({} if self.counters_source is None else {"counters_source": self.counters_source}),
         }
 
@@ -226,7 +231,8 @@ class Notice:
     type: Literal["notice"] = "notice"
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "doubted" or value}
+        fields = {name: value for name, value in asdict(self).items() if name != "doubted" or value}
+        return fields | parts_of(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +260,9 @@ class Summary(Stored):
     notes: tuple[str, ...] = ()
 
     type: Literal["summary"] = "summary"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), **parts_of(self.ended_by, *self.notes, *self.failed_parts.values())}
 
 
 Record: TypeAlias = RunStart | Provenance | Row | Notice | Summary

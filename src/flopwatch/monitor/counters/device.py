@@ -12,6 +12,7 @@ from flopwatch.hardware import read_device
 from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.hardware.identity import identify
 from flopwatch.hardware.peak_clock import peak_clock_mhz
+from flopwatch.language import Said
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import ModeName, MonitorConfig
 from flopwatch.monitor.counters.alarm import Compared, CounterAlarm, Disagreement
@@ -24,8 +25,8 @@ from flopwatch.numbers import byte_size, flop_rate, percent
 from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number
 
-_SWITCHED_OFF = "mode hybrid was asked for, and hardware counters are switched off"
-_ABSENT = "mode hybrid was asked for, and there are no hardware counters"
+_SWITCHED_OFF = Said("mode hybrid was asked for, and hardware counters are switched off")
+_ABSENT = Said("mode hybrid was asked for, and there are no hardware counters")
 
 
 class DeviceCounters:
@@ -81,7 +82,7 @@ class DeviceCounters:
 
     def _become_other(self, why: str) -> ModeName:
         mode: ModeName = "profiler" if self._config.fallback_to_profiler else "smart"
-        self._on_mode(mode, f"{why}, so FLOPs are counted as in mode {mode}")
+        self._on_mode(mode, Said("{why}, so FLOPs are counted as in mode {mode}", why=why, mode=mode))
         return mode
 
     def with_values(self, window: Window, costs: StepCosts, peak_flops_per_s: float | None) -> Window:
@@ -147,7 +148,7 @@ def _notice_of(found: Disagreement, source: str) -> NoticeText:
     if seen.counter_flops_per_s is None:
         busy = percent(seen.tensor_active)
         return notices.notice("counters_tensor_cores_busy", source=source, busy=busy, dtype=seen.dtype)
-    likely = found.likely_type or "another type, or outside of the tensor cores"
+    likely = found.likely_type or Said("another type, or outside of the tensor cores")
     return notices.notice(
         "counters_peak_type", source=source, counters=counters, counted=counted, dtype=seen.dtype, likely=likely
     )

@@ -19,6 +19,7 @@ from flopwatch.flops.batch_contents import IGNORED_LABEL, describe, named, read_
 from flopwatch.flops.count import target_lengths
 from flopwatch.flops.law import Documents
 from flopwatch.flops.tracing.scaling import Axes
+from flopwatch.language import Said
 from flopwatch.torch_internals.ops import tensor_version
 
 try:
@@ -222,9 +223,9 @@ class BatchReader:
         if layout.positions is None or _start_at_zero(tensors[layout.positions], mask):
             return None
         self._uses_positions = False
-        return (
-            "position_ids do not count up from 0 in each document, so each row is taken as one document; "
-            "pass lengths= if rows contain several documents"
+        return Said(
+            "position_ids do not count up from 0 in each document, so each row is taken as one document; pass "
+            "lengths= if rows contain several documents"
         )
 
     def _new_layout(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> BatchLayout:

@@ -14,6 +14,7 @@ from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.hardware.device import find_device
 from flopwatch.hardware.measure import measured_peak
 from flopwatch.hardware.peak_clock import TENSOR_TYPES
+from flopwatch.language import Said
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchSizes
@@ -25,12 +26,12 @@ from flopwatch.numbers import flop_rate
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
-PARTIAL = "what ran before the first call of a module was not seen in this step, the first of the training"
+PARTIAL = Said("what ran before the first call of a module was not seen in this step, the first of the training")
 _BY_LENGTH = ("positions", "shifted", "pairs", "longest")
-PADDED = "model FLOPs include padding, because the sizes of some products do not show how they depend on it"
-NOT_DIVIDED = (
-    "model FLOPs include padding, because the calls of the step do not show which of them belong to which micro-batch; "
-    "this is not needed if all micro-batches of a step are padded to one length"
+PADDED = Said("model FLOPs include padding, because the sizes of some products do not show how they depend on it")
+NOT_DIVIDED = Said(
+    "model FLOPs include padding, because the calls of the step do not show which of them belong to which "
+    "micro-batch; this is not needed if all micro-batches of a step are padded to one length"
 )
 
 
@@ -151,7 +152,7 @@ class StepCosts:
         """Compute the FLOPs of a step. `batch_sizes` is None if one of its batches could not be read."""
         if user_flops is not None:
             flops: StepFlops | None = StepFlops(user_flops)
-            reason: str | None = "the FLOPs are those of the user's flops_fn"
+            reason: str | None = Said("the FLOPs are those of the user's flops_fn")
         elif trace.estimates is not None:
             flops, reason = self._estimated(trace, batch_sizes)
         elif trace.kind is None or trace.evidence is None:
@@ -180,13 +181,13 @@ class StepCosts:
         elif trace.is_partial and self._counter.evidence.starts_with_call is not True:
             reason = PARTIAL
         elif count.uncounted:
-            reason = f"ops without a formula are not in it ({', '.join(count.uncounted)}): a lower bound"
+            reason = Said("ops without a formula are not in it ({ops}): a lower bound", ops=", ".join(count.uncounted))
         else:
             reason = count.doubt
         if count is None:
             return None, reason
         if batch_sizes is None:
-            return None, "the step's batch was overwritten before it was read"
+            return None, Said("the step's batch was overwritten before it was read")
         if all(batch.documents is None for batch in batch_sizes):
             if self._last is None or self._last[0] is not count:
                 self._last = count, _flops_of(count, 0)

@@ -21,6 +21,7 @@ from flopwatch.flops.methods import count_as_is
 from flopwatch.flops.tracing.counter import phases_of
 from flopwatch.flops.tracing.passes import CountOptions
 from flopwatch.flops.tracing.replica import unwrap
+from flopwatch.language import Said
 from flopwatch.models import dummy_batch
 from flopwatch.monitor.counting.batch_reader import BatchLayout, BatchSizes
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
@@ -30,7 +31,7 @@ PACKING = (
     *("max_length_q", "max_length_k", "position_ids"),
 )
 """Names of arguments that say where packed documents begin and end."""
-MADE_UP = "only attention_mask was given, so a batch of its shape was assumed"
+MADE_UP = Said("only attention_mask was given, so a batch of its shape was assumed")
 
 
 BatchCost = tuple[PhaseFlops, PhaseFlops, str | None]
@@ -107,7 +108,9 @@ class EstimatedCosts:
         executed, law, shape = estimate.executed, estimate.law, estimate.shape
         if batch.documents is None:
             return executed, executed, estimate.remark
-        unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
+        unclear = Said(
+            "model FLOPs include padding and attention across packed documents, as no formula separates them"
+        )
         whole = executed, executed, estimate.remark or unclear
         if law is None or shape is None or shape.seq_len is None:
             return whole

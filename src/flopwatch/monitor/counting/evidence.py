@@ -12,6 +12,7 @@ from flopwatch.flops.live_formula import Calls, Formula, FormulaFit, divided_cal
 from flopwatch.flops.tracing.counter import counted_convention
 from flopwatch.flops.tracing.live import StepCount
 from flopwatch.flops.tracing.scaling import Axes, Scale
+from flopwatch.language import Said, counted
 from flopwatch.monitor.counting.call_kinds import BATCH, CallKind
 from flopwatch.monitor.counting.estimates import EstimatedCosts
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
@@ -21,7 +22,7 @@ _MOST_KINDS = 4096
 _MOST_RANGES = 64
 ENOUGH = 3
 """Uncounted steps of a kind are exact once so many counted steps of it agree."""
-UNPROVEN = "equal calls have changed their cost before, and the run ended before another count"
+UNPROVEN = Said("equal calls have changed their cost before, and the run ended before another count")
 UNKNOWN = -1
 _NODES, _BACKWARDS, _UNKNOWN = "nodes", "backwards", "unknown"
 
@@ -184,7 +185,9 @@ class Evidence:
         if not self.counts:
             return None
         attention, note = counted_convention(wanted, self.ops)
-        notes: tuple[str, ...] = (f"ops without a formula: {', '.join(self.uncounted)}",) if self.uncounted else ()
+        notes: tuple[str, ...] = (
+            (Said("ops without a formula: {ops}", ops=", ".join(self.uncounted)),) if self.uncounted else ()
+        )
         notes += (note,) if note else ()
         return Provenance(0, mode, "step", not self.uncounted, attention, self.coverage, notes=notes)
 
@@ -294,20 +297,27 @@ class Evidence:
         count = known.count
         if not count.is_whole:
             ops = ", ".join(count.uncounted)
-            return KnownFlops(count, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+            return KnownFlops(
+                count, Said("the step runs ops without a formula ({ops}), so its FLOPs are a lower bound", ops=ops)
+            )
         if known.is_settled or self._is_predicted(kind, known):
             if step < known.claims.broken_at:
                 return KnownFlops(known.before or count, _changed(known.claims.broken_at))
             known.claims.add(step)
             return KnownFlops(count, count.doubt)
         if known.low != known.high:
-            reason = (
-                f"equal calls cost different FLOPs: {known.counts} counted steps ran between {known.low:,} and "
-                f"{known.high:,}, and this is their mean"
+            reason = Said(
+                "equal calls cost different FLOPs: {counted} counted steps ran between {low:,} and {high:,}, and this "
+                "is their mean",
+                counted=known.counts,
+                low=known.low,
+                high=known.high,
             )
             return KnownFlops(_mean(known), reason)
-        times = "only once" if known.counts == 1 else f"only {known.counts} times"
-        return KnownFlops(count, f"such a step was counted {times} so far")
+        reason = counted(
+            known.counts, "such a step was counted only once so far", "such a step was counted only {n} times so far"
+        )
+        return KnownFlops(count, reason)
 
     def _alike(self, kind: StepKind) -> _Known | None:
         """What was counted of matching steps, for a step that shows less: the first one, or one that compiled code."""
@@ -330,16 +340,19 @@ class Evidence:
 
     def _why_unknown(self, kind: StepKind) -> str:
         if self.failure is not None and not self._known:
-            return f"no step could be counted: {self.failure}"
+            return Said("no step could be counted: {why}", why=self.failure)
         if not kind.calls:
-            return "no step of this kind was counted"
+            return Said("no step of this kind was counted")
         names = ", ".join(dict.fromkeys(call.name for call in kind.calls))
-        what = "like this one"
         if any(other.calls == kind.calls for other in self._known):
-            what = "with these calls, and as many operations and gradients,"
+            text = Said(
+                "no step with these calls, and as many operations and gradients, was counted so far (it calls {names})"
+            )
         elif any(_families(other) == _families(kind) for other in self._known):
-            what = "with these sizes"
-        return f"no step {what} was counted so far (it calls {names})"
+            text = Said("no step with these sizes was counted so far (it calls {names})")
+        else:
+            text = Said("no step like this one was counted so far (it calls {names})")
+        return text.filled(names=names)
 
     def divided(self, kind: StepKind, axes: Sequence[Axes]) -> list[Mapping[Scale, int]] | None:
         """How the FLOPs of each micro-batch depend on lengths, by the formula; `axes` are the micro-batches' shapes.
@@ -422,14 +435,19 @@ def _mean(known: _Known) -> StepCount:
 
 
 def _changed(step: int) -> str:
-    return f"step {step} ran other FLOPs than equal calls before, and it is not known with which step that began"
+    return Said(
+        "step {step} ran other FLOPs than equal calls before, and it is not known with which step that began", step=step
+    )
 
 
 def _shown(step: int, before: StepCount, now: StepCount) -> str:
     """What differs between two counts of equal calls, in words."""
     ops = [op for op in {**before.by_op, **now.by_op} if before.by_op.get(op) != now.by_op.get(op)]
-    where = f" (in {', '.join(sorted(ops)[:3])})" if ops and before.by_op else ""
-    return (
-        f"step {step} ran {now.phases.total:,} FLOPs{where}, although equal calls had run {before.phases.total:,} "
-        "until then"
+    where = Said("FLOPs (in {ops})", ops=", ".join(sorted(ops)[:3])) if ops and before.by_op else "FLOPs"
+    return Said(
+        "step {step} ran {now:,} {flops}, although equal calls had run {before:,} until then",
+        step=step,
+        now=now.phases.total,
+        flops=where,
+        before=before.phases.total,
     )

@@ -18,6 +18,7 @@ from flopwatch.flops.tracing.live import (
 )
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.flops.tracing.scaling import Axes
+from flopwatch.language import Said
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import ModeName, MonitorConfig
 from flopwatch.monitor.counting.batch_reader import BatchReader, Reading
@@ -34,14 +35,14 @@ from flopwatch.records.run import Provenance
 from flopwatch.torch_internals.autograd import recorded_operations
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
-NOTHING_RAN = "no operation of the training was seen in this thread, so the FLOPs are estimated from the batch"
-FIRST = "the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch"
-NO_MODEL = "no model was given, so there are no FLOPs"
-DISTURBED = (
-    "{} computes other last bits while a step is counted, so no further step is counted, and the FLOPs are estimated "
-    "from the model's shapes"
+NOTHING_RAN = Said("no operation of the training was seen in this thread, so the FLOPs are estimated from the batch")
+FIRST = Said("the first step of a training that is compiled was not seen, so its FLOPs are estimated from the batch")
+NO_MODEL = Said("no model was given, so there are no FLOPs")
+DISTURBED = Said(
+    "{op} computes other last bits while a step is counted, so no further step is counted, and the FLOPs are "
+    "estimated from the model's shapes"
 )
-ESTIMATED = "the FLOPs are estimated from the model's shapes"
+ESTIMATED = Said("the FLOPs are estimated from the model's shapes")
 _FUTILE = 2
 """After so many counted steps in which nothing ran, no further step is counted."""
 _TIMED_BEFORE_COUNT = 32
@@ -140,7 +141,7 @@ class StepCounter:
             self._schedule.wants_next = True
             if self._estimates.is_used:
                 self._estimates = self._estimates.anew()
-                message = "the model has changed, so its FLOPs are counted again"
+                message = Said("the model has changed, so its FLOPs are counted again")
                 self._callbacks.notify("info", "flops_counted_anew", message)
 
     def doubt_unproven(self) -> None:
@@ -268,7 +269,7 @@ class StepCounter:
         return self.listener is not None or self.model is not None
 
     def _obstacle(self) -> str | None:
-        return obstacle() or (self._disturbing_op and DISTURBED.format(self._disturbing_op))
+        return obstacle() or (self._disturbing_op and DISTURBED.filled(op=self._disturbing_op))
 
     def _begin_count(self, step: OpenStep, *, is_late: bool = False) -> None:
         # If the training leaves a dispatch mode of its own while ours is entered, torch would leave ours instead.
@@ -509,7 +510,11 @@ class StepCounter:
         schedule.note_count(schedule.steps - 1, self._callbacks.tape.clock() - opened.began)
         if count.failure is not None:
             evidence.failure = count.failure
-            notify("info", f"count_failed:{count.failure}", f"step {step} could not be counted: {count.failure}")
+            notify(
+                "info",
+                f"count_failed:{count.failure}",
+                Said("step {step} could not be counted: {why}", step=step, why=count.failure),
+            )
             return None
         if not count.phases.total and not count.uncounted and not kind.calls:
             schedule.futile += 1

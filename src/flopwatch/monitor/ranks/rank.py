@@ -7,6 +7,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from flopwatch.language import Said
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.notices import Notify
@@ -136,9 +137,11 @@ class Rank:
                     counters = tuple(each for window in own for each in window.counters)
                     yield Window(steps, report, counters, own[-1].counter_values)
             if link.failure is not None:
-                self._leave_because(f"the connection to the other ranks has failed: {link.failure}")
+                self._leave_because(Said("the connection to the other ranks has failed: {why}", why=link.failure))
             elif len(self._incomplete) > _MOST_INCOMPLETE:
-                self._leave_because(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
+                self._leave_because(
+                    Said("the other ranks have sent nothing for {windows} windows", windows=_MOST_INCOMPLETE)
+                )
         while self._incomplete and (self.link is None or give_up):
             yield self._incomplete.popleft()
 
