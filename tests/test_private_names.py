@@ -180,7 +180,7 @@ REGISTERED_OPS = {
 }
 
 
-def test_no_more_than_27_private_names_are_left_each_counted_once():
+def test_no_more_than_28_private_names_are_left_each_counted_once():
     """Counted: what begins with an underscore, or comes from a module that does, unless the library documents it."""
     counted = set(PRIVATE_NAMES) | LIBRARY_NAMES
     found = {
@@ -190,4 +190,4 @@ def test_no_more_than_27_private_names_are_left_each_counted_once():
     }
     assert found - PATH_PARTS - REGISTERED_OPS - DOCUMENTED_BY_LIBRARY <= counted
     assert found >= LIBRARY_NAMES
-    assert (len(PRIVATE_NAMES), len(counted)) == (21, 27)
+    assert (len(PRIVATE_NAMES), len(counted)) == (22, 28)

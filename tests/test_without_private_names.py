@@ -273,6 +273,14 @@ def counters(monkeypatch):
     assert autograd.compiled_graphs() == 0
 
 
+@without("calculate_time_spent")
+def calculate_time_spent(monkeypatch):
+    import torch._dynamo.utils
+
+    monkeypatch.delattr(torch._dynamo.utils, "calculate_time_spent")
+    assert autograd.compile_seconds() == 0
+
+
 @without("_aot_autograd")
 def aot_autograd(monkeypatch):
     from torch._dynamo.output_graph import OutputGraph

@@ -72,7 +72,8 @@ METRIC_FORMULAS = {
     "time/outside_seconds": "[long gaps](monitoring.md#time-outside-steps)",
     "time/wall_seconds": "now − start of the first process, by the operating system",
     "time/productive_seconds": "`time/train_seconds` − input wait − compile − stall − between",
-    "time/start_up_seconds": "first step − start of the process, without phases",
+    "time/start_up_seconds": "first step − start of the process, without phases and compilation",
+    "time/compile_outside_seconds": "`torch.compile` until the first step began, in phases and in evaluation",
     "time/compile_seconds": "Σ (warm-up step − median step)",
     "time/stall_seconds": "Σ (stalled step − median step)",
     "time/restart_seconds": "start of a process − last record of the session before",
@@ -88,6 +89,7 @@ METRIC_FORMULAS = {
     "time/hardware_at_peak_seconds": "executed FLOPs / (peak × devices)",
     "time/recompute_at_peak_seconds": "recomputed FLOPs / (peak × devices)",
     "time/unpriced_seconds": "sum of the times of those steps, without input wait",
+    "time/processor_seconds": "processor time of the process, over all sessions",
     "time/other_seconds": "wall − productive − all classes above",
 }
 

@@ -147,14 +147,16 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
     >>> percent(0.4127), percent(1.0), percent(0.00042), percent(0.0), percent(None)
     ('41.3 %', '100 %', '0.042 %', '0 %', '–')
-    >>> percent(0.41273, decimals=2)
-    '41.27 %'
+    >>> percent(0.41273, decimals=2), percent(0.00997)
+    ('41.27 %', '1.0 %')
     """
     if share is None:
         return UNKNOWN
     if share in (0, 1):
         return f"{100 * share:.0f} %"
-    return f"{100 * share:.2g} %" if abs(share) < 0.01 else f"{100 * share:.{decimals}f} %"
+    short = f"{100 * share:.2g}"
+    # 0.997 % rounds to 1, which has its decimals like every share from 1 % on.
+    return f"{short} %" if abs(float(short)) < 1 else f"{100 * share:.{decimals}f} %"
 
 
 def factor(value: float | None, digits: int = 3) -> str:

@@ -87,6 +87,68 @@ def test_evaluations_of_a_compiled_model_are_evaluation_and_no_part_of_steps(pla
     assert values.get("time/outside_seconds", 0) < generated + SLEPT_SECONDS
 
 
+COMPILES_IN_EVALUATION = """
+import json, sys, time, torch
+from torch import nn
+from flopwatch import TrainingMonitor
+
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1)) for _ in range(20)])
+compiled = torch.compile(model, backend="aot_eager")
+monitor = TrainingMonitor(output_dir="run") if sys.argv[1] == "monitor" else None
+
+
+def evaluate():
+    seconds = []
+    with torch.no_grad():
+        for _ in range(2):
+            began = time.perf_counter()
+            compiled(torch.randn(4, 8))
+            seconds.append(time.perf_counter() - began)
+    return seconds[0] - seconds[1]
+
+
+def evaluate_all():
+    model.eval()
+    spent = evaluate()
+    model.train()
+    return spent + evaluate()
+
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if monitor is None:
+    spent = evaluate_all()
+else:
+    with monitor.phase("eval"):
+        spent = evaluate_all()
+for step in range(60):
+    if monitor is not None:
+        monitor.start_step()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if monitor is not None:
+        monitor.log_step(step)
+if monitor is not None:
+    monitor.close()
+print(json.dumps(spent), file=open("spent.json", "w"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["run", "monitor"])
+def test_what_an_evaluation_compiles_is_compilation_and_neither_evaluation_nor_start_up(how, tmp_path):
+    (tmp_path / "train.py").write_text(COMPILES_IN_EVALUATION)
+    run = ["-m", "flopwatch", "run", "--quiet", "--output-dir", "run"] if how == "run" else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *run, "train.py", how], cwd=tmp_path, env=environment, check=True)
+    spent = json.loads((tmp_path / "spent.json").read_text())
+
+    values = read_log(tmp_path / "run" / "training_log.jsonl").summary.values
+    assert 0.5 * spent < values["time/compile_outside_seconds"] < 1.05 * spent
+    assert values.get("time/eval_seconds", 0.0) < 0.5 * spent
+    assert values["time/other_seconds"] > -0.1, "nothing is counted twice"
+
+
 TEACHER_SCRIPT = """
 import torch
 from torch import nn

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import flopwatch as package
+from flopwatch.records.metrics import goodput_of
 from flopwatch.records.run import Provenance, Row, RunStart, Summary
 from flopwatch.runs.comparison import MEASURES
+from support.ledgers import records_of
 from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
 from testbeds.made_up_sweep import write_sweep
 
@@ -341,7 +343,7 @@ def test_goodput_is_told_to_contain_an_input_wait_that_is_unknown(flopwatch, wri
     summary = Summary(19, 3.0, {"perf/goodput_percent": 80.0})
     unknown = write("unknown", [0.1] * 20, summary=summary)
     known = write("known", [0.1] * 20, summary=summary, input_wait_seconds=0.0)
-    sentence = "Goodput leaves out the time between passes"
+    sentence = "The input wait (–) is unknown, and counts as productive in goodput."
     assert sentence in flopwatch("compare", unknown, known)[1]
     assert sentence not in flopwatch("compare", known, known)[1]
 
@@ -380,3 +382,47 @@ def test_a_sweep_is_refused_with_what_to_use_instead(flopwatch, write, tmp_path)
     assert (status, out) == (2, "")
     assert "`compare` compares two runs" in err
     assert "flopwatch report DIR --csv FILE" in err
+
+
+@pytest.mark.requirement("R18")
+def test_the_first_line_says_how_steps_changed_and_what_the_run_does_once(flopwatch, tmp_path):
+    """A compiled run has faster steps, and a start of minutes, which the time per step of a short run hides."""
+    plain = {"wall": 300.0, "start_up": 20.0, "train": 280.0, "model_at_peak": 3.0, "hardware_at_peak": 3.0}
+    compiled = {**plain, "wall": 400.0, "compile_outside": 100.0, "compile": 30.0}
+    folders = []
+    for name, uses, seconds in (("plain", plain, 0.3), ("compiled", compiled, 0.2)):
+        rows = list(rows_of([seconds] * 60, model_flops=10**10))
+        rows[-1] = replace(rows[-1], ledger={"steps": 60, "totals": {"model_flops": 6e11}, "seconds": uses})
+        (tmp_path / name).mkdir()
+        write_log(tmp_path / name / LOG, [START, PROVENANCE, *rows])
+        folders.append(str(tmp_path / name))
+    _, out, _ = flopwatch("compare", *folders)
+    told = " ".join(out.split())
+    assert told.startswith(
+        "Two runs Steps take 33.3 % less time in B: 200 ms instead of 300 ms. MFU of the steps rises from 0.83 % to "
+        "1.25 %. What a run does once (start-up, compilation, counting FLOPs) takes 2 min 10 s more in B."
+    )
+    assert "MFU of the whole run fell from 1.0 % to 0.75 %." in told, "0.25 points are a quarter"
+
+
+def test_goodput_is_not_compared_if_it_leaves_out_the_time_in_which_a_loader_may_wait(flopwatch, tmp_path):
+    quick = {"wall": 100.0, "train": 80.0, "passes_timed": 80.0, "outside_passes": 4.0}
+    slow = {**quick, "wall": 180.0, "train": 160.0, "passes_timed": 160.0, "outside_passes": 84.0}
+    logs = []
+    for name, uses in (("quick", quick), ("slow", slow)):
+        start, provenance, row = records_of(uses)
+        (tmp_path / name).mkdir()
+        row = replace(row, values={"perf/goodput_percent": 100 * goodput_of(uses).share})
+        write_log(tmp_path / name / LOG, [start, provenance, row])
+        logs.append(str(tmp_path / name))
+    _, out, _ = flopwatch("compare", *logs, "--json")
+    goodput = next(line for line in json.loads(out)["lines"] if line["key"] == "perf/goodput_percent")
+    assert goodput["change"] is None
+    assert "so it is not compared here" in " ".join(flopwatch("compare", *logs)[1].split())
+
+
+def test_an_argument_of_the_script_is_not_said_to_affect_every_number(flopwatch, write):
+    starts = [replace(START, what_ran={"arguments": [f"--max_iters={n}"]}) for n in (100, 200)]
+    a, b = (write(name, [0.1] * 40, start=start) for name, start in zip("ab", starts, strict=True))
+    line = next(line for line in flopwatch("compare", a, b)[1].splitlines() if "--max_iters" in line)
+    assert line.split() == ["argument", "--max_iters", "100", "200"]

@@ -14,7 +14,7 @@ FACTS = {
     tape.OPTIMIZER_END: st.tuples(st.integers(1, 2), st.booleans()),
     tape.UNTIMED: st.integers(1, 2),
     tape.WAIT_END: st.booleans(),
-    tape.SPENT: st.just("eval"),
+    tape.SPENT: st.tuples(st.just("eval"), st.sampled_from([0.0, 0.5])),
     tape.CALL: st.booleans(),
 }
 CODES = [code for code in range(24) if code != tape.FIRST]  # which says that the past was longer than the tape shows

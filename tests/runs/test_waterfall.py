@@ -158,7 +158,9 @@ def test_without_wall_time_or_flops_there_is_no_waterfall(missing):
 
 
 def test_the_notes_say_what_limits_the_figures():
-    notes = waterfall_of(log_of(SECONDS, exact=False, notes=("ops without a formula.",), peak=CPU, device="cpu")).notes
+    notes = waterfall_of(
+        log_of(SECONDS, exact=False, notes=("ops without a formula.",), peak=CPU, environment={"device": "cpu"})
+    ).notes
     assert any(note.startswith("The FLOPs are not exact: ops without a formula. ") for note in notes)
     assert any("`flopwatch trace runs/one`" in note for note in notes)
     assert any("peak is that of the whole CPU: 2 cores x 2.5 GHz" in note for note in notes)

@@ -85,7 +85,7 @@ def test_the_summary_is_a_table_that_tells_what_failed():
         "time in steps": "42 min 36 s",
         "MFU": "41.9 %",
         "model FLOPs": "3.3 ZFLOP",
-        "notices": "mfu_above_peak (due 2 times, shown once)",
+        "notices": "mfu_above_peak (2 times)",
         "wandb lost": "12 rows",
         "mlflow failed": "refused",
     }

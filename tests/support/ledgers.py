@@ -1,6 +1,8 @@
 """Logs of runs whose times are given, for tests of waterfalls: one start, one provenance, one row."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from flopwatch.records.run import Provenance, Record, Row, RunStart
 from flopwatch.runs import RunLog
@@ -27,7 +29,7 @@ def records_of(
     achievable: float | None = None,
     tokens: int | None = None,
     real_tokens: int | None = None,
-    device: str = "cuda",
+    environment: Mapping[str, object] = MappingProxyType({"device": "cuda"}),
 ) -> list[Record]:
     totals = {"tokens": tokens, "real_tokens": real_tokens}
     ledger = {
@@ -36,7 +38,7 @@ def records_of(
         "seconds": seconds,
     }
     return [
-        RunStart("one", 1.0, "runs/one", environment={"device": device}),
+        RunStart("one", 1.0, "runs/one", environment=dict(environment)),
         Provenance(0, "smart", "trace", exact is True, "full", 1.0, peak=peak, achievable_flops_per_s=achievable),
         Row(steps, 2.0, {}, ledger=ledger, exact=exact, notes=notes),
     ]

@@ -26,7 +26,12 @@ from flopwatch.monitor.counting.calls import CallListener, RootCalls, batch_of_c
 from flopwatch.monitor.run import MonitoredRun
 from flopwatch.monitor.timing.tape import FIRST
 from flopwatch.records.flops import AttentionConvention
-from flopwatch.torch_internals.autograd import compiled_original, current_graph_task_id, recorded_operations
+from flopwatch.torch_internals.autograd import (
+    compile_seconds,
+    compiled_original,
+    current_graph_task_id,
+    recorded_operations,
+)
 from flopwatch.torch_internals.modules import compiled_call
 from flopwatch.torch_internals.ops import dispatch_mode_stack
 
@@ -334,6 +339,8 @@ class FirstStep:
         """The numbers of the modules that the step has called with batches. The first one's are its micro-batches."""
         self.evaluated = _Evaluated()
         self._began: float | None = None
+        self._compiled_before = 0.0
+        """What `compile_seconds` was when the step began."""
         self._ended = 0.0
         self._optimizer: tuple[Any, ...] | None = None
         """The optimizer step that is under way, with its arguments."""
@@ -346,6 +353,7 @@ class FirstStep:
         """Begin the step if it has not begun, and note a call. False if it has too many calls for one step."""
         if self._began is None:
             self._began, self._nodes = monotonic_seconds(), recorded_operations()
+            self._compiled_before = compile_seconds()
             is_unsuitable = dispatch_mode_stack() or torch.is_inference_mode_enabled() or is_capturing()
             if obstacle() is None and not is_unsuitable and not regions.state.is_calling:
                 self._live = LiveStep(self._attention)
@@ -366,7 +374,7 @@ class FirstStep:
     def leave_out(self, kept: int | None = 0) -> None:
         """Leave out what ran so far, except for this number of the newest calls; None keeps all calls."""
         if self.evaluated.began is None:
-            self.evaluated.began = self._began
+            self.evaluated.began, self.evaluated.compiled_before = self._began, self._compiled_before
         self._began = None
         if self._live is not None:
             self._live.end()
@@ -414,9 +422,12 @@ class FirstStep:
     def note_times(self, run: MonitoredRun) -> None:
         """Tell the run when its first step began, and how long an evaluation before it took."""
         if self.evaluated.began is not None:
-            run.spent_before_first_step("eval", self.evaluated.ended - self.evaluated.began)
+            compiled = self.evaluated.compiled_after - self.evaluated.compiled_before
+            seconds = self.evaluated.ended - self.evaluated.began
+            run.spent_before_first_step("eval", seconds - compiled, compiled)
         if self._began is not None:
             micro_batches = self._batches.count(self._batches[0]) if self._batches else 0
+            run.tape.compiled_before = self._compiled_before
             run.tape.add(FIRST, (self._ended - self._began, micro_batches))
 
     def _warn_again(self) -> None:
@@ -438,6 +449,11 @@ class _Evaluated:
         self.regions: set[int] = set()
         self.began: float | None = None
         self.ended = 0.0
+        self.compiled_before = self.compiled_after = 0.0
+        """What `compile_seconds` was when it began, and when it ended."""
+
+    def end(self) -> None:
+        self.ended, self.compiled_after = monotonic_seconds(), compile_seconds()
 
     def add(self, kind: CallKind, module: nn.Module | None) -> None:
         if module is None:

@@ -24,7 +24,6 @@ from flopwatch.automatic.trained import (
     find_trained_modules,
     has_optimizer,
 )
-from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.counting.call_kinds import CallKind
 from flopwatch.monitor.counting.calls import batch_of_call
 from flopwatch.monitor.run import MonitoredRun
@@ -249,7 +248,7 @@ class Watcher:
 
     def note_return(self) -> None:
         """Notes when the evaluation, if it is one, ends."""
-        self._first.evaluated.ended = monotonic_seconds()
+        self._first.evaluated.end()
 
     def give_up_first(self) -> None:
         """Stops counting the first step."""

@@ -22,6 +22,7 @@ from flopwatch.hardware.peaks import (
     write_cached_peak,
 )
 from flopwatch.records.flops import Confidence, Peak
+from flopwatch.text import plural
 
 Shape = tuple[int, int, int]
 """Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
@@ -237,8 +238,8 @@ def measure_peak(
     # Never high: a measured figure is below that of the datasheet, and other work on the machine lowers it.
     confidence: Confidence = "medium" if best.spread < 0.2 else "low"
     source = (
-        f"best matmul of {best.shapes_tried} shapes: {' x '.join(map(str, best.shape))}, median of {best.repeats} "
-        f"repeats, spread {best.spread:.1%}, {_versions()}"
+        f"best matmul of {plural(best.shapes_tried, 'shape')}: {' x '.join(map(str, best.shape))}, median of "
+        f"{best.repeats} repeats, spread {best.spread:.1%}, {_versions()}"
     )
     peak = Peak(best.flops_per_s, facts.name, compute_dtype, source, "measured", confidence)
     write_cached_peak(key, peak)
@@ -255,4 +256,4 @@ def _cache_key(facts: DeviceFacts, dtype: str) -> str:
 
 
 def _versions() -> str:
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {plural(torch.get_num_threads(), 'thread')}"

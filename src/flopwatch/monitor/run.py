@@ -30,7 +30,7 @@ from flopwatch.monitor.recorder import OptimizerHooks, Recorder
 from flopwatch.monitor.resume import newest_record, process_writing, resume_from_log
 from flopwatch.monitor.rows import JobLayout, RowMaker, peak_in_use
 from flopwatch.monitor.timing.hooks import PassHooks
-from flopwatch.monitor.timing.tape import MICRO, SPENT, HostTimer, Tape, timer_for
+from flopwatch.monitor.timing.tape import MICRO, HostTimer, Tape, timer_for
 from flopwatch.monitor.totals import Ledger, RunTotals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.counters import CounterWindow
@@ -38,6 +38,7 @@ from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.runs.traces import TRACES
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
+from flopwatch.torch_internals.autograd import compile_seconds
 
 _MFU_ALARM = 1.05
 """An MFU above this is too high to be explained by inaccurate step times, so the peak must be wrong."""
@@ -260,23 +261,24 @@ class MonitoredRun:
     def phase(self, name: str, *, is_marked: bool = True) -> Iterator[None]:
         """A context for work outside steps. With `is_marked`, a trace that is being recorded marks its time."""
         mark = self.trace.outside_steps() if is_marked else nullcontext()
-        began = self.tape.begin_phase()
+        began, compiled_before = self.tape.begin_phase(), compile_seconds()
         try:
             with mark, self.counter.ignoring_calls():
                 yield
         finally:
             seconds = self.tape.end_phase(began)
-            self.rows.totals.ledger.add_phase(name, seconds)
+            compiled = min(compile_seconds() - compiled_before, seconds)
+            self.rows.totals.add_phase(name, seconds - compiled, compiled)
             if name == "count":
                 self.arrivals.count_seconds += seconds
 
-    def spent_before_first_step(self, name: str, seconds: float) -> None:
-        """Add to a phase time before the first step, when the monitor did not exist yet."""
-        self.rows.totals.ledger.add_phase(name, seconds)
-        self.arrivals.division.seconds_before_first_step += seconds
+    def spent_before_first_step(self, name: str, seconds: float, compiled: float) -> None:
+        """Add to a phase time before the first step, when the monitor did not exist yet, and what it has compiled."""
+        self.rows.totals.add_phase(name, seconds, compiled)
+        self.arrivals.division.seconds_before_first_step += seconds + compiled
 
     def spent_on(self, name: str) -> None:
-        self.tape.add(SPENT, name)
+        self.tape.spent_on(name)
         if self.trace.is_on and any(seconds for phase, seconds in self._divide() if phase == name):
             self.trace.interrupted(self.recorder.last_step or 0)
 
@@ -366,7 +368,7 @@ class MonitoredRun:
             self._notify(*notices.notice("folder_in_use", output_dir=self._output_dir, pid=other))
         division, totals = self.arrivals.division, self.rows.totals
         resume_from_log(totals, self._log_path, first_step, environment, self._notify)
-        totals.begin(division.first_step_began, division.seconds_before_first_step)
+        totals.begin(division.first_step_began, division.seconds_before_first_step, self.tape.compiled_before)
         start = RunStart(
             uuid.uuid4().hex[:12],
             time.time(),

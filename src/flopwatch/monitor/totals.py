@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import floordiv, truediv
 from statistics import median
+from time import process_time
 from typing import Any
 
 from flopwatch import process
@@ -21,9 +22,12 @@ from flopwatch.monitor.ranks.reports import RankReport, Window, extend
 from flopwatch.records.metrics import APART, carried_seconds, goodput_of, loss_in_step, typical_seconds
 from flopwatch.records.run import Number
 from flopwatch.stats import percentile
+from flopwatch.torch_internals.autograd import compile_seconds
 
 _TOTALS = AMOUNTS[:-1]
 _ENERGY = "energy_joules"
+_PROCESSOR = "processor"
+"""The key of processor time in `Ledger.seconds`. It is of one rank, and no use of the wall time."""
 _SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 _ENOUGH_COUNTED = 3
 """This many counted steps are needed to compare the first of them with the others."""
@@ -286,6 +290,10 @@ class RunTotals:
     def __init__(self, clock: Clock) -> None:
         now = time.time()
         self._clock, self._offset_seconds = clock, now - clock()
+        # What the process did under an earlier monitor is no part of this session.
+        is_first = _monitored_process != os.getpid()
+        self._compiled_before = 0.0 if is_first else compile_seconds()
+        self._processor_before = 0.0 if is_first else process_time()
         self._process_start = self._began_unix_time = _session_start(now)
         self.ledger, self.of_session = Ledger(), Span()
         self._carried_seconds: dict[str, float] = {}
@@ -322,16 +330,30 @@ class RunTotals:
         ledger.add_seconds({phase: seconds for phase, seconds in own.items() if phase in APART})
         self.ledger, self.resumed_after = ledger, last_step
 
-    def begin(self, first_step_began: float | None, seconds_before_first_step: float) -> None:
+    def add_phase(self, name: str, seconds: float, compiled: float) -> None:
+        """Add time outside of steps, and what was compiled meanwhile, which is not part of `seconds`."""
+        self.ledger.add_phase(name, seconds)
+        if compiled:
+            self.ledger.add_phase("compile_outside", compiled)
+            self._compiled_before += compiled
+
+    def begin(
+        self, first_step_began: float | None, seconds_before_first_step: float, compiled_before: float = 0.0
+    ) -> None:
         """Begin the session, after its first step has ended; what is None was not opened.
 
-        The time of phases, such as evaluation, before the first step is no start-up time.
+        Neither phases before the first step, such as evaluation, nor what was compiled until then is start-up time.
+        `compiled_before` is what `compile_seconds` was when the step began.
         """
         if self.resumed_after is None and self.ledger.first_start_unix_time is None:
             self.ledger.first_start_unix_time = self._began_unix_time
         began = self._unix_time(first_step_began)
         seconds = began - self._began_unix_time - seconds_before_first_step
-        self.ledger.add_seconds({"start_up": max(seconds, 0.0)})
+        compiled = max(min(compiled_before - self._compiled_before, seconds), 0.0)
+        self.ledger.add_seconds({"start_up": max(seconds - compiled, 0.0)})
+        if compiled:
+            self.ledger.add_phase("compile_outside", compiled)
+        self._processor_before -= self.ledger.seconds.get(_PROCESSOR, 0.0)
         self.ledger.set_wall(began)
 
     def announce(self, steps: Sequence[MeasuredStep]) -> None:
@@ -366,6 +388,7 @@ class RunTotals:
         ledger.add_steps(steps, typical_seconds(self._last_work), at_peak)
         self.stalled_seconds += ledger.seconds.get("stall", 0.0) - stalled_before
         ledger.set_wall(self._unix_time() - self._announced_seconds - later_seconds)
+        ledger.seconds[_PROCESSOR] = process_time() - self._processor_before
 
     def up_to_now(self, *, are_last: bool = False) -> Ledger:
         """Return the totals up to the newest row. Only the wall time includes the time since that row."""

@@ -119,6 +119,7 @@ _ALL = (
     Metric("time/start_up_seconds", "s", "From the start of each process to the beginning of its first step."),
     Metric("time/compile_seconds", "s", "Extra time of warm-up steps over typical ones; part of warm_up_seconds."),
     Metric("time/stall_seconds", "s", "Extra time of steps that took more than 5 times the median."),
+    Metric("time/compile_outside_seconds", "s", "Time in torch.compile before the first step, and in evaluation."),
     Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
     Metric("time/rerun_seconds", "s", "Time in steps that were run again from a checkpoint."),
     Metric("time/divided_seconds", "s", "Time of the steps, without input wait, in which the optimizer was timed."),
@@ -131,6 +132,11 @@ _ALL = (
     Metric("time/hardware_at_peak_seconds", "s", "Time that the executed FLOPs would have taken at the peak."),
     Metric("time/recompute_at_peak_seconds", "s", "Time that the recomputed FLOPs would have taken at the peak."),
     Metric("time/unpriced_seconds", "s", "Time of the steps whose FLOPs are unknown, without warm-up."),
+    Metric(
+        "time/processor_seconds",
+        "s",
+        "Processor time of the training's process, all threads together, since its first start.",
+    ),
     Metric("time/other_seconds", "s", "Wall time in none of the other classes."),
 )
 
@@ -188,8 +194,8 @@ def find_metric(key: str) -> Metric:
 # repeated after a restart counts once. `input_wait`, `compile` and `stall` are disjoint parts of `train` that are lost;
 # the rest of `train` is productive. The functions below take and return the seconds of each use, as in `Row.ledger`.
 
-APART = ("eval", "checkpoint", "pause", "count", "outside")
-"""Uses of the time between steps: the phases of the monitor, and `outside` for time in no phase."""
+APART = ("eval", "checkpoint", "pause", "count", "outside", "compile_outside")
+"""Uses of the time between steps: the monitor's phases, time in no phase, and compilation outside of steps."""
 AT_PEAK = ("model_at_peak", "hardware_at_peak", "recompute_at_peak", "unpriced")
 """How long the devices would have needed for the FLOPs of the steps, and the time of steps with unknown FLOPs."""
 OF_STEPS = (

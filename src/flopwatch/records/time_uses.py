@@ -18,8 +18,7 @@ class Use:
         measured: What the seconds are, in words that follow "9 min of 1 h 15 min"; empty if no waterfall shows it.
         advice: What to try next, as a whole sentence; empty if there is nothing to try. `{path}` is the run's
             folder, `{trace}` how to trace it.
-        costs: Begins a sentence about it that goes on with what it costs.
-        meaning: What it means if it costs much.
+        verdict: What it means if it costs much, in whole sentences; `{points}` is what it costs.
         of_trace: The field of a `TraceSplit` with its seconds.
         without_peak: Its name where no peak is known: then it is all of the time of what it is named after.
     """
@@ -28,8 +27,7 @@ class Use:
     name: str
     measured: str = ""
     advice: str = ""
-    costs: str = ""
-    meaning: str = ""
+    verdict: str = ""
     of_trace: str = ""
     without_peak: str = ""
 
@@ -46,40 +44,45 @@ _ROWS = (
         "start-up",
         "between the start of a process and its first step",
         "Load data and model faster, or restart less often; a long run makes this loss small.",
-        "Start-up costs",
-        "the run is short compared with the time that its processes take to start",
+        "Start-up costs {points}: the run is short compared with the time that its processes take to start.",
     ),
     Use(
         "restart",
         "restarts",
         "without a process between sessions, and in steps that were run again from a checkpoint",
         "Save checkpoints more often, and find out why the sessions ended.",
-        "Restarts cost",
-        "too much work was lost between sessions and done again",
+        "Restarts cost {points}: work was lost between sessions and done again.",
     ),
     Use("rerun", "steps that were run again"),
+    Use(
+        "compile_outside",
+        "compilation outside of steps",
+        "in torch.compile before the first step, and in evaluation",
+        "Keep the cache of the compiler (TORCHINDUCTOR_CACHE_DIR), and use fewer different batch shapes; a longer run "
+        "makes this loss small.",
+        "Compilation outside of steps costs {points}: the model was compiled before the first step, or in an "
+        "evaluation.",
+    ),
     Use(
         "eval",
         "evaluation",
         "in evaluation",
         "Evaluate less often, or on fewer batches.",
-        "Evaluation costs",
-        "the training evaluates often, or for long",
+        "Evaluation costs {points}: the training evaluates often, or for long.",
     ),
     Use(
         "checkpoint",
         "checkpoints",
         "in saving checkpoints",
         "Save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
-        "Saving checkpoints costs",
-        "the training waits while they are written",
+        "Saving checkpoints costs {points}: the training waits while they are written.",
     ),
     Use(
         "pause",
         "pauses",
         "in pause(), in phases of other names, and in writing traces",
-        costs="Pauses cost",
-        meaning="the training spends this time in phases that are neither evaluation nor checkpoints",
+        verdict="Pauses cost {points}: the training spends this time in phases that are neither evaluation nor "
+        "checkpoints.",
     ),
     Use(
         "outside",
@@ -87,30 +90,27 @@ _ROWS = (
         "between steps, in no phase and not known to be a wait for a batch",
         "If batches are fetched there, prepare them ahead. Otherwise save and log less often; with a TrainingMonitor "
         'in the loop, monitor.phase("checkpoint") names this work.',
-        "Work between steps costs",
-        "the training does something there that has no name yet",
+        "Work between steps costs {points}: the training does something there that has no name yet.",
     ),
     Use(
         "count",
         "counting FLOPs",
         "in flopwatch itself, which counts some steps as they run, most of them at first",
-        costs="Counting FLOPs costs",
-        meaning="flopwatch does this at the beginning, and a longer run makes it small",
+        verdict="Counting FLOPs costs {points}: flopwatch does this at the beginning, and a longer run makes it small.",
     ),
     Use(
         "other",
         "other time",
         "in none of the other classes",
-        costs="Time in no class costs",
-        meaning="the log does not say what the training did",
+        verdict="Time in no class costs {points}: the log does not say what the training did.",
     ),
     Use(
         "compile",
         "compilation and warm-up",
         "by which the first steps were longer than typical ones",
         "If the model is compiled, use fewer different batch shapes, and keep the cache (TORCHINDUCTOR_CACHE_DIR).",
-        "Compilation and warm-up cost",
-        "the first steps, or steps with new shapes, take far longer than others",
+        "Compilation and warm-up cost {points}: the first steps, or steps with new shapes, take far longer than "
+        "others.",
     ),
     Use(
         "stall",
@@ -118,8 +118,7 @@ _ROWS = (
         "by which single steps took more than 5 times the median",
         "If batches are fetched inside of these steps, prepare them ahead. Otherwise look at what the machine did at "
         "those steps: other jobs, a slow file system, garbage collection.",
-        "Stalled steps cost",
-        "single steps take more than 5 times as long as others",
+        "Stalled steps cost {points}: single steps take more than 5 times as long as others.",
     ),
     # Inside of ordinary steps are those from here on.
     Use("productive", "training steps"),
@@ -129,16 +128,14 @@ _ROWS = (
         "waiting for batches",
         "Prepare batches ahead, in other processes or in more of them (num_workers and prefetch_factor of a "
         "DataLoader), or once before the training.",
-        "Waiting for input costs",
-        "the loader cannot keep up",
+        "Waiting for input costs {points}: the loader cannot keep up.",
     ),
     Use(
         "unpriced",
         "steps with unknown FLOPs",
         "in steps whose FLOPs are unknown",
         "`flopwatch explain {path}` says why.",
-        "Steps with unknown FLOPs cost",
-        "what they did for the training cannot be counted",
+        "Steps with unknown FLOPs cost {points}: what they did for the training cannot be counted.",
     ),
     Use("matmul", "matmuls", of_trace="matmul_seconds"),
     Use("attention", "attention", of_trace="attention_seconds"),
@@ -147,8 +144,7 @@ _ROWS = (
         "optimizer",
         "in the optimizer's step",
         "Use fused=True or foreach=True, or accumulate gradients over more batches.",
-        "The optimizer costs",
-        "its step is long compared with forward and backward pass",
+        "The optimizer costs {points}: its step is long compared with forward and backward pass.",
         of_trace="optimizer_seconds",
     ),
     Use(
@@ -157,25 +153,22 @@ _ROWS = (
         "in steps, outside of forward pass, backward pass and optimizer",
         "If batches are fetched there, prepare them ahead, in other processes. Otherwise read values such as "
         "loss.item() less often.",
-        "Time between the passes costs",
-        "it is outside of forward pass, backward pass and optimizer. If batches are fetched there, it is input wait "
-        "that was not measured",
+        "Time between the passes costs {points}: the step does something outside of forward pass, backward pass and "
+        "optimizer, such as fetching its batch.",
     ),
     Use(
         "host",
         "after the optimizer",
         "between the optimizer and the end of the step",
         "Log less often, and do not read values such as loss.item() on every step.",
-        "Work after the optimizer costs",
-        "logging or reading values holds up every step",
+        "Work after the optimizer costs {points}: logging or reading values holds up every step.",
     ),
     Use(
         "idle",
         "idle and host gaps",
         "in which the traced device had no work, without input wait",
         "Use torch.compile, if the model is not compiled yet, CUDA graphs or larger batches, so that Python keeps up.",
-        "Idle time costs",
-        "the device waits for Python, which does not launch work fast enough",
+        "Idle time costs {points}: the device waits for Python, which does not launch work fast enough.",
         of_trace="idle_seconds",
     ),
     Use(
@@ -183,8 +176,7 @@ _ROWS = (
         "exposed communication",
         "in communication during which the traced device computed nothing",
         "Overlap communication with the backward pass, or use larger batches per rank.",
-        "Communication costs",
-        "the devices wait while nothing is computed",
+        "Communication costs {points}: the devices wait while nothing is computed.",
         of_trace="exposed_communication_seconds",
     ),
     Use(
@@ -192,8 +184,7 @@ _ROWS = (
         "copies",
         "in copies between host and device during which it computed nothing",
         "Use pin_memory=True and non_blocking=True, and keep data on the device.",
-        "Copies between host and device cost",
-        "nothing is computed meanwhile",
+        "Copies between host and device cost {points}: nothing is computed meanwhile.",
         of_trace="copy_seconds",
     ),
     Use(
@@ -201,8 +192,7 @@ _ROWS = (
         "kernels other than matmuls",
         "in norms, activations and other element-wise work",
         "Use fused kernels for norms, activations and the loss, or torch.compile if the model is not compiled yet.",
-        "Kernels other than matmuls cost",
-        "norms, activations and other memory-bound work take the time",
+        "Kernels other than matmuls cost {points}: norms, activations and other memory-bound work take the time.",
         of_trace="other_kernel_seconds",
     ),
     Use(
@@ -211,8 +201,7 @@ _ROWS = (
         "by which matrix products and attention took longer than at the peak",
         "Use larger batches or sizes that are multiples of 64, and a lower-precision compute type if "
         "this device computes it faster (`flopwatch peak --dtype bf16`).",
-        "Slow matmuls cost",
-        "their shapes or their compute type do not suit the device",
+        "Slow matmuls cost {points}: the shapes or the compute type of these matrix products do not suit the device.",
         without_peak="matmuls and attention",
     ),
     Use(
@@ -220,16 +209,14 @@ _ROWS = (
         "achievable peak below the datasheet",
         "by which even the fastest matrix product measured on this device is slower than the peak",
         "Nothing in the training changes this; `flopwatch peak --measure` measures the device again.",
-        "The gap between datasheet and device costs",
-        "no matrix product reaches the datasheet's peak",
+        "The gap between datasheet and device costs {points}: no matrix product reaches the datasheet's peak.",
     ),
     Use(
         "below_peak",
         "forward and backward below the peak",
         "by which forward and backward pass took longer than at the peak",
         "{trace} divides this time: matmuls, other kernels, idle time.",
-        "Slow forward and backward passes cost",
-        "only a trace can tell why",
+        "Slow forward and backward passes cost {points}: a trace shows what takes the time.",
         without_peak="forward and backward pass",
     ),
     Use(
@@ -237,24 +224,21 @@ _ROWS = (
         "recomputation",
         "for FLOPs that the backward pass computes again, because of activation checkpointing or fused attention",
         "Checkpoint fewer layers if memory allows. What fused attention computes again is small and saves memory.",
-        "Recomputation costs",
-        "the backward pass computes again what was not kept in memory",
+        "Recomputation costs {points}: the backward pass computes again what was not kept in memory.",
     ),
     Use(
         "padding",
         "padding",
         "for FLOPs of padding, and of pairs that the mask hides",
         "Pack sequences, or put sequences of similar length into one batch.",
-        "Padding costs",
-        "the devices compute on tokens that do not count",
+        "Padding costs {points}: the devices compute on tokens that do not count.",
     ),
     Use(
         "extra_passes",
         "extra passes",
         "for FLOPs that the model's mathematics does not need, such as extra passes of private training",
         "Compare ways of clipping with `flopwatch sweep`; for packed batches, use attention within documents only.",
-        "FLOPs that the model does not need cost",
-        "such as the extra passes of private training",
+        "FLOPs that the model does not need cost {points}: the extra passes of private training are such FLOPs.",
     ),
 )
 

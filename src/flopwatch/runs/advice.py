@@ -1,12 +1,13 @@
 """What a log says: the verdict or why there is none, what to try next and, without an MFU, where the time went."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal
 
 from flopwatch.numbers import duration, percent
 from flopwatch.present.document import Bar, Bars, Grid, Head, numbers
+from flopwatch.records.metrics import goodput_of
 from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
 from flopwatch.runs.comparison import total
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
@@ -21,6 +22,7 @@ from flopwatch.runs.waterfall import (
     named,
     seconds_of,
     undivided_note,
+    use_of_cores,
     waterfall_of,
 )
 from flopwatch.text import plural
@@ -50,16 +52,10 @@ _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
 _IF_PASSES_ARE_NOT_TIMED = {
-    "below_peak": replace(
-        USES["below_peak"],
-        costs="Slow passes or waiting for input cost",
-        meaning="the input wait between the passes of a step was not measured, and is part of this",
-    ),
-    "idle": replace(
-        USES["idle"],
-        meaning="the device waits for Python or for input: the input wait between the passes of a step was not "
-        "measured, and is part of this",
-    ),
+    "below_peak": "Slow passes or waiting for input cost {points}: the input wait between the passes of a step was not "
+    "measured, and is part of this.",
+    "idle": "Idle time costs {points}: the device waits for Python or for input. The input wait between the passes of "
+    "a step was not measured, and is part of this.",
 }
 
 
@@ -70,7 +66,7 @@ class RunVerdict:
     Attributes:
         key: Its stable name: the key of a loss such as `input_wait`, or `two_losses`, `many_losses`, `healthy` or
             `peak_too_low`.
-        sentence: The verdict, in one sentence.
+        sentence: The verdict: a sentence about each loss that it names, and how they compare with the others.
         losses: Keys of the losses that the sentence names, largest first.
         reservation: A sentence about what limits the verdict; empty if nothing does.
     """
@@ -115,10 +111,12 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     notes = tuple(note for note in waterfall.notes if note != said)
     if isinstance(verdict, str):
         return Conclusion(verdict, losses=losses, notes=notes)
-    is_too_low = verdict.key == "peak_too_low"
-    named = [loss for loss in waterfall.losses if (loss.points < 0 if is_too_low else loss.key in verdict.losses)]
-    advice = [loss.advice for loss in sorted(named, key=lambda loss: -loss.points) if loss.advice]
-    return Conclusion(verdict.sentence, verdict, advice[0] if advice else "", losses, notes)
+    notes = tuple(note for note in notes if note not in verdict.sentence)
+    named = [loss for key in verdict.losses for loss in waterfall.losses if loss.key == key]
+    if verdict.key == "peak_too_low":
+        named = [loss for loss in waterfall.losses if loss.points < 0]
+    advice = " ".join(loss.advice for loss in named if loss.advice)
+    return Conclusion(verdict.sentence, verdict, advice, losses, notes)
 
 
 def what_is_missing(log: RunLog) -> str:
@@ -179,10 +177,14 @@ def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_S
         need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
         return RunVerdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
     times_passes = bool(uses.get("passes_timed"))
-    found = _verdict(waterfall, _gains(waterfall, _good_share(log)), times_passes)
+    found = _verdict(waterfall, _gains(waterfall, _good_share(log)), _verdicts(log, times_passes))
     inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
-    reservations = (inexact if exactness_of(log)[0] is False else "", _bound_of_waits(found, waterfall, times_passes))
-    return replace(found, reservation=" ".join(filter(None, reservations)))
+    goodput = goodput_of(uses)
+    has_note = (
+        goodput is not None and not goodput.knows_input_wait
+    )  # of `_limits`, which says how long the waits can be
+    bound = "" if has_note else _bound_of_waits(found, waterfall, times_passes)
+    return replace(found, reservation=" ".join(filter(None, (inexact if exactness_of(log)[0] is False else "", bound))))
 
 
 def _bound_of_waits(verdict: RunVerdict, waterfall: Waterfall, times_passes: bool) -> str:
@@ -191,6 +193,8 @@ def _bound_of_waits(verdict: RunVerdict, waterfall: Waterfall, times_passes: boo
     if not set(keys) & set(verdict.losses):
         return ""
     places = [loss for loss in waterfall.losses if loss.key in keys and loss.points >= LEAST_DRAWN_POINTS]
+    if {loss.key for loss in places} <= set(verdict.losses):
+        return ""  # the verdict has said how much it is
     return (
         f"If batches are fetched where flopwatch does not see it, this wait is part of {named(places)}: after warm-up "
         f"at most {_points(sum(loss.points for loss in places))}."
@@ -211,7 +215,15 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes: bool) -> RunVerdict:
+def _verdicts(log: RunLog, times_passes: bool) -> dict[str, str]:
+    """The sentences about each loss, by its key, with `{points}`."""
+    verdicts = {key: use.verdict for key, use in USES.items()}
+    if cores := use_of_cores(log):
+        verdicts["below_peak"] = f"Slow forward and backward passes cost {{points}}. {cores}"
+    return verdicts if times_passes else {**verdicts, **_IF_PASSES_ARE_NOT_TIMED}
+
+
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], verdicts: Mapping[str, str]) -> RunVerdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
         return RunVerdict(
@@ -220,7 +232,7 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes
             f"are about as fast as well-tuned ones, and no other loss costs {_LEAST_POINTS:g} points or more.",
         )
     (gain, first), (next_gain, second) = gains[0], (*gains, (0.0, gains[0][1]))[1]
-    keys, uses = (first.key, second.key), USES if times_passes else {**USES, **_IF_PASSES_ARE_NOT_TIMED}
+    keys = (first.key, second.key)
     if gain < _LEAST_POINTS:
         return RunVerdict(
             "many_losses",
@@ -229,18 +241,12 @@ def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], times_passes
             keys[: len(gains)],
         )
     if next_gain >= max(_NEARLY_EQUAL * gain, _LEAST_POINTS):
-        one, two = (uses[key].costs.rpartition(" ")[0] for key in keys)
-        two = two if two.startswith("FLOP") else two[0].lower() + two[1:]
-        return RunVerdict(
-            "two_losses",
-            f"{one} ({_points(first.points)}) and {two} ({_points(second.points)}) are about equally large: "
-            f"{uses[first.key].meaning}; {uses[second.key].meaning}.",
-            keys,
-        )
+        both = " ".join(verdicts[loss.key].format(points=_points(loss.points)) for loss in (first, second))
+        return RunVerdict("two_losses", f"{both} About as much could be gained from either.", keys)
     is_largest = first.points >= max(other.points for other in waterfall.losses)
-    rank = "more than anything else" if is_largest else "the most that this run could gain"
-    use = uses[first.key]
-    return RunVerdict(first.key, f"{use.costs} {_points(first.points)}, {rank}: {use.meaning}.", (first.key,))
+    rank = "Nothing else costs more." if is_largest else "This is the most that the run could gain."
+    said = verdicts[first.key].format(points=_points(first.points))
+    return RunVerdict(first.key, f"{said} {rank}", (first.key,))
 
 
 def _points(points: float) -> str:

@@ -7,6 +7,8 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
+from flopwatch.numbers import duration, number, percent, step_time
+from flopwatch.records.metrics import goodput_of
 from flopwatch.records.run import Number
 from flopwatch.runs.explain import what_ran
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
@@ -15,11 +17,12 @@ from flopwatch.runs.traces import TraceSplit, traces_of_log
 from flopwatch.runs.waterfall import (
     WaterfallChange,
     key_of_other_flops,
+    seconds_of,
     time_by_part,
     waterfall_change,
     waterfall_of,
 )
-from flopwatch.stats import cut, differ, interval, median, percentile, resampled
+from flopwatch.stats import NO_DIFFERENCE, TOO_FEW, cut, differ, interval, median, percentile, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"
@@ -32,7 +35,8 @@ class RunDifference:
 
     Attributes:
         a: Value in run A; None if the log of run A does not contain it.
-        touches: Which numbers the difference affects: `every number`, `MFU and HFU` or `speed`.
+        touches: Which numbers the difference affects: `every number`, `MFU and HFU` or `speed`; empty for an argument
+            of the script, because flopwatch does not know what it means.
     """
 
     what: str
@@ -46,7 +50,7 @@ def find_differences(a: RunLog, b: RunLog) -> tuple[RunDifference, ...]:
     found = [RunDifference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
     in_a, in_b = _arguments(a), _arguments(b)
     names = [name for name in in_a | in_b if in_a.get(name) != in_b.get(name)]
-    return (*found, *(RunDifference(f"argument {name}", in_a.get(name), in_b.get(name), _ALL) for name in names))
+    return (*found, *(RunDifference(f"argument {name}", in_a.get(name), in_b.get(name), "") for name in names))
 
 
 def _arguments(log: RunLog) -> dict[str, str]:
@@ -277,6 +281,7 @@ class Comparison(Stored):
     """The comparison of run A with run B.
 
     Attributes:
+        headline: How the speed and MFU of the steps changed, and what a run does once, in whole sentences.
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
         waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
         per_step: How the time per step changed, by part; None if a log does not have the times.
@@ -286,6 +291,7 @@ class Comparison(Stored):
     b: RunSteps
     differences: tuple[RunDifference, ...]
     lines: tuple[Line, ...]
+    headline: str = ""
     waterfall: WaterfallChange | None = None
     per_step: PerStep | None = None
 
@@ -306,14 +312,63 @@ def compare(
     losses_a, losses_b = waterfall_of(a, traces_a), waterfall_of(b, traces_b)
     times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
     points = [{loss.key: loss.points for loss in run.losses} for run in (losses_a, losses_b) if run is not None]
-    return Comparison(
+    found = Comparison(
         _run_steps(a, len(in_a)),
         _run_steps(b, len(in_b)),
         find_differences(a, b),
         (*judged, *_totals(a, b)),
-        waterfall_change(losses_a, losses_b),
-        compare_per_step(times_a, times_b, points) if times_a is not None and times_b is not None else None,
+        waterfall=waterfall_change(losses_a, losses_b),
+        per_step=compare_per_step(times_a, times_b, points) if times_a is not None and times_b is not None else None,
     )
+    once = _once(times_a, times_b) if times_a is not None and times_b is not None else ""
+    sentences = (_speed_sentence(found), _mfu_sentence(found.line("mfu_percent")), once)
+    return replace(found, headline=" ".join(filter(None, sentences)))
+
+
+_SAME_WORK_PERCENT = 1.0
+
+
+def has_other_work(comparison: Comparison) -> bool:
+    """Whether the steps of the runs differ in size, so that their times are those of different work."""
+    change = comparison.line("model_flops_per_step").change
+    return change is not None and abs(change) > _SAME_WORK_PERCENT
+
+
+def _speed_sentence(comparison: Comparison) -> str:
+    line = speed_line(comparison) if has_other_work(comparison) else comparison.line("step_time_median")
+    if line is None or line.a is None or line.b is None or line.change is None:
+        return ""
+    if line.unit == "s":
+        a, b, what = step_time(line.a), step_time(line.b), "a step takes"
+    else:
+        a, b, what = number(line.a), number(line.b), f"{line.label} are"
+    if line.verdict in (TOO_FEW, NO_DIFFERENCE):
+        known = "Too few steps to tell speeds apart" if line.verdict == TOO_FEW else "No measurable difference in speed"
+        return f"{known}: {what} {a} in A and {b} in B."
+    changed = f"{percent(abs(line.change) / 100)} {'more' if line.change > 0 else 'less'}"
+    if line.unit == "s":
+        return f"Steps take {changed} time in B: {b} instead of {a}."
+    return f"B does {changed} {line.label}: {b} instead of {a}."
+
+
+def _mfu_sentence(line: Line) -> str:
+    if line.a is None or line.b is None or line.verdict not in _SHARE:
+        return ""
+    verb = "rises" if line.verdict == _SHARE[0] else "falls"
+    return f"MFU of the steps {verb} from {percent(line.a / 100, decimals=2)} to {percent(line.b / 100, decimals=2)}."
+
+
+_LEAST_ONCE_SECONDS, _LEAST_ONCE_SHARE = 1.0, 0.02
+"""A smaller difference of what runs do once, and below this share of the shorter run, is not worth a sentence."""
+
+
+def _once(a: RunTime, b: RunTime) -> str:
+    more = b.once_seconds - a.once_seconds
+    wall = min(sum(a.seconds.values()), sum(b.seconds.values()))
+    if abs(more) < max(_LEAST_ONCE_SECONDS, _LEAST_ONCE_SHARE * wall):
+        return ""
+    changed = f"{duration(abs(more))} {'more' if more > 0 else 'less'}"
+    return f"What a run does once (start-up, compilation, counting FLOPs) takes {changed} in B."
 
 
 def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
@@ -395,7 +450,19 @@ def _totals(a: RunLog, b: RunLog) -> list[Line]:
     lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
     for key, label, unit in TOTALS:
         in_a, in_b = total(a, key), total(b, key)
+        if key == "perf/goodput_percent" and _leaves_out_much(a, b):
+            lines.append(Line(key, label, unit, in_a, in_b))
+            continue
         if unit == "J" and in_a is None and in_b is None:  # most runs read no counters
             continue
         lines.append(Line(key, label, unit, in_a, in_b, _change(in_a, in_b, unit)))
     return lines
+
+
+_MOST_LEFT_OUT = 0.02
+
+
+def _leaves_out_much(*logs: RunLog) -> bool:
+    """Whether goodput leaves out so much time between the passes that a slow loader could raise it."""
+    known = [goodput_of(seconds_of(log)) for log in logs]
+    return any(run is not None and run.known_seconds < (1 - _MOST_LEFT_OUT) * run.wall_seconds for run in known)

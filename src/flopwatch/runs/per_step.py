@@ -19,7 +19,7 @@ STEP_SIZE = "step_size"
 """Key of the cause that steps have more or fewer FLOPs."""
 OF_PASSES = ("below_peak", "slow_matmuls", "achievable", "unpriced", "recompute", "padding", "extra_passes")
 """Losses that are time of forward and backward passes. Their points are relative to the peak, their time is not."""
-_ONCE = ("start_up", "compile", "count")
+_ONCE = ("start_up", "compile_outside", "compile", "count")
 LEAST_SHARE = 0.02
 """Two runs of the same training differ by some percent; a smaller share of the time per step is not put into words."""
 _NEARLY_ALL = 0.1
@@ -44,6 +44,11 @@ class RunTime:
     steps: int
     flops: Mapping[str, float]
     measured: Collection[str] = ()
+
+    @property
+    def once_seconds(self) -> float:
+        """What it does once, whatever its length: start, compile and count FLOPs."""
+        return sum(self.seconds.get(key, 0.0) for key in _ONCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
+from flopwatch.decode import is_amount
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
@@ -99,8 +100,9 @@ class WaterfallChange:
     sentence: str
 
 
-_LEAST_CHANGED_POINTS = 1.0
-"""Two runs of the same training differ by some tenths of a point; a smaller change is not put into words."""
+_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE = 1.0, 0.1
+"""Two runs of the same training differ by some tenths of a point, or by some percent of a low MFU; a smaller change is
+not called one."""
 
 
 def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChange | None:
@@ -111,9 +113,10 @@ def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChang
     changes = [LossChange(use.key, use.name, in_a, in_b, in_b - in_a) for use, in_a, in_b in points if in_a or in_b]
     changes.sort(key=lambda loss: -abs(loss.change))
     gained = b.mfu_percent - a.mfu_percent
-    said = f"{'rose' if gained > 0 else 'fell'} from {a.mfu_percent:.1f} to {b.mfu_percent:.1f} %"
-    if abs(gained) < _LEAST_CHANGED_POINTS:
-        said = f"changed by less than {_LEAST_CHANGED_POINTS:g} point"
+    in_a, in_b = (percent(run.mfu_percent / 100) for run in (a, b))
+    said = f"{'rose' if gained > 0 else 'fell'} from {in_a} to {in_b}"
+    if abs(gained) < min(_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE * a.mfu_percent):
+        said = f"changed little, from {in_a} to {in_b}"
     return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), f"MFU of the whole run {said}.")
 
 
@@ -234,12 +237,41 @@ def _facts(log: RunLog) -> dict[str, Any]:
         "peaks": tuple(dict.fromkeys(peaks)),
         "achievable_flops_per_s": None if provenance is None else provenance.achievable_flops_per_s,
         "is_cpu": bool(log.starts) and log.starts[-1].environment.get("device") == "cpu",
+        "cores": use_of_cores(log),
         "exact": exactness_of(log),
         "knows_input_wait": goodput is not None and goodput.knows_input_wait,
         "times_passes": goodput is not None and "between" in goodput.lost_seconds,
         "path": str(log.path.parent),
         "trace": how_to_trace(log),
     }
+
+
+_FULLY_USED = 0.7
+"""Share of the processor time of its threads that a training on a CPU uses at least, if nothing else holds it up."""
+
+
+def use_of_cores(log: RunLog) -> str:
+    """How a training on a CPU leaves cores unused, in whole sentences; empty if it does not, or if it is not known."""
+    start, seconds = log.starts[-1] if log.starts else None, seconds_of(log)
+    if start is None or start.environment.get("device") != "cpu" or start.world_size > 1:
+        return ""
+    threads, cores = (start.environment.get(name) for name in ("threads", "device_units"))
+    wall = seconds.get("wall", 0.0) - seconds.get("restart", 0.0)
+    if not is_amount(threads) or not is_amount(cores) or not threads or wall <= 0:
+        return ""
+    said = []
+    if threads < cores:
+        said.append(
+            f"torch computes with {plural(threads, 'thread')}, and the peak is that of {cores} cores: with "
+            f"OMP_NUM_THREADS={cores} or torch.set_num_threads({cores}) it uses all of them."
+        )
+    used = seconds.get("processor", 0.0) / wall
+    if 0 < used < _FULLY_USED * min(threads, cores):
+        said.append(
+            f"On average its process ran on {used:.2f} cores: other processes use this machine too, or the training "
+            "waits."
+        )
+    return " ".join(said)
 
 
 def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
@@ -295,6 +327,8 @@ def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str
             f"The peak is no datasheet's figure; it was measured on such a device: {facts['peak_source']}. MFU "
             "compares the training with these matrix products."
         )
+    if facts["cores"]:
+        notes.append(facts["cores"])
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
         note = f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it"
         measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"

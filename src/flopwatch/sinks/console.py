@@ -119,9 +119,9 @@ def _notices(times: Mapping[str, int]) -> str:
     """How often each notice was due; the table would become as wide as the longest code if these were labels.
 
     >>> _notices({"stalled": 3, "not_exact": 1})
-    'stalled (due 3 times, shown once), not_exact'
+    'stalled (3 times), not_exact'
     """
-    return ", ".join(code if due == 1 else f"{code} (due {due:,} times, shown once)" for code, due in times.items())
+    return ", ".join(code if due == 1 else f"{code} ({due:,} times)" for code, due in times.items())
 
 
 def _loss(value: float) -> str:

@@ -137,6 +137,7 @@ _EVAL_FRAME = declare("torch._dynamo.eval_frame")
 _BACKENDS = declare("torch._dynamo.eval_frame.cached_backends")
 _OUTPUT_GRAPH = declare("torch._dynamo.output_graph.OutputGraph.call_user_compiler")
 _COUNTERS = declare("torch._dynamo.utils.counters")
+_SPENT = declare("torch._dynamo.utils.calculate_time_spent")
 _KERNELS = declare("torch._higher_order_ops.triton_kernel_wrap.kernel_side_table")
 
 
@@ -148,6 +149,12 @@ def graph_kernel(kernel: int, constants: int) -> tuple[Any, Mapping[str, Any]]:
 def compiled_graphs() -> int:
     counters = getattr(sys.modules.get("torch._dynamo.utils"), _COUNTERS, {})
     return int(counters["stats"]["unique_graphs"]) if "stats" in counters else 0
+
+
+def compile_seconds() -> float:
+    """How long `torch.compile` has compiled in this process so far, forward and backward passes."""
+    spent = getattr(sys.modules.get("torch._dynamo.utils"), _SPENT, None)
+    return 0.0 if spent is None else float(spent()["total_wall_time"])
 
 
 def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> bool:

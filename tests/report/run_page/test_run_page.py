@@ -150,7 +150,7 @@ def test_the_page_begins_with_the_words_of_flopwatch_why(tmp_path, capsys):
     run = write_ledger(tmp_path, times)
     page = to_page(run_document(read_report(run)))
     shown = shown_text(page)
-    verdict = "Waiting for input costs 38 points, more than anything else: the loader cannot keep up."
+    verdict = "Waiting for input costs 38 points: the loader cannot keep up. Nothing else costs more."
     assert page.index(verdict) < page.index("Next: Prepare batches ahead") < page.index('class="tiles"')
     assert shown.count("Prepare batches ahead, in other processes") == 2, "once before the table"
     assert "(608 ms per step) waiting for batches." in shown

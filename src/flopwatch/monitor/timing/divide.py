@@ -272,14 +272,19 @@ class TapeDivision:
         self._out.spent.append((phase, self._gap.seconds))
         self._gap.seconds = 0.0
 
-    def _spend_gap(self, now: float, mark: Any, phase: str, cpu: float | None) -> None:
-        """The gap so far was spent on a phase, and belongs to no step."""
+    def _spend_gap(self, now: float, mark: Any, spent: tuple[str, float], cpu: float | None) -> None:
+        """The gap so far was spent on a phase, and belongs to no step. `spent`: the phase, seconds of compilation."""
         if self._states[-1] != GAP or self._since is None:
             return
         self._cut(now, mark)
         if self._gap.has_other_work:
             self._step.is_wait_unclear, self._gap.has_other_work = True, False
         self._gap.cpu_seconds, self._gap.cpu_from = 0.0, cpu
+        phase, compiled = spent
+        compiled = min(compiled, self._gap.seconds)
+        if compiled:
+            self._gap.seconds -= compiled
+            self._out.spent.append(("compile_outside", compiled))
         self._take_gap_out(phase)
 
     # --- What interrupts the loop -------------------------------------------------------------------------------------

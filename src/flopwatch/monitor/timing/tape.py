@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from flopwatch.clock import Clock
+from flopwatch.torch_internals.autograd import compile_seconds
 
 (
     START, END, GAP, MICRO, END_MICRO, OPTIMIZER, OPTIMIZER_END, UNTIMED, WAIT, WAIT_END, PHASE, PHASE_END, SPENT, OWN,
@@ -41,6 +42,7 @@ class Tape:
         times_parts: Whether the optimizer and the passes of the current step are timed.
         is_working: Whether the training works on a batch.
         in_pass: `FORWARD` or `BACKWARD` while a pass runs that is recorded; otherwise None.
+        compiled_before: What `compile_seconds` was when the first step began.
         on_full: Is called when a loop without ended steps has recorded very many events; must call `take`.
     """
 
@@ -52,6 +54,7 @@ class Tape:
         self.times_parts, self.is_working = True, False
         self.in_pass: int | None = None
         self.on_full: Callable[[], object] = self.take
+        self.compiled_before = self._compiled = 0.0
         self._inside: list[tuple[int, bool]] = []
         """Phases and fetches that the training is in, and whether it was working when each of them began."""
         self._steps, self._steps_when_full = 0, -1
@@ -91,7 +94,7 @@ class Tape:
     def start_step(self, has_batch: bool = True) -> None:
         """Begin a step, or the next micro-batch of a step. With `has_batch`, its batch was already fetched."""
         if not self._steps:  # the monitor may have been made in another thread than the training's
-            self._thread = threading.get_ident()
+            self._thread, self.compiled_before = threading.get_ident(), compile_seconds()
         self.is_working = True
         self.add(START, has_batch)
 
@@ -112,7 +115,13 @@ class Tape:
         if self._steps % _GAPS_PER_LOOK == 1 and self._cpu_seconds is None and multiprocessing.active_children():
             # In a gap that was spent waiting for a loader's workers, the thread uses no processor time.
             self._cpu_seconds = time.thread_time
+        self._compiled = compile_seconds()
         self.add(GAP)
+
+    def spent_on(self, phase: str) -> None:
+        """The gap so far was spent on a phase, such as evaluation, and belongs to no step."""
+        before, self._compiled = self._compiled, compile_seconds()
+        self.add(SPENT, (phase, self._compiled - before))
 
     def begin_own_work(self) -> bool:
         """Begin the monitor's own work; if it returns True, `OWN_END` must follow."""

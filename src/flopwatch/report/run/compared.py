@@ -7,7 +7,7 @@ from typing import Any
 
 from flopwatch.numbers import UNKNOWN, count, duration, energy, flops, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.runs.comparison import Comparison, RunSteps
+from flopwatch.runs.comparison import Comparison, RunSteps, has_other_work
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import WaterfallChange
@@ -47,9 +47,13 @@ _LEAST_MS = 0.05
 
 def runs_compared(comparison: Comparison) -> doc.Document:
     runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
-    differing = [(one.what, _fact(one.a), _fact(one.b), f"affects {one.touches}") for one in comparison.differences]
+    differing = [
+        (one.what, _fact(one.a), _fact(one.b), f"affects {one.touches}" if one.touches else "")
+        for one in comparison.differences
+    ]
     settings: list[doc.Part] = [doc.Text(_DIFFERS, "warn"), doc.Grid(("", "A", "B", ""), differing)]
-    parts: list[doc.Part] = [doc.Facts(runs), *_other_work(comparison)]
+    parts: list[doc.Part] = [doc.Text(comparison.headline, "strong")] if comparison.headline else []
+    parts += [doc.Facts(runs), *_other_work(comparison)]
     parts.append(doc.Section("", settings if differing else [doc.Text(_DIFFERS_NOT)]))
     interval = doc.Head("99 % interval", is_number=True, is_extra=True)
     columns: list[doc.Head | str] = ["", *doc.numbers("A", "B", "change"), interval, ""]
@@ -81,7 +85,7 @@ def _run(name: str, run: RunSteps) -> Iterator[tuple[str, str]]:
 def _other_work(comparison: Comparison) -> Iterator[doc.Part]:
     """A warning before all figures if the steps of the two runs do not do the same work."""
     line, tokens = comparison.line("model_flops_per_step"), comparison.line("tokens_per_step")
-    if line.a is None or line.b is None or line.change is None or abs(line.change) <= _SAME_SIZE_PERCENT:
+    if line.a is None or line.b is None or line.change is None or not has_other_work(comparison):
         return
     has_same_tokens = tokens.change is not None and abs(tokens.change - line.change) <= _SAME_SIZE_PERCENT
     what = (
@@ -137,11 +141,13 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
         yield "With several ranks, rates and shares are those of the rank that writes the log."
     wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")
-    if None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
+    if None not in (goodput.a, goodput.b) and goodput.change is None:
         yield (
-            "Goodput leaves out the time between passes. Where passes were not timed, unknown input wait (–) counts as "
-            "productive."
+            "Goodput leaves out the time between the passes, where a slow loader may wait, so it is not compared here; "
+            "the table of milliseconds per step has this time."
         )
+    elif None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
+        yield "The input wait (–) is unknown, and counts as productive in goodput."
     if comparison.waterfall is not None:
         if any(entry.what == "peak FLOP/s" for entry in comparison.differences):
             yield "The runs have different peaks: below a higher peak, the same steps lose more points."

@@ -78,7 +78,7 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
 
 
 def _loss(loss: Loss, said: str) -> doc.Cell:
-    advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice != said else ""
+    advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice not in said else ""
     points = percent(loss.points / 100).replace("%", "points")
     return doc.Cell(f"{loss.name}: {points}.", detail=f"{loss.evidence}{advice}")
 

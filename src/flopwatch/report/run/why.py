@@ -51,7 +51,8 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         **_counters_json(log),
         "notes": [*waterfall.notes, *problems],
     }
-    losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss) for loss in said.losses]
+    losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss, said.next_step) for loss in said.losses]
+    next_step = [Text(f"Next: {said.next_step}")] if said.next_step else []
     reservation = [Text(said.reservation)] if said.reservation else []
     peak = log.provenances[-1].peak if log.provenances else None
     on_what = ""
@@ -64,7 +65,7 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         Text(f"{plural(steps, 'step')} in {duration(waterfall.wall_seconds)}{on_what}{_unless_ended(log)}", "soft"),
         Text(_difference(log, waterfall)),
         Section("", [advice.waterfall_bars(waterfall)]),
-        Section("", [Text(said.sentence, "strong" if said.verdict else ""), *reservation]),
+        Section("", [Text(said.sentence, "strong" if said.verdict else ""), *next_step, *reservation]),
         Section("", [Items(losses, is_numbered=True)]),
         *_counters(log),
         *_notes([*said.notes, *problems]),
@@ -73,8 +74,9 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
     return content, Document(f"Why {of_what}", parts)
 
 
-def _item(name: str, of: Loss | advice.TimeUse) -> Cell:
-    return Cell(name, detail=f"{of.evidence}\nNext: {of.advice}" if of.advice else of.evidence)
+def _item(name: str, of: Loss | advice.TimeUse, told: str = "") -> Cell:
+    has_more = of.advice and of.advice not in told
+    return Cell(name, detail=f"{of.evidence}\nNext: {of.advice}" if has_more else of.evidence)
 
 
 def _notes(notes: Sequence[str]) -> list[Part]:
@@ -342,7 +344,7 @@ def _counting(explanation: Explanation) -> Iterator[str]:
 def _goodput(goodput: Goodput) -> Iterator[str]:
     since = f"{goodput.wall_seconds:,.1f} s since the first process started"
     if goodput.caveat is not None and "between" in goodput.lost_seconds:
-        since = f"{goodput.known_seconds:,.1f} s, which are {since} without those between passes"
+        since = f"{goodput.known_seconds:,.1f} s (of {since})"
     yield f"{percent(goodput.share, decimals=2)} of {since}"
     losses = [f"{USES[name].name} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
