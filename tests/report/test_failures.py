@@ -5,8 +5,11 @@ import pytest
 from flopwatch.errors import UnsupportedError
 from flopwatch.records.trial import Limits
 from flopwatch.report.problems import normalised
+from flopwatch.report.sweep.document import sweep_document
+from flopwatch.sweep.spec.parsing import parse_bytes
 from flopwatch.sweep.trainers.protocol import step_parts
 from support.few_results import ended, ran, summary_of
+from testbeds.documents import document_text
 
 pytestmark = pytest.mark.requirement("R26")
 
@@ -79,7 +82,7 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
     assert failure.advice[0] == (
         "Keep the batch, because epsilon depends on it, and add micro_batch_sizes=4 to the sweep."
     )
-    assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512; epsilon changes with it."
+    assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512."
     assert any("Try ghost" in line for line in failure.advice)
     assert failure.advice[-1].endswith("flopwatch fit --trainer dpsgd --model tiny --seq-len 512")
 
@@ -174,3 +177,21 @@ def test_the_advice_for_a_trainer_that_cannot_accumulate_does_not_contradict_the
     assert failure.advice == (
         "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer.",
     )
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "written"),
+    [(1300 * 2**20, "1300MiB"), (2**32, "4GiB"), (3 * 2**10, "3KiB"), (10**9 + 1, "1000000001")],
+)
+def test_an_advised_command_has_the_memory_as_a_person_writes_it(memory_bytes, written):
+    limits = Limits(memory_bytes=memory_bytes)
+    (failure,) = summary_of(ended("standard", 8, 512, "oom_host", limits=limits)).failures
+    assert failure.advice[-1].endswith(f" --memory {written}")
+    assert parse_bytes(written) == memory_bytes
+
+
+def test_evidence_is_told_in_words_and_not_as_a_dict():
+    evidence = {"exit_code": 137, "memory_limit": {"by": "cgroup", "limit_bytes": 1300 * 2**20}, "states": ["a", "b"]}
+    text = document_text(sweep_document(summary_of(ended("standard", 8, 512, "oom_host", evidence=evidence))), 160)
+    assert "exit_code 137, memory_limit by cgroup, limit 1.27 GiB, states a, b" in text
+    assert "{" not in text

@@ -13,7 +13,7 @@ import pytest
 from flopwatch.numbers import byte_size, percent, step_time
 from flopwatch.present.page import to_page
 from flopwatch.report.sweep.document import sweep_document
-from support.few_results import ended, ran, summary_of
+from support.few_results import ended, private_results, ran, summary_of
 from support.hostile_sweep import HOSTILE, OWNED, hostile_results
 from testbeds.made_up_sweep import example_specs, make_result, many_specs
 
@@ -144,7 +144,7 @@ def test_the_page_of_a_small_sweep_stays_small(example):
     assert len(example.encode()) < 600_000
 
 
-def dumped_dom(page, folder, *, with_network=False):
+def dumped_dom(page, folder, *, with_network=False, width=800):
     """What a real browser makes of the page, without a network where the system lets us take it away."""
     if CHROMIUM is None:
         if os.environ.get("FLOPWATCH_REQUIRE_SERVERS"):
@@ -155,6 +155,7 @@ def dumped_dom(page, folder, *, with_network=False):
     cut_off = ["unshare", "-rn"]
     is_cut = not with_network and subprocess.run([*cut_off, "true"], capture_output=True, check=False).returncode == 0
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom"]
+    options.append(f"--window-size={width},2000")
     command = [*(cut_off if is_cut else []), CHROMIUM, *options, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -171,6 +172,24 @@ def test_a_browser_runs_none_of_it_and_shows_all_of_it(hostile, tmp_path):
     assert not {"img", "iframe", "link"} & {tag for tag, _ in elements.found}
     rows = re.search(r'<table id="records">.*?<tbody>(.*?)</tbody>', dom, re.DOTALL)[1]
     assert rows.count("<tr") == len(hostile_results()), "our own script did run: it drew the table"
+
+
+_MEASURE = """<script>
+const cut = [...document.querySelectorAll("#run td, #run th")].filter((cell) => {
+  const frame = cell.closest(".scroll").getBoundingClientRect();
+  return cell.getBoundingClientRect().right > frame.right + 1;
+});
+document.body.dataset.cut = cut.map((cell) => cell.textContent).join("|");
+</script>"""
+
+
+@pytest.mark.slow
+def test_all_of_what_to_run_is_visible_at_1280_pixels(tmp_path):
+    page = to_page(sweep_document(summary_of(*private_results())))
+    measured = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page) + _MEASURE
+    dom = dumped_dom(measured, tmp_path, width=1280)
+    assert "no measurable difference" in dom
+    assert re.search(r'data-cut="([^"]*)"', dom)[1] == ""
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 
 from flopwatch.report.sweep.document import sweep_document
 from flopwatch.text import plain
-from support.few_results import ended, ran, summary_of
+from support.few_results import ended, private_results, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.documents import document_text
 from testbeds.made_up_sweep import example_specs, make_result
@@ -87,3 +87,21 @@ def test_more_columns_than_fit_are_printed_below_each_other():
     assert max(len(line) for line in narrow.splitlines()) <= 80
     assert narrow.count("12.3 ms ±1.0%") == wide.count("12.3 ms ±1.0%") == 8
     assert all(label in narrow for label in labels)
+
+
+def test_no_word_is_broken_at_80_columns():
+    summary = summary_of(*private_results())
+    narrow, wide = printed(summary), printed(summary, width=200)
+    assert max(len(line) for line in narrow.splitlines()) <= 80
+    words = {word for word in narrow.split() if not word.startswith("─")}
+    assert words - set(wide.split()) == set()
+    for word in ("fastest", "standard", "private:DPLoop", "unknown", "0.2085"):
+        assert word in words
+
+
+def test_columns_in_which_nothing_is_said_are_left_out():
+    same = printed(summary_of(ran("standard", 16, 128, 0.01, gib=2), ran("ghost", 16, 128, 0.02, gib=2)))
+    assert "less memory, within" not in " ".join(same.split())
+    other = " ".join(printed(summary_of(*private_results()), width=200).split())
+    assert "less memory, within" in other
+    assert "standard b8 1.00 GiB" in other

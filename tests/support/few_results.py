@@ -1,7 +1,9 @@
 """Results with numbers chosen by the test, and nothing else in them."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import Measured, MemoryUse, StepCost, StepTimes, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture
 from flopwatch.report.summary import summarise
@@ -22,6 +24,24 @@ def ran(trainer, batch, seq, seconds=1.0, *, spread=0.01, gib=None, flops=None, 
         steps=steps, samples_per_s=batch / seconds, tokens_per_s=batch * seq / seconds, memory=memory, cost=cost
     )
     return ended(trainer, batch, seq, "ok", measured=measured, **spec_more, **more)
+
+
+def private(trainer, batch, seq, seconds, gib, epsilon):
+    """An `ok` trial of a private trainer, whose step time is unstable."""
+    result = ran(trainer, batch, seq, seconds, spread=0.1, gib=gib)
+    spent = PrivacySpent(epsilon, 2e-5, 0.8, batch / 50_000, 25_000, "prv")
+    return replace(result, measured=replace(result.measured, privacy=spent))
+
+
+def private_results():
+    """Trials of private and other trainers; a line about them has a rate, a peak, an epsilon and a long verdict."""
+    return [
+        ran("standard", 16, 128, 0.01, gib=2),
+        ran("standard", 8, 128, 0.0051, gib=1, spread=0.2),
+        private("ghost", 16, 128, 0.02, 2, 0.20845),
+        private("dpsgd", 8, 128, 0.0105, 1, 0.1234),
+        ran("private:DPLoop", 16, 128, 0.03, gib=3),
+    ]
 
 
 def ended(trainer, batch, seq, outcome, *, name=None, seconds=10.0, unix_time=1000.0, **more):

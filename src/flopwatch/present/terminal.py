@@ -142,7 +142,7 @@ class _Terminal(doc.Renderer[RenderableType]):
             if part.title:
                 yield from self.paragraph(part.title, "bold")
             yield self.indented(
-                _table([columns[place] for place in places], [[row[at] for at in places] for row in rows])
+                _table([columns[place] for place in places], [[row[at] for at in places] for row in rows], room)
             )
         for note in filter(None, (self.with_rest(left_out), part.note)):
             yield from self.paragraph(note, "dim")
@@ -225,13 +225,31 @@ def _pieces(columns: list[doc.Head], rows: list[list[Text]], fixed: int, room: i
     return pieces
 
 
-def _table(columns: list[doc.Head], rows: list[list[Text]]) -> Table:
+def _fitting(columns: list[doc.Head], rows: list[list[Text]], room: int) -> list[int | None]:
+    """The widths of columns of texts that are wrapped. None of them is narrower than its longest word."""
+    widths = _widths(columns, rows)
+    too_wide = sum(widths) - 1 - room
+    least = {}
+    for place, column in enumerate(columns):
+        if not column.is_number:
+            texts = [column.head, *(row[place].plain for row in rows)]
+            least[place] = max((cell_len(word) for text in texts for word in text.split()), default=1)
+    spare = {place: widths[place] - 2 - longest for place, longest in least.items()}
+    in_all = sum(spare.values())
+    if too_wide <= 0 or in_all < too_wide:
+        return [None] * len(columns)
+    given = {place: least[place] + own * (in_all - too_wide) // in_all for place, own in spare.items()}
+    return [given.get(place) for place in range(len(columns))]
+
+
+def _table(columns: list[doc.Head], rows: list[list[Text]], room: int) -> Table:
     has_heads = any(column.head for column in columns)
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), show_header=has_heads)
     table.pad_edge = table.show_edge = False
-    for column in columns:
+    for column, width in zip(columns, _fitting(columns, rows, room), strict=True):
         side = "right" if column.is_number else "left"
-        table.add_column(Text(column.head), justify=side, no_wrap=column.is_number, overflow="fold")  # type: ignore[arg-type]
+        text = Text(column.head)
+        table.add_column(text, justify=side, no_wrap=column.is_number, overflow="fold", width=width)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     return table

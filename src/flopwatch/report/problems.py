@@ -108,60 +108,70 @@ _ADVICE = {
 }
 
 
-def _command_too_long(result: TrialResult) -> Iterator[str]:
-    limits = result.spec.limits
-    if result.outcome == "hang" and limits.no_progress_seconds:
-        yield f"If the command may print nothing for {limits.no_progress_seconds:g} s, raise --no-progress."
-    if result.outcome == "timeout" and limits.wall_seconds:
-        yield f"The command was still running after {limits.wall_seconds:g} s: raise --timeout, or let it do less."
-
-
 def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator[str]:
     """Yield what the user can do about a failure, the most useful advice first.
 
     `largest_ok` is the largest batch that ran with the same settings otherwise.
     """
-    spec, limits = result.spec, result.spec.limits
+    spec, outcome = result.spec, result.outcome
     if hint := result.evidence.get("hint"):
-        own = 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.'
-        use = own if spec.trainer == "command" else f"use a batch below {spec.batch_size}."
         yield (
             f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
-            f"as out of memory, and larger trials ran too. If memory did run out, {use}"
+            "as out of memory, and larger trials ran too."
         )
-    if result.outcome == "oom_host" and (most := limits.memory_bytes):
-        yield f"The memory limit of the trial was {byte_size(most)}; raise --memory if the host has more."
-    if result.outcome in ("oom_host", "oom_device"):
+        if spec.trainer == "command":
+            told = '{"outcome": "oom_device"}'
+            yield f"If memory ran out, let the command write {told} to $FLOPWATCH_TRIAL_DIR/metrics.json."
+        else:
+            yield f"If memory ran out, use a batch below {spec.batch_size}."
+    if outcome in ("oom_host", "oom_device"):
         yield from _out_of_memory(result, largest_ok)
-    elif result.outcome in ("hang", "timeout") and spec.trainer == "command":
-        yield from _command_too_long(result)
-    elif result.outcome == "hang":
-        where = "The stack traces below show where each thread was waiting."
-        yield where if result.stacks else "There are no stack traces, because native code held the GIL."
-        if limits.no_progress_seconds:
-            yield f"If a step may take longer than {limits.no_progress_seconds:g} s, raise --no-progress."
-    elif result.outcome == "timeout":
-        after = f" after {limits.wall_seconds:g} s" if limits.wall_seconds else ""
-        yield f"The trial still made progress in phase {result.phase}{after}: raise --timeout, or measure fewer steps."
-    elif result.outcome == "unsupported" and "no method accumulate()" in result.reason:
+    elif outcome in ("hang", "timeout"):
+        yield from _too_slow(result)
+    elif outcome == "unsupported" and "no method accumulate()" in result.reason:
         yield "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer."
-    elif result.outcome == "unsupported":
-        other = "choose another trainer for the model"
-        other = "run them without gradient checkpointing" if spec.checkpointing else other
-        yield f"Remove this trainer and model from the matrix, or {other}."
+    elif outcome == "unsupported" and spec.checkpointing:
+        yield "Remove this trainer and model from the matrix, or run them without gradient checkpointing."
+    elif outcome == "unsupported":
+        yield "Remove this trainer and model from the matrix, or choose another trainer for the model."
     else:
-        yield next(advice for start, advice in _ADVICE.items() if f"{result.outcome} {cause}".startswith(start))
+        yield next(advice for start, advice in _ADVICE.items() if f"{outcome} {cause}".startswith(start))
+
+
+def _too_slow(result: TrialResult) -> Iterator[str]:
+    silent, longest = result.spec.limits.no_progress_seconds, result.spec.limits.wall_seconds
+    is_command = result.spec.trainer == "command"
+    after = "its limit" if longest is None else f"{longest:g} s"
+    if result.outcome == "timeout" and is_command:
+        yield f"The command was still running after {after}: raise --timeout, or let it do less."
+    elif result.outcome == "timeout":
+        phase = result.phase
+        yield f"The trial still made progress in phase {phase} after {after}: raise --timeout, or measure fewer steps."
+    elif is_command and silent:
+        yield f"If the command may print nothing for {silent:g} s, raise --no-progress."
+    elif not is_command:
+        if result.stacks:
+            yield "The stack traces below show where each thread was waiting."
+        else:
+            yield "There are no stack traces, because native code held the GIL."
+        if silent:
+            yield f"If a step may take longer than {silent:g} s, raise --no-progress."
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]:
-    spec, is_dp = result.spec, privacy_of(result.spec, result) == "private"
-    parts = spec.micro_batch_size or spec.batch_size
-    if is_dp and parts > 1:
+    spec, is_private = result.spec, privacy_of(result.spec, result) == "private"
+    batch, limit, parts = spec.batch_size, spec.limits.memory_bytes, spec.micro_batch_size or spec.batch_size
+    if result.outcome == "oom_host" and limit:
+        yield f"The memory limit of the trial was {byte_size(limit)}; raise --memory if the host has more."
+    if is_private and parts > 1:
         yield f"Keep the batch, because epsilon depends on it, and add micro_batch_sizes={parts // 2} to the sweep."
-    ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
-    other = "; epsilon changes with it" if is_dp else ""
-    yield f"Use a batch below {spec.batch_size}{ran}{other}." if spec.batch_size > 1 else "Even batch 1 is too large."
-    if not spec.checkpointing and not is_dp:
+    if batch == 1:
+        yield "Even batch 1 is too large."
+    elif largest_ok and largest_ok < batch:
+        yield f"Use a batch below {batch}: {largest_ok} ran at sequence {spec.seq_len}."
+    else:
+        yield f"Use a batch below {batch}."
+    if not spec.checkpointing and not is_private:
         yield "Use gradient checkpointing: it stores fewer activations, for about a third more compute."
     if spec.trainer in ("dpsgd", "fast"):
         yield "Try ghost: it stores no per-sample gradients and needs less memory at short sequences."
@@ -178,9 +188,19 @@ def _fit_command(spec: TrialSpec) -> str:
     words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
     words += ["--checkpoint"] if spec.checkpointing else []
     words += ["--device", spec.device] if spec.device != "auto" else []
-    words += ["--memory", str(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
+    words += ["--memory", _typed_bytes(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
     words += [f"options.{name}={value}" for name, value in spec.options.items()]
     return shlex.join(words)
+
+
+def _typed_bytes(size: int) -> str:
+    """The exact size as a person types it.
+
+    >>> _typed_bytes(1300 * 2**20), _typed_bytes(1000)
+    ('1300MiB', '1000')
+    """
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return next((f"{size // unit}{name}" for name, unit in units.items() if size % unit == 0), str(size))
 
 
 _SHOWN = (

@@ -165,7 +165,7 @@ class Choice:
             the smallest epsilon.
         tied: The other trials that are not measurably slower, the fastest first.
         lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
-            memory is unknown.
+            that is the fastest one, or if memory is unknown.
         candidates: The number of trials compared. Private trials without epsilon are left out if others have one.
         verdict: Whether the fastest is measurably faster than the others, in words.
         caveats: Reasons to be careful with the verdict. Every form of the report shows them.

@@ -68,12 +68,16 @@ def _choice(seq_len: int, privacy: PrivacyClass, members: Sequence[TrialCell]) -
     known = _with_epsilon(members)
     left_out = [cell for cell in members if cell.why_no_epsilon] if len(known) < len(members) else []
     ranked = sorted(known, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
-    near = [cell for cell in ranked if cell.peak_bytes is not None and _is_near(ranked[0], cell)]
     equal = [ranked[0], *(cell for cell in ranked[1:] if _overlap(ranked[0], cell))]
     fastest = min(equal, key=_epsilon)  # of equal ones, `min` takes the fastest
     tied = tuple(cell for cell in equal if cell is not fastest)
     others = [cell for cell in ranked if cell is not fastest]
-    lightest = min(near, key=lambda cell: cell.peak_bytes or 0) if near else None
+    lighter = [
+        cell
+        for cell in others
+        if cell.peak_bytes and fastest.peak_bytes and cell.peak_bytes < fastest.peak_bytes and _is_near(ranked[0], cell)
+    ]
+    lightest = min(lighter, key=lambda cell: cell.peak_bytes or 0, default=None)
     verdict, caveats = _verdict(fastest, tied, len(ranked)), tuple(_caveats(fastest, others, left_out))
     return Choice(seq_len, privacy, fastest, tied, lightest, len(ranked), verdict, caveats)
 
@@ -87,14 +91,11 @@ def _verdict(fastest: TrialCell, tied: Sequence[TrialCell], candidates: int) -> 
     if not tied:
         return "the only one that ran" if candidates == 1 else f"the fastest of {candidates}"
     # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
-    tied = sorted(tied, key=lambda cell: cell.trainer == fastest.trainer)
-    rivals = [
-        f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell) for cell in tied[:2]
-    ]
-    more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
-    said = f"no measurable difference between {configuration(fastest)} and {', '.join(rivals)}{more}"
-    is_least = _epsilon(fastest) < max(map(_epsilon, tied))
-    return f"{said}; none of them has a smaller epsilon than {configuration(fastest)}" if is_least else said
+    others = [configuration(cell) for cell in sorted(tied, key=lambda cell: cell.trainer == fastest.trainer)]
+    one, rivals = configuration(fastest), listed(others, 2)
+    if _epsilon(fastest) < max(map(_epsilon, tied)):
+        return f"no measurable difference between {one} and {rivals}; none of them has a smaller epsilon than {one}"
+    return f"no measurable difference between {one} and {rivals}"
 
 
 def _caveats(fastest: TrialCell, others: Sequence[TrialCell], left_out: Sequence[TrialCell]) -> Iterator[str]:
@@ -108,9 +109,11 @@ def _caveats(fastest: TrialCell, others: Sequence[TrialCell], left_out: Sequence
     if fastest.alloc_retries:
         yield "barely fits into memory: the allocator had to free its cache to make room"
     if unstable := sum(cell.is_unstable for cell in others):
-        of_all = "the other one" if len(others) == 1 else f"{unstable} of the {len(others)} others"
-        its = f"its step time is unstable, and so {'is' if unstable == 1 else 'are'} that of {of_all}"
-        yield its if fastest.is_unstable else f"the step times of {of_all} are unstable"
+        candidates = 1 + len(others)
+        if fastest.is_unstable:
+            yield f"{unstable + 1} of {candidates} step times are unstable, its own too"
+        else:
+            yield f"{unstable} of {candidates} step times are unstable"
     elif fastest.is_unstable:
         yield "its step time is unstable"
     if others and time_interval(fastest) is None:

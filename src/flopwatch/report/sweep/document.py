@@ -12,15 +12,15 @@ from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
-from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput
-from flopwatch.report.records import Choice, Environment, Failure, Group, SweepSummary, TrainerTotals, TrialCell
+from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput_metric
+from flopwatch.report.records import Choice, Environment, Failure, Group, PrivacyClass, SweepSummary, TrainerTotals
 from flopwatch.report.sweep.measurements import group_parts
-from flopwatch.text import plural
+from flopwatch.text import listed, plural
 
 _PRIVACY_SHORT = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
 _NOT_RUN = ("unsupported", "skipped", "cancelled")
 _MOST_WARNINGS = 20
-_MOST_TIES = 4
+_MOST_PLACES = 4
 
 
 def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Document:
@@ -118,8 +118,8 @@ def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Secti
         none = "No trial ran to its end with a measured time, so there is nothing to choose from."
         return doc.Section("What to run", [doc.Text(none)], "run")
     said = doc.Text(
-        "For each sequence length: the fastest trial, and the trial with the least memory among those with at least "
-        "90 % of its throughput. Private trainers are never compared with trainers that are not private.",
+        "For each sequence length: the fastest trial, and a trial with less memory if it has at least 90 % of the "
+        "throughput. Private trainers and others are chosen apart: a faster trainer does not replace a private one.",
         "soft",
     )
     sections = doc.Lazy(groups, lambda one: _choices(one, colours, None if one in groups[:3] else False))
@@ -128,20 +128,27 @@ def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Secti
 
 
 def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> doc.Section:
-    longest = max(map(_rate, group.choices))
+    rate = throughput_metric(group)
+    longest = max((rate.value(choice.fastest) or 0) for choice in group.choices)
 
-    def lightest(choice: Choice) -> tuple[doc.Cell, str]:
-        if choice.lightest is None:
-            return doc.Cell(UNKNOWN), UNKNOWN
-        if choice.lightest.trial == choice.fastest.trial:
-            return doc.Cell("the same", "soft"), ""
-        return _named(choice.lightest, colours), byte_size(choice.lightest.peak_bytes)
+    def fastest(choice: Choice) -> doc.Cell:
+        cell, mark = choice.fastest, "≈ " if choice.tied else ""
+        short, colour = f"{mark}{cell.trainer} b{cell.batch_size}", colours[cell.trainer]
+        tone: doc.Tone = "" if choice.tied else "best"
+        return doc.Cell(f"{mark}{cell.trainer}", tone, f"batch {cell.batch_size}", short, colour=colour)
 
-    def epsilon_of(choice: Choice, cell: TrialCell | None) -> str:
-        return epsilon_text(cell.epsilon) if cell and choice.privacy == "private" else ""
+    def rate_of(choice: Choice) -> doc.Cell:
+        share = (rate.value(choice.fastest) or 0) / longest if longest else 0
+        unstable = "~" if choice.fastest.is_unstable else ""
+        return doc.Cell(f"{unstable}{rate.text(choice.fastest)}", bar=share, colour=colours[choice.fastest.trainer])
 
-    def rate_bar(choice: Choice) -> doc.Cell:
-        return doc.Cell("", bar=_rate(choice) / longest if longest else 0, colour=colours[choice.fastest.trainer])
+    def lightest(choice: Choice) -> doc.Cell:
+        if (cell := choice.lightest) is None:
+            return doc.Cell("")
+        spent = "" if cell.epsilon is None else f", epsilon {epsilon_text(cell.epsilon)}"
+        said = f"{byte_size(cell.peak_bytes)}{spent}"
+        short = f"{cell.trainer} b{cell.batch_size} {said}"
+        return doc.Cell(cell.trainer, detail=f"batch {cell.batch_size}, {said}", short=short)
 
     def verdict(choice: Choice) -> doc.Cell:
         caveats = "; ".join(choice.caveats)
@@ -154,48 +161,33 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         return [place for place, choice in enumerate(group.choices) if choice.seq_len in kept]
 
     has_epsilon = any(choice.fastest.epsilon is not None for choice in group.choices)
+    has_lightest = any(choice.lightest for choice in group.choices)
     columns: list[tuple[doc.Head | str, Callable[[Choice], doc.Cell | str]]] = [
         (_number("sequence", "seq"), lambda one: str(one.seq_len)),
-        ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
-        ("fastest that ran", lambda one: _named(one.fastest, colours, *(("≈ ",) if one.tied else ("", "best")))),
-        (_number("throughput"), lambda one: throughput(one.fastest)),
-        (doc.Head("", only=("html",)), rate_bar),
+        ("class", lambda one: _class(one.privacy)),
+        ("fastest that ran", fastest),
+        (_number(f"{rate.key}/s"), rate_of),
         (_number("peak"), lambda one: byte_size(one.fastest.peak_bytes)),
-        *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.fastest))] if has_epsilon else []),
-        ("least memory within 10 %", lambda one: lightest(one)[0]),
-        (_number("peak"), lambda one: lightest(one)[1]),
-        *([(_number("epsilon", "ε"), lambda one: epsilon_of(one, one.lightest))] if has_epsilon else []),
+        *([(_number("epsilon", "ε"), lambda one: epsilon_text(one.fastest.epsilon))] if has_epsilon else []),
+        *([("less memory, within 10 %", lightest)] if has_lightest else []),
         (doc.Head("verdict", only=("markdown", "html")), verdict),
     ]
     table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
-    return doc.Section(group.title, [table, doc.Only(("terminal",), _verdict_notes(group))], is_open=is_open)
+    return doc.Section(group.title, [table, doc.Only(("terminal",), [_remarks(group.choices)])], is_open=is_open)
 
 
-def _rate(choice: Choice) -> float:
-    return (choice.fastest.samples_per_s or 0) * choice.seq_len
+def _class(privacy: PrivacyClass) -> doc.Cell:
+    return doc.Cell(privacy, "chip", short=_PRIVACY_SHORT[privacy])
 
 
-def _named(cell: TrialCell, colours: Mapping[str, int], mark: str = "", tone: doc.Tone = "") -> doc.Cell:
-    name, size = f"{mark}{cell.trainer}", cell.batch_size
-    return doc.Cell(name, tone, f"batch {size}", f"{name} b{size}", colour=colours[cell.trainer])
-
-
-def _verdict_notes(group: Group) -> list[doc.Text]:
-    tied = [choice for choice in group.choices if choice.tied]
-    lines = [f"≈ {_place(choice)}: {choice.verdict}" for choice in tied[:_MOST_TIES]]
-    lines += [plural(len(tied) - _MOST_TIES, "more note")] if len(tied) > _MOST_TIES else []
-    places: dict[str, list[str]] = defaultdict(list)
-    for choice in group.choices:
-        for caveat in choice.caveats:
-            places[caveat].append(f"{_place(choice)}, {choice.fastest.trainer} b{choice.fastest.batch_size}")
-    for caveat, found in places.items():
-        more = f"; and {len(found) - _MOST_TIES} more rows" if len(found) > _MOST_TIES else ""
-        lines.append(f"! {'; '.join(found[:_MOST_TIES])}{more}: {caveat}")
-    return [doc.Text(line, "note") for line in lines]
-
-
-def _place(choice: Choice) -> str:
-    return f"seq {choice.seq_len}, {_PRIVACY_SHORT[choice.privacy]}"
+def _remarks(choices: Sequence[Choice]) -> doc.Items:
+    """What a terminal says below the table instead of the column of verdicts: each sentence once, with its rows."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for choice in choices:
+        for sentence in (*([choice.verdict] if choice.tied else []), *choice.caveats):
+            rows[sentence].append(f"{choice.seq_len} {_PRIVACY_SHORT[choice.privacy]}")
+    sentences = [f"{listed(places, _MOST_PLACES)}: {sentence}" for sentence, places in rows.items()]
+    return doc.Items(sentences, most=doc.Most(12, 0, 0), more="more remarks")
 
 
 def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
@@ -208,10 +200,10 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
         ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0), is_name=True)),
-        ("class", lambda one: doc.Cell(one.privacy, "chip", short=_PRIVACY_SHORT[one.privacy])),
+        ("class", lambda one: _class(one.privacy)),
         (doc.Head("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
-        (_number("success"), lambda one: percent(one.success_rate)),
+        (doc.Head("success", is_number=True, is_extra=True), lambda one: percent(one.success_rate)),
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
         (_number("failed"), lambda one: amount(one.failed)),
         (_number("not run"), lambda one: amount(one.not_run)),
@@ -260,7 +252,7 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
         ("example", doc.Cell(failure.example, is_name=True)),
         ("reason", failure.reason),
         ("where", "" if failure.outcome in ("unsupported", "invalid") else f"phase {failure.phase}{step}"),
-        ("evidence", ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception")),
+        ("evidence", _evidence({name: value for name, value in failure.evidence.items() if name != "exception"})),
         *(("advice", doc.Cell(line, "strong")) for line in failure.advice),
     ]
     blocks = {
@@ -275,6 +267,23 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
         is_open=is_open,
         tone=kind,
     )
+
+
+def _evidence(facts: Mapping[str, Any]) -> str:
+    """Facts in one line.
+
+    >>> _evidence({"exit_code": 137, "memory_limit": {"by": "cgroup", "limit_bytes": 2**30}})
+    'exit_code 137, memory_limit by cgroup, limit 1.00 GiB'
+    """
+    said = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            said.append(f"{name} {_evidence(value)}")
+        elif name.endswith("_bytes") and isinstance(value, int):
+            said.append(f"{name.removesuffix('_bytes')} {byte_size(value)}")
+        else:
+            said.append(f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    return ", ".join(said)
 
 
 def _preflight(rows: Sequence[Mapping[str, Any]]) -> doc.Section:
