@@ -35,6 +35,9 @@ LOOPS = [
     Loop(supervised.graph_network),
     Loop(supervised.checkpointing),
     Loop(supervised.reentrant_checkpointing),
+    Loop(supervised.nested_checkpointing),
+    Loop(supervised.selective_checkpointing),
+    Loop(supervised.recomputing_function),
     Loop(supervised.parts_of_the_model),
     Loop(supervised.evaluation_in_a_phase),
     Loop(supervised.evaluation_between_steps),
@@ -166,3 +169,13 @@ LOOPS = [
     Loop(backwards.function_with_another_closure, exact_from=10),
 ]
 BY_NAME = {loop.name: loop for loop in LOOPS}
+LONG_STEPS = 300
+LONG = [
+    BY_NAME[name]
+    for name in (
+        "packed_recurrent", "layer_drop", "graph_network",  # the first three are quick
+        "evaluation_between_log_steps", "reinforce", "videos", "maml", "dynamic_padding", "mixture_of_shapes",
+        "encoder_decoder",
+    )
+]  # fmt: skip
+"""Loops whose steps differ, so that most of them are not counted themselves when there are many."""

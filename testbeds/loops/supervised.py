@@ -1,12 +1,17 @@
 """One model, one loss: the loops most people write."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from testbeds.loops.audit import STEPS, Audit
 from testbeds.loops.models import WIDTH, Block, TinyGPT, cnn, ids, llama, mlp, sgd, text
+from testbeds.loops.truth import recomputing
 
 
 def plain(audit: Audit) -> list[nn.Module]:
@@ -179,20 +184,22 @@ def graph_network(audit: Audit) -> list[nn.Module]:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, *, is_reentrant: bool) -> None:
+    """Runs each of its blocks as it is told to."""
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Block(), Block()])
-        self.is_reentrant = is_reentrant
+        self.run = run
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+            x = self.run(block, x)
         return x
 
 
-def _checkpointed(audit: Audit, *, is_reentrant: bool) -> list[nn.Module]:
-    model = Checkpointed(is_reentrant=is_reentrant)
+def _checkpointed(audit: Audit, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[nn.Module]:
+    model = Checkpointed(run)
     optimizer = sgd(model)
     audit.watch(model)
     for _ in range(STEPS):
@@ -208,12 +215,62 @@ def _checkpointed(audit: Audit, *, is_reentrant: bool) -> list[nn.Module]:
 
 def checkpointing(audit: Audit) -> list[nn.Module]:
     """Activation checkpointing: half of the forward pass runs twice."""
-    return _checkpointed(audit, is_reentrant=False)
+    return _checkpointed(audit, partial(checkpoint, use_reentrant=False))
 
 
 def reentrant_checkpointing(audit: Audit) -> list[nn.Module]:
     """The older, reentrant checkpointing."""
-    return _checkpointed(audit, is_reentrant=True)
+    return _checkpointed(audit, partial(checkpoint, use_reentrant=True))
+
+
+def nested_checkpointing(audit: Audit) -> list[nn.Module]:
+    """A checkpoint inside of a checkpoint: the inner forward pass runs three times."""
+
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def outer(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden + block.attention(hidden)
+            return hidden + checkpoint(block.wide, hidden, use_reentrant=False)
+
+        return checkpoint(outer, x, use_reentrant=False)
+
+    return _checkpointed(audit, run)
+
+
+def selective_checkpointing(audit: Audit) -> list[nn.Module]:
+    """Selective checkpointing: products of a weight are kept, only those of attention run again."""
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return _checkpointed(audit, partial(checkpoint, use_reentrant=False, context_fn=kept))
+
+
+class Again(torch.autograd.Function):
+    """A layer that keeps only its input and computes its product again, as memory-saving layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.T).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        with recomputing():
+            out = (x @ weight.T).tanh()
+        grad = grad * (1 - out.square())
+        return grad @ weight, grad.T @ x
+
+
+def recomputing_function(audit: Audit) -> list[nn.Module]:
+    """An autograd function of one's own computes a product of its forward pass again."""
+    model = mlp(WIDTH, 16, 4)
+    optimizer = sgd(model)
+    audit.watch(model)
+    for _ in range(STEPS):
+        x = torch.randn(6, WIDTH)
+        with audit.step(x):
+            model[2](Again.apply(x, model[0].weight)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
 
 
 class Tagger(nn.Module):

@@ -4,7 +4,7 @@ Nothing of flopwatch is used here.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -50,25 +50,18 @@ def _is_composite(func: Any) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
-class Recomputation:
-    """Whether activation checkpointing runs a part of the forward pass again."""
+_recomputations: list[None] = []
+"""One for each recomputation that runs."""
 
-    depth = 0
 
-    @classmethod
-    def of(cls, run: Callable[..., Any], *, has_run: bool) -> Callable[..., Any]:
-        """The function of a checkpoint; every call but its first is recomputation."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            is_again, has_run = has_run, True
-            cls.depth += is_again
-            try:
-                return run(*args, **kwargs)
-            finally:
-                cls.depth -= is_again
-
-        return called
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """What runs in here was computed before: a part of a step that the model does not need."""
+    _recomputations.append(None)
+    try:
+        yield
+    finally:
+        _recomputations.pop()
 
 
 @contextmanager
@@ -76,17 +69,30 @@ def recomputation_told() -> Iterator[None]:
     """While this is open, both kinds of torch's checkpoints tell when they recompute."""
     make_frame, run_reentrant = checkpoint._CheckpointFrame.__init__, checkpoint.CheckpointFunction.forward
 
-    def frame(self: Any, recompute: Any, *args: Any) -> None:
-        make_frame(self, Recomputation.of(recompute, has_run=True), *args)
+    def frame(self: Any, recompute: Callable[..., Any], *args: Any) -> None:
+        make_frame(self, _from_call(recompute, 1), *args)
 
-    def forward(ctx: Any, run: Any, *args: Any) -> Any:
-        return run_reentrant(ctx, Recomputation.of(run, has_run=False), *args)
+    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+        return run_reentrant(ctx, _from_call(run, 2), *args)
 
     with (
         mock.patch.object(checkpoint._CheckpointFrame, "__init__", frame),
         mock.patch.object(checkpoint.CheckpointFunction, "forward", staticmethod(forward)),
     ):
         yield
+
+
+def _from_call(run: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """The function with its calls from this one on told as recomputation."""
+    calls = 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        with recomputing() if calls >= first else nullcontext():
+            return run(*args, **kwargs)
+
+    return called
 
 
 class OpCounter(TorchDispatchMode):
@@ -151,5 +157,5 @@ class OpCounter(TorchDispatchMode):
         elif op in flop_registry:
             flops = flop_registry[op](*args, **kwargs, out_val=out)
         self.flops += flops
-        self.recomputed += flops if Recomputation.depth else 0
+        self.recomputed += flops if _recomputations else 0
         return out
