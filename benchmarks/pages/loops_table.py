@@ -38,8 +38,8 @@ KNOWN = """## Known
 - A loop with a known gap stands in the table with it, and is in the list of its test, so that a new one fails.
 - `count_flops` and a live step disagree on an op made by `torch.library.custom_op`: `count_flops` counts the products
   of its body, while a live step names it as an op without a formula, so that its FLOPs are a lower bound. Give such
-  an op a formula (`@flopwatch.formula("mine::product")`), and both count the same. If the op has the name of one of torch's
-  products (`mine::mm`), no live step is counted, and the rows say so with a `KeyError`.
+  an op a formula (`@flopwatch.formula("mine::product")`), and both count the same. If the op has the name of one of
+  torch's products (`mine::mm`), no live step is counted, and the rows say so with a `KeyError`.
 """
 
 
