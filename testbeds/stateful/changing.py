@@ -1,6 +1,5 @@
 """Models that change as they run: buffers, lazy modules, modules that are swapped, averages of weights."""
 
-import copy
 import io
 import pickle
 
@@ -87,30 +86,6 @@ def layers_made_in_forward(run):
     return Kept([model], [optimizer], {"names": list(model.by_size)})
 
 
-class Swaps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = [nn.Linear(8, 3), nn.Linear(8, 5)]
-        self.head = self.heads[0]
-        self.calls = 0
-
-    def forward(self, x):
-        called(self)
-        self.calls += 1
-        if self.calls % 6 == 0:
-            self.head = self.heads[(self.calls // 6) % 2]
-        return self.head(x).pow(2).mean()
-
-
-@stateful
-def heads_that_are_swapped(run):
-    """`forward` swaps its head every sixth call; the heads are in a plain list."""
-    model = Swaps()
-    optimizer = torch.optim.SGD([one for head in model.heads for one in head.parameters()], lr=0.05)
-    train(run, model, optimizer=optimizer)
-    return Kept([model, *model.heads], [optimizer], {"calls": model.calls})
-
-
 class Deeper(nn.Module):
     def __init__(self):
         super().__init__()
@@ -172,23 +147,6 @@ def average_of_weights(run):
 
 
 @stateful
-def average_by_hand(run):
-    """A copy of the model, whose weights are moved in the step; its output is the target."""
-    model = small()
-    slow = copy.deepcopy(model).requires_grad_(False)
-
-    def loss_of(model, batch):
-        with torch.no_grad():
-            for one, other in zip(slow.parameters(), model.parameters(), strict=True):
-                one.lerp_(other, 0.1)
-            target = slow(batch + 0.1)
-        return functional.mse_loss(model(batch), target) + squares(model, batch)
-
-    optimizer = train(run, model, loss_of)
-    return Kept([model, slow], [optimizer])
-
-
-@stateful
 def pickled_on_the_way(run):
     """The loop pickles the whole model, loads it again and compares; the copy must be as bare as the model."""
     model, seen = small(), []
@@ -246,26 +204,6 @@ def state_of_a_network_in_the_model(run):
     model = Carries()
     optimizer = train(run, model, batch_of=lambda number: torch.randn(2, 5, 4))
     return Kept([model], [optimizer], {"state": model.state})
-
-
-@stateful
-def state_of_a_network_in_the_loop(run):
-    """The loop carries a recurrent state, and drops it every fifth step."""
-    model, state = nn.GRU(4, 4, batch_first=True), None
-
-    def loss_of(model, batch):
-        nonlocal state
-        y, state = model(batch, state)
-        state = state.detach()
-        return functional.mse_loss(y, batch)
-
-    def batch_of(number):
-        nonlocal state
-        state = None if number % 5 == 0 else state
-        return torch.randn(2, 5, 4)
-
-    optimizer = train(run, model, loss_of, batch_of)
-    return Kept([model], [optimizer], {"state": state})
 
 
 @stateful

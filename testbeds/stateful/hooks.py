@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -40,19 +39,6 @@ def forward_hooks_that_record(run):
         return loss
 
     return Kept([model], [train(run, model, loss_of)], {"shapes": shapes})
-
-
-@stateful
-def pre_hooks_that_change_inputs(run):
-    """A forward pre-hook scales the input by a counter."""
-    model, calls = Net(), []
-
-    def scale(module, args):
-        calls.append(len(args))
-        return (args[0] / len(calls),)
-
-    model.register_forward_pre_hook(scale)
-    return Kept([model], [train(run, model)], {"calls": calls})
 
 
 @stateful
@@ -227,26 +213,6 @@ def spectral_norm(run):
     model = Net()
     nn.utils.parametrizations.spectral_norm(model.first)
     return Kept([model], [train(run, model)])
-
-
-class Sharpened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.uses = 0
-
-    def forward(self, weight):
-        called(self)
-        self.uses += 1
-        return weight * (1 + 0.01 * self.uses)
-
-
-@stateful
-def parametrization_that_counts(run):
-    """A parametrization counts how often its weight is read."""
-    model, counted = Net(), Sharpened()
-    parametrize.register_parametrization(model.first, "weight", counted)
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"uses": counted.uses})
 
 
 class CountsFunctions(TorchFunctionMode):

@@ -1,13 +1,11 @@
 """State in containers: queues, deques, arrays, caches, closures, globals, class attributes and files."""
 
 import functools
-import heapq
 import io
 import itertools
 import logging
 import tempfile
-from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from testbeds.stateful.doors import STEPS
-from testbeds.stateful.loops import rows, sgd, stateful, train
+from testbeds.stateful.loops import stateful, train
 from testbeds.stateful.observed import Kept, called
 
 
@@ -57,51 +55,6 @@ def queue_as_a_plain_object(run):
     return Kept([model], [optimizer], vars(model.queue))
 
 
-class MomentumContrast(nn.Module):
-    """MoCo as published: a second encoder, a queue and its pointer in buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
-        self.register_buffer("queue", torch.randn(4, 20))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x):
-        called(self)
-        query = self.query(x)
-        with torch.no_grad():
-            for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-            key = self.key(x)
-        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
-        start = int(self.pointer)
-        self.queue[:, start : start + len(x)] = key.t()
-        self.pointer[0] = (start + len(x)) % 20
-        return functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
-
-
-@stateful
-def queue_in_buffers(run):
-    """MoCo with its queue in buffers and a key encoder that `forward` moves."""
-    model = MomentumContrast()
-    return Kept([model], [train(run, model)])
-
-
-@stateful
-def queue_whose_loss_nobody_reads(run):
-    """As a plain object, and the loss is never read."""
-    model = Contrast()
-    optimizer = sgd(model)
-    run.watch(model)
-    for number in range(STEPS):
-        batch = rows(number)
-        with run.step(batch):
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return Kept([model], [optimizer], vars(model.queue))
-
-
 class Remembering(nn.Module):
     """Compares its features with those of the last calls, kept in any container with `append`."""
 
@@ -123,28 +76,6 @@ def deque_of_features(run):
     model = Remembering(deque(maxlen=4))
     optimizer = train(run, model)
     return Kept([model], [optimizer], {"memory": model.memory})
-
-
-@stateful
-def list_of_features(run):
-    """Features of all calls in a plain list."""
-    model = Remembering([])
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"memory": model.memory})
-
-
-@stateful
-def deque_of_losses(run):
-    """The loop clips by the mean of its last losses."""
-    model, last = nn.Linear(8, 3), deque([1.0], maxlen=5)
-
-    def loss_of(model, batch):
-        loss = model(batch).pow(2).mean()
-        scale = min(1.0, sum(last) / len(last))
-        last.append(loss.item())
-        return loss * scale
-
-    return Kept([model], [train(run, model, loss_of)], {"last": last})
 
 
 class Codebook(nn.Module):
@@ -176,30 +107,6 @@ def numpy_usage_of_codes(run):
     model = Codebook()
     optimizer = train(run, model)
     return Kept([model], [optimizer], {"usage": model.usage, "calls": model.calls})
-
-
-class NumpyBank(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-        self.bank = np.zeros((12, 4), np.float32)
-        self.position = 0
-
-    def forward(self, x):
-        called(self)
-        z = self.layer(x)
-        loss = (z @ torch.from_numpy(self.bank.copy()).t() - 1).pow(2).mean()
-        self.bank[self.position : self.position + len(x)] = z.detach().numpy()
-        self.position = (self.position + len(x)) % len(self.bank)
-        return loss
-
-
-@stateful
-def numpy_bank_of_features(run):
-    """A memory bank that is a numpy array, with a position that is a number."""
-    model = NumpyBank()
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"bank": model.bank, "position": model.position})
 
 
 @stateful
@@ -266,25 +173,6 @@ def global_list_of_auxiliary_losses(run):
 _calls = 0
 
 
-class GlobalCounter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x):
-        global _calls
-        called(self)
-        _calls += 1
-        return (self.layer(x) / _calls).pow(2).mean()
-
-
-@stateful
-def global_number(run):
-    """`forward` divides by a number of the module that it increments."""
-    model = GlobalCounter()
-    return Kept([model], [train(run, model)], {"calls": _calls})
-
-
 class ClassCounter(nn.Module):
     calls = 0
     sizes: list[int] = []  # noqa: RUF012
@@ -345,25 +233,6 @@ def noise_level(x):
 noise_level.calls = 0
 
 
-class CallsFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x, seen=[]):  # noqa: B006
-        called(self)
-        seen.append(float(x.sum()))
-        return self.layer(noise_level(x)).pow(2).mean() + 0.1 * len(seen)
-
-
-@stateful
-def attributes_of_functions(run):
-    """A function's attribute, and a list that is a default argument."""
-    model = CallsFunction()
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"calls": noise_level.calls, "seen": CallsFunction.forward.__defaults__[0]})
-
-
 @functools.lru_cache(maxsize=2)
 def positions(length):
     return torch.linspace(0, 1, length)[:, None].expand(length, 8)
@@ -385,64 +254,6 @@ def lru_cache_of_tables(run):
     model = Positions()
     optimizer = train(run, model, batch_of=lambda number: torch.randn(3 + number % 3, 8))
     return Kept([model], [optimizer], {"cache": tuple(positions.cache_info())})
-
-
-class CachedProperty(nn.Module):
-    computed = 0
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
-    @functools.cached_property
-    def scale(self):
-        type(self).computed += 1
-        return torch.full((1,), 0.5)
-
-    @functools.cache  # noqa: B019
-    def table(self, length):
-        type(self).computed += 1
-        return torch.arange(length)[:, None] * 0.1
-
-    def forward(self, x):
-        called(self)
-        return (self.scale * self.layer(x) + self.table(len(x))).pow(2).mean()
-
-
-@stateful
-def caches_of_methods(run):
-    """`functools.cache` of a method keeps the model alive, and `cached_property` adds an attribute."""
-    model = CachedProperty()
-    optimizer = train(run, model, batch_of=lambda number: torch.randn(3 + number % 2, 8))
-    found = CachedProperty.computed, tuple(CachedProperty.table.cache_info())
-    CachedProperty.table.cache_clear()
-    return Kept([model], [optimizer], {"found": found})
-
-
-class ShapeCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.masks: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self.hits: Counter[int] = Counter()
-
-    def forward(self, x):
-        called(self)
-        if len(x) not in self.masks:
-            self.masks[len(x)] = torch.ones(len(x), len(x)).tril()
-        self.masks.move_to_end(len(x))
-        self.hits[len(x)] += 1
-        if len(self.masks) > 2:
-            self.masks.popitem(last=False)
-        return (self.masks[len(x)] @ self.layer(x)).pow(2).mean()
-
-
-@stateful
-def dict_of_masks_by_length(run):
-    """Masks are cached by length in an ordered dict from which the oldest is dropped."""
-    model = ShapeCache()
-    optimizer = train(run, model, batch_of=lambda number: torch.randn(2 + number % 4, 8))
-    return Kept([model], [optimizer], {"lengths": list(model.masks), "hits": model.hits, "masks": model.masks})
 
 
 class Memory:
@@ -485,25 +296,6 @@ def memory_as_an_argument(run):
 
     optimizer = train(run, model, loss_of, lambda number: torch.randint(20, (2, 6)))
     return Kept([model], [optimizer], vars(memory))
-
-
-@stateful
-def memory_with_item(run):
-    """The same, and the memory reads a number out of each state."""
-    model, memory, norms = WithMemory(), Memory(), []
-    update = memory.update
-
-    def update_and_read(x):
-        norms.append(x.norm().item())
-        return update(x)
-
-    memory.update = update_and_read
-
-    def loss_of(model, ids):
-        return model(ids, memory=memory).pow(2).mean()
-
-    optimizer = train(run, model, loss_of, lambda number: torch.randint(20, (2, 6)))
-    return Kept([model], [optimizer], {"norms": norms, "updates": memory.updates})
 
 
 class Batch:
@@ -597,14 +389,6 @@ def iterator_that_counts(run):
     return Kept([model], [optimizer], {"next": next(model.numbers)})
 
 
-@stateful
-def iterator_in_a_circle(run):
-    """`itertools.cycle` in the model."""
-    model = Counts(itertools.cycle([0, 1, 5]))
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"next": [next(model.numbers) for _ in range(3)]})
-
-
 def levels():
     level = 0.0
     while True:
@@ -618,101 +402,6 @@ def generator_in_the_model(run):
     model = Counts(levels())
     optimizer = train(run, model)
     return Kept([model], [optimizer], {"next": next(model.numbers)})
-
-
-class Sends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.levels = levels()
-        next(self.levels)
-
-    def forward(self, x):
-        called(self)
-        y = self.layer(x).pow(2).mean()
-        return y * self.levels.send(y.item())
-
-
-@stateful
-def generator_that_is_sent_to(run):
-    """A generator that gets each loss by `send`."""
-    model = Sends()
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"next": model.levels.send(0.0)})
-
-
-class Hardest(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.heap = []
-
-    def forward(self, x):
-        called(self)
-        each = self.layer(x).pow(2).mean(1)
-        for one in each.detach():
-            heapq.heappush(self.heap, float(one))
-        del self.heap[9:]
-        return each.mean() + self.heap[0]
-
-
-@stateful
-def heap_of_the_hardest(run):
-    """A heap of losses of single samples."""
-    model = Hardest()
-    return Kept([model], [train(run, model)], {"heap": model.heap})
-
-
-class Arrays(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.numbers, self.bytes = array("d"), bytearray(4)
-        self.by_size = defaultdict(lambda: array("l", [0]))
-
-    def forward(self, x):
-        called(self)
-        self.numbers.append(float(x.sum()))
-        self.bytes[len(self.numbers) % 4] = len(self.numbers)
-        self.by_size[len(x)][0] += 1
-        return self.layer(x).pow(2).mean() + self.numbers[-1] * 0 + self.bytes[0]
-
-
-@stateful
-def arrays_and_bytes(run):
-    """`array.array`, `bytearray` and a `defaultdict` in the model."""
-    model = Arrays()
-    optimizer = train(run, model)
-    state = {"numbers": list(model.numbers), "bytes": model.bytes, "sizes": str(dict(model.by_size))}
-    return Kept([model], [optimizer], state)
-
-
-class Shares(nn.Module):
-    def __init__(self, board):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.board = board
-
-    def forward(self, x):
-        called(self)
-        y = self.layer(x).tanh()
-        before = self.board["last"]
-        self.board["last"] = y
-        return y if before is None or before.shape != y.shape else y + 0.1 * before
-
-
-@stateful
-def board_shared_by_modules(run):
-    """Two modules write to one dict, and the graph passes through it."""
-    board = {"last": None}
-    model = nn.Sequential(Shares(board), Shares(board))
-
-    def loss_of(model, batch):
-        loss = model(batch).pow(2).mean()
-        board["last"] = board["last"].detach()
-        return loss
-
-    return Kept([model], [train(run, model, loss_of)], {"board": board})
 
 
 class PlainTensor(nn.Module):
@@ -762,22 +451,6 @@ def file_that_forward_writes(run):
         model.log.close()
         content = (Path(folder) / "log.txt").read_text()
     return Kept([model], [optimizer], {"content": content, "text": model.text.getvalue()})
-
-
-@stateful
-def file_that_the_loop_reads(run):
-    """Batches come from a file, one read after the other."""
-    model = nn.Linear(8, 3)
-    with tempfile.TemporaryFile() as file:
-        np.save(file, np.random.rand(STEPS, 4, 8).astype(np.float32))
-        file.seek(128)
-
-        def batch_of(number):
-            return torch.frombuffer(bytearray(file.read(128)), dtype=torch.float32).reshape(4, 8)
-
-        optimizer = train(run, model, lambda model, batch: model(batch).pow(2).mean(), batch_of)
-        end = file.tell()
-    return Kept([model], [optimizer], {"end": end})
 
 
 class Prints(nn.Module):

@@ -29,14 +29,6 @@ def random_flips_in_the_loop(run):
     return Kept([model], [train(run, model, squares, batch_of)], {"next": random.random()})
 
 
-@stateful
-def random_lengths_in_the_loop(run):
-    """Python's `random` chooses the size of each batch."""
-    model = nn.Linear(8, 3)
-    batch_of = lambda number: torch.randn(random.choice([2, 3, 5, 8]), 8)  # noqa: E731
-    return Kept([model], [train(run, model, squares, batch_of)], {"next": random.random()})
-
-
 class LayerDrop(nn.Module):
     """Runs each layer if the given draw is large enough."""
 
@@ -54,13 +46,6 @@ class LayerDrop(nn.Module):
 
 
 @stateful
-def layer_drop_by_random(run):
-    """Layers are dropped by `random.random()`."""
-    model = LayerDrop(random.random)
-    return Kept([model], [train(run, model)])
-
-
-@stateful
 def layer_drop_by_own_random(run):
     """Layers are dropped by a `random.Random` of the model."""
     own = random.Random(3)
@@ -72,21 +57,6 @@ def layer_drop_by_own_random(run):
 def layer_drop_by_numpy(run):
     """Layers are dropped by `numpy.random.rand()`."""
     model = LayerDrop(np.random.rand)
-    return Kept([model], [train(run, model)])
-
-
-@stateful
-def layer_drop_by_own_numpy(run):
-    """Layers are dropped by a numpy `Generator` of the model."""
-    own = np.random.default_rng(3)
-    model = LayerDrop(own.random)
-    return Kept([model], [train(run, model)], {"next": own.random()})
-
-
-@stateful
-def layer_drop_by_torch(run):
-    """Layers are dropped by `torch.rand`, as in Wav2Vec2."""
-    model = LayerDrop(lambda: torch.rand(()).item())
     return Kept([model], [train(run, model)])
 
 
@@ -215,29 +185,3 @@ def policy_that_explores(run):
             optimizer.step()
             step.log(loss=loss)
     return Kept([model], [optimizer], {"actions": actions, "replay": replay})
-
-
-@stateful
-def pool_of_images(run):
-    """CycleGAN's image pool: `random` decides which earlier output the discriminator sees."""
-    generator, judge, pool = nn.Linear(4, 8), nn.Linear(8, 1), []
-    optimizers = [sgd(generator), sgd(judge)]
-
-    def from_pool(made):
-        pool.append(made.detach())
-        return pool.pop(random.randrange(len(pool))) if len(pool) > 3 and random.random() < 0.5 else made.detach()
-
-    run.watch(generator)
-    for _ in range(STEPS):
-        batch = torch.randn(4, 4)
-        with run.step(batch) as step:
-            made = generator(batch)
-            optimizers[0].zero_grad()
-            loss = functional.softplus(-judge(made)).mean()
-            loss.backward()
-            optimizers[0].step()
-            optimizers[1].zero_grad()
-            functional.softplus(judge(from_pool(made))).mean().backward()
-            optimizers[1].step()
-            step.log(loss=loss)
-    return Kept([generator, judge], optimizers, {"pool": pool})

@@ -6,7 +6,6 @@ import gc
 import queue
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -14,36 +13,6 @@ from torch import nn
 from testbeds.stateful.doors import STEPS
 from testbeds.stateful.loops import rows, sgd, stateful, train
 from testbeds.stateful.observed import Kept, called
-
-
-class Weak(nn.Module):
-    """Keeps its last activations weakly, and reports those that still live."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.last = weakref.WeakValueDictionary()
-        self.calls = 0
-        self.alive = []
-
-    def forward(self, x):
-        called(self)
-        self.calls += 1
-        self.alive.append(sorted(self.last))
-        y = self.layer(x)
-        self.last[self.calls] = y
-        return y
-
-
-@stateful
-def weak_dict_of_activations(run):
-    """A `WeakValueDictionary` of outputs: which of them are alive at each call."""
-    model = Weak()
-
-    def loss_of(model, batch):
-        return model(batch).pow(2).mean()
-
-    return Kept([model], [train(run, model, loss_of)], {"alive": model.alive})
 
 
 @stateful
@@ -91,53 +60,6 @@ def finalizers_of_batches(run):
     optimizer = train(run, model, batch_of=batch_of)
     gc.collect()
     return Kept([model], [optimizer], {"alive": [one.alive for one in finalizers]})
-
-
-class Token:
-    made = 0
-    freed = 0
-
-    def __init__(self):
-        Token.made += 1
-
-    def __del__(self):
-        Token.freed += 1
-
-
-class HoldsToken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.token = Token()
-
-    def forward(self, x):
-        called(self)
-        self.token = Token()
-        return self.layer(x).pow(2).mean() + 0.1 * (Token.made - Token.freed)
-
-
-@stateful
-def objects_with_del(run):
-    """`forward` replaces an object whose class counts what was made and freed."""
-    model = HoldsToken()
-    optimizer = train(run, model)
-    return Kept([model], [optimizer], {"made": Token.made, "freed": Token.freed})
-
-
-@stateful
-def statistics_by_module(run):
-    """A `WeakKeyDictionary` from modules to numbers, written in `forward`."""
-    statistics = weakref.WeakKeyDictionary()
-
-    class Counted(nn.Linear):
-        def forward(self, x):
-            called(self)
-            statistics[self] = statistics.get(self, 0) + 1
-            return super().forward(x)
-
-    model = nn.Sequential(Counted(8, 8), nn.Tanh(), Counted(8, 3))
-    optimizer = train(run, model, lambda model, x: model(x).pow(2).mean() / len(statistics))
-    return Kept([model], [optimizer], {"calls": list(statistics.values())})
 
 
 class LastLoss(nn.Module):
@@ -275,33 +197,6 @@ def thread_that_prefetches(run):
     optimizer = train(run, model, lambda model, x: model(x).pow(2).mean(), lambda number: ready.get())
     thread.join()
     return Kept([model], [optimizer], {"left": ready.qsize()})
-
-
-class Pooled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
-        self.pool = ThreadPoolExecutor(1)
-        self.names = []
-
-    def forward(self, x):
-        called(self)
-        later = self.pool.submit(self.count, len(x))
-        y = sum(layer(x) for layer in self.layers)
-        return y.pow(2).mean() / later.result()
-
-    def count(self, size):
-        self.names.append(size)
-        return len(self.names)
-
-
-@stateful
-def pool_of_threads(run):
-    """`forward` lets a thread of the model's own pool count."""
-    model = Pooled()
-    optimizer = train(run, model)
-    model.pool.shutdown()
-    return Kept([model], [optimizer], {"names": model.names})
 
 
 class Handle:

@@ -43,48 +43,6 @@ def accumulated_gradients(run):
     return Kept([model], [optimizer])
 
 
-@stateful
-def gradients_never_cleared(run):
-    """Gradients are scaled instead of cleared, so that each step feels all earlier ones."""
-    model = Net()
-    optimizer = sgd(model, 0.01)
-    run.watch(model)
-    for number in range(STEPS):
-        batch = rows(number)
-        with run.step(batch) as step:
-            loss = squares(model, batch)
-            loss.backward()
-            optimizer.step()
-            for parameter in model.parameters():
-                parameter.grad.mul_(0.5)
-            step.log(loss=loss)
-    return Kept([model], [optimizer])
-
-
-class RunningLoss(nn.Module):
-    """A loss module with a running mean, as used to balance tasks."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = 1.0
-        self.history = []
-
-    def forward(self, y):
-        called(self)
-        loss = y.pow(2).mean()
-        self.mean = 0.9 * self.mean + 0.1 * loss.item()
-        self.history.append(self.mean)
-        return loss / self.mean
-
-
-@stateful
-def loss_that_remembers(run):
-    """The criterion is a module with a running mean in a number."""
-    model, criterion = Net(), RunningLoss()
-    optimizer = train(run, model, lambda model, batch: criterion(model(batch)))
-    return Kept([model], [optimizer], {"history": criterion.history})
-
-
 class Accuracy:
     def __init__(self):
         self.right = self.seen = 0
@@ -164,32 +122,6 @@ def closures_of_lbfgs(run):
 
 
 @stateful
-def sharpness_aware(run):
-    """Two forward passes per step, at weights that are moved and moved back."""
-    model = Net()
-    optimizer = sgd(model)
-    run.watch(model)
-    for number in range(STEPS):
-        batch = rows(number)
-        with run.step(batch) as step:
-            squares(model, batch).backward()
-            moves = [0.05 * parameter.grad for parameter in model.parameters()]
-            with torch.no_grad():
-                for parameter, move in zip(model.parameters(), moves, strict=True):
-                    parameter.add_(move)
-            optimizer.zero_grad()
-            loss = squares(model, batch)
-            loss.backward()
-            with torch.no_grad():
-                for parameter, move in zip(model.parameters(), moves, strict=True):
-                    parameter.sub_(move)
-            optimizer.step()
-            optimizer.zero_grad()
-            step.log(loss=loss)
-    return Kept([model], [optimizer])
-
-
-@stateful
 def gradients_by_vmap(run):
     """Gradients of single samples by `vmap(grad)`, clipped, with noise."""
     model = Net()
@@ -224,19 +156,6 @@ def meta_learning(run):
         return functional_call(model, moved, (batch + 0.1,)).pow(2).mean()
 
     return Kept([model], [train(run, model, loss_of)], {"kept": kept})
-
-
-@stateful
-def gradient_penalty(run):
-    """A critic with a penalty of its gradients, which takes a double backward pass."""
-    model = Net()
-
-    def loss_of(model, batch):
-        x = batch.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return squares(model, batch) + (gradient.norm(dim=1) - 1).pow(2).mean()
-
-    return Kept([model], [train(run, model, loss_of)])
 
 
 @stateful
@@ -278,23 +197,3 @@ def mixed_precision(run):
             optimizer.zero_grad()
             step.log(loss=loss.item())
     return Kept([model], [optimizer], {"scales": scales})
-
-
-@stateful
-def two_models_in_turns(run):
-    """Two networks are trained in turns and exchange what they find easy (co-teaching)."""
-    left, right, chosen = Net(), Net(), []
-    optimizers = [sgd(left), sgd(right)]
-    run.watch(left)
-    for number in range(STEPS):
-        batch = rows(number)
-        with run.step(batch) as step:
-            each = [model(batch).pow(2).mean(1) for model in (left, right)]
-            picks = [one.detach().argsort()[:2] for one in each]
-            chosen.append([pick.tolist() for pick in picks])
-            for optimizer, one, pick in zip(optimizers, each, reversed(picks), strict=True):
-                optimizer.zero_grad()
-                one[pick].mean().backward()
-                optimizer.step()
-            step.log(loss=each[0].mean().detach())
-    return Kept([left, right], optimizers, {"chosen": chosen})

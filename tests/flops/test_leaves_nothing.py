@@ -7,17 +7,15 @@ FLOPs and the weights: every square matrix that it keeps is one more product in 
 import contextvars
 import functools
 import gc
-import io
 import itertools
-import queue
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,22 +120,6 @@ def _() -> Case:
     return Case(model, lambda: model.memory)
 
 
-@case("an object without attributes yet")
-def _() -> Case:
-    class Empty:
-        pass
-
-    class Model(Layer):
-        def kept(self) -> Any:
-            return vars(self.memory).values()
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            self.memory.last = matrix
-
-    model = Model(memory=Empty())
-    return Case(model, lambda: model.memory)
-
-
 @case("a deque")
 def _() -> Case:
     class Model(Layer):
@@ -149,19 +131,6 @@ def _() -> Case:
 
     model = Model(items=deque([first()], maxlen=2))
     return Case(model, lambda: model.items)
-
-
-@case("a queue of the standard library")
-def _() -> Case:
-    class Model(Layer):
-        def kept(self) -> Any:
-            return list(self.items.queue)
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            self.items.put(matrix)
-
-    model = Model(items=queue.Queue())
-    return Case(model, lambda: model.items.queue)
 
 
 @case("a numpy array that counts calls")
@@ -189,19 +158,6 @@ def _() -> Case:
     return Case(Model(), lambda: held)
 
 
-@case("a variable of an enclosing function")
-def _() -> Case:
-    calls = 0
-
-    class Model(Steps):
-        def number(self) -> int:
-            nonlocal calls
-            calls += 1
-            return calls
-
-    return Case(Model(), lambda: calls)
-
-
 @case("a list of the class")
 def _() -> Case:
     class Model(Layer):
@@ -214,53 +170,6 @@ def _() -> Case:
             self.held.append(matrix)
 
     return Case(Model(), lambda: Model.held)
-
-
-@case("a counter of the class")
-def _() -> Case:
-    class Model(Steps):
-        calls = 0
-
-        def number(self) -> int:
-            type(self).calls += 1
-            return self.calls
-
-    return Case(Model(), lambda: Model.calls)
-
-
-@case("an attribute of the class that does not exist yet")
-def _() -> Case:
-    class Model(Layer):
-        def kept(self) -> Any:
-            return getattr(Model, "held", [])
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            Model.held = [matrix]  # type: ignore[attr-defined]
-
-    return Case(Model(), lambda: getattr(Model, "held", None))
-
-
-@case("a class method that keeps")
-def _() -> Case:
-    class Base(Layer):
-        held: list[torch.Tensor] = []  # noqa: RUF012
-
-        @classmethod
-        def add(cls, matrix: torch.Tensor) -> None:
-            cls.held.append(matrix)
-
-        @property
-        def present(self) -> Any:
-            return list(self.held)
-
-    class Model(Base):
-        def kept(self) -> Any:
-            return self.present
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            self.add(matrix)
-
-    return Case(Model(), lambda: Base.held)
 
 
 GLOBAL_LIST: list[torch.Tensor] = []
@@ -301,22 +210,6 @@ def _() -> Case:
     return Case(Model(), lambda: GLOBAL_CACHE)
 
 
-GLOBAL_CALLS = 0
-
-
-@case("a global number")
-def _() -> Case:
-    globals()["GLOBAL_CALLS"] = 0
-
-    class Model(Steps):
-        def number(self) -> int:
-            global GLOBAL_CALLS
-            GLOBAL_CALLS += 1
-            return GLOBAL_CALLS
-
-    return Case(Model(), lambda: GLOBAL_CALLS)
-
-
 @case("a global list and a list of the class that are named by texts")
 def _() -> Case:
     GLOBAL_LIST[:] = [first()]
@@ -332,21 +225,6 @@ def _() -> Case:
             getattr(type(self), "held").append(matrix)  # noqa: B009
 
     return Case(Model(), lambda: (GLOBAL_LIST, Model.held))
-
-
-@case("a global that does not exist yet")
-def _() -> Case:
-    globals().pop("GLOBAL_MADE", None)
-
-    class Model(Layer):
-        def kept(self) -> Any:
-            return globals().get("GLOBAL_MADE", [])
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            global GLOBAL_MADE
-            GLOBAL_MADE = [matrix]
-
-    return Case(Model(), lambda: globals().get("GLOBAL_MADE"))
 
 
 @case("a list of another Python module")
@@ -390,20 +268,6 @@ CASES["an lru_cache that is filled"] = functools.partial(cached_by_lru, 8)
 REFUSED.update({"an empty lru_cache": "", "an lru_cache that is filled": ""})
 
 
-@case("an lru_cache of a method")
-def _() -> Case:
-    class Model(Layer):
-        @functools.lru_cache  # noqa: B019
-        def matrix(self, size: int) -> torch.Tensor:
-            return first()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(product(x, [self.matrix(x.shape[0])]))
-            return out
-
-    return Case(Model(), lambda: Model.matrix.cache_info())
-
-
 def numbers() -> Iterator[int]:
     yield from itertools.count()
 
@@ -416,20 +280,6 @@ def _() -> Case:
 
     model = Model(numbers=numbers())
     return Case(model, lambda: model.numbers)
-
-
-GLOBAL_GENERATOR = numbers()
-
-
-@case("a global generator", "generator")
-def _() -> Case:
-    globals()["GLOBAL_GENERATOR"] = numbers()
-
-    class Model(Steps):
-        def number(self) -> int:
-            return next(GLOBAL_GENERATOR)
-
-    return Case(Model(), lambda: GLOBAL_GENERATOR)
 
 
 @case("a generator that is not used")
@@ -463,16 +313,6 @@ def _() -> Case:
     return Case(model, path.read_text)
 
 
-@case("a text in memory")
-def _() -> Case:
-    class Model(Steps):
-        def number(self) -> int:
-            return int(self.file.write("called\n") * 0 + len(self.file.getvalue()) // 7)
-
-    model = Model(file=io.StringIO())
-    return Case(model, lambda: model.file.getvalue())
-
-
 class Box:
     def __init__(self, matrix: torch.Tensor) -> None:
         self.matrix = matrix
@@ -490,19 +330,6 @@ def _() -> Case:
 
     model = Model(boxes=weakref.WeakValueDictionary(), owner=[])
     return Case(model, lambda: (dict(model.boxes), model.owner))
-
-
-@case("a weak reference to a module that is not a child")
-def _() -> Case:
-    other = nn.Linear(8, 8)
-
-    class Model(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.other()(self.layer(x))
-            return out
-
-    model = Model(other=weakref.ref(other), owner=[other])
-    return Case(model, lambda: (list(other.parameters()), [parameter.grad for parameter in other.parameters()]))
 
 
 class Cache:
@@ -526,30 +353,6 @@ def _() -> Case:
     return Case(Model(), lambda: cache, (X, cache))
 
 
-@case("a list in a dict of the batch")
-def _() -> Case:
-    class Model(Layer):
-        def forward(self, x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
-            out: torch.Tensor = self.layer(product(x, extra["kept"]))
-            extra["kept"].append(0.1 * out.detach())
-            extra["calls"] += 1
-            return out
-
-    extra: dict[str, Any] = {"kept": [first()], "calls": 0}
-    return Case(Model(), lambda: extra, {"x": X, "extra": extra})
-
-
-@case("a set")
-def _() -> Case:
-    class Model(Steps):
-        def number(self) -> int:
-            self.seen.add(len(self.seen))
-            return len(self.seen)
-
-    model = Model(seen=set())
-    return Case(model, lambda: model.seen)
-
-
 def dict_of(make: Callable[[], Any]) -> Case:
     class Model(Layer):
         def kept(self) -> Any:
@@ -566,11 +369,7 @@ class OwnDict(dict[str, Any]):
     pass
 
 
-for _kind, _make in {
-    "a defaultdict": lambda: defaultdict(list),
-    "an OrderedDict": OrderedDict,
-    "a dict of the user's class": OwnDict,
-}.items():
+for _kind, _make in {"a defaultdict": lambda: defaultdict(list), "a dict of the user's class": OwnDict}.items():
     CASES[_kind] = functools.partial(dict_of, _make)
     REFUSED[_kind] = ""
 
@@ -606,21 +405,6 @@ CASES["an object with slots"] = functools.partial(object_of, Slots)
 REFUSED.update({"a dataclass": "", "an object with slots": ""})
 
 
-class Closing(Held):
-    """An object that does something when it is freed, so that it is not copied."""
-
-    freed: list[int] = []  # noqa: RUF012
-
-    def __del__(self) -> None:
-        self.freed.append(1)
-
-
-@case("an object that does something when it is freed")
-def _() -> Case:
-    made = object_of(Closing)
-    return replace(made, state=lambda: (made.state(), list(Closing.freed)))
-
-
 @case("objects that refer to each other")
 def _() -> Case:
     class Node:
@@ -643,17 +427,6 @@ def _() -> Case:
     return Case(model, lambda: model.root)
 
 
-@case("a bytearray")
-def _() -> Case:
-    class Model(Steps):
-        def number(self) -> int:
-            self.seen += b"x"
-            return len(self.seen)
-
-    model = Model(seen=bytearray(b"ab"))
-    return Case(model, lambda: bytes(model.seen))
-
-
 can_copy_iterators = sys.version_info < (3, 14)
 
 
@@ -665,16 +438,6 @@ def _() -> Case:
 
     model = Model(counter=itertools.count(1))
     return Case(model, lambda: repr(model.counter))
-
-
-@case("an iterator over a list")
-def _() -> Case:
-    class Model(Steps):
-        def number(self) -> int:
-            return int(next(self.numbers))
-
-    model = Model(numbers=iter([3, 1, 2, 5, 4]))
-    return Case(model, lambda: model.numbers.__length_hint__())
 
 
 RANDOM: dict[str, Any] = {
@@ -730,13 +493,6 @@ class Recorder:
         return product(out, self.outputs[:-1])
 
 
-@case("a hook that is an object")
-def _() -> Case:
-    recorder, model = Recorder(), nn.Linear(8, 8)
-    model.register_forward_hook(recorder)
-    return Case(model, lambda: recorder)
-
-
 @case("a hook that removes itself")
 def _() -> Case:
     class Model(Layer):
@@ -777,19 +533,6 @@ def _() -> Case:
     return Case(Model(), lambda: (weight, weight.grad))
 
 
-@case("a bound method of a list")
-def _() -> Case:
-    kept = [first()]
-
-    class Model(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(product(x, self.held))
-            self.append(0.1 * out.detach())
-            return out
-
-    return Case(Model(held=kept, append=kept.append), lambda: kept)
-
-
 @case("a default argument")
 def _() -> Case:
     class Model(Layer):
@@ -812,22 +555,6 @@ def _() -> Case:
             return number()
 
     return Case(Model(), lambda: vars(number))
-
-
-@case("a function that is an attribute")
-def _() -> Case:
-    kept = [first()]
-
-    def keep(matrix: torch.Tensor) -> None:
-        kept.append(matrix)
-
-    class Model(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(product(x, self.of()))
-            self.call(0.1 * out.detach())
-            return out
-
-    return Case(Model(of=lambda: kept, call=functools.partial(keep)), lambda: kept)
 
 
 @case("a lock that the model holds while it works")
@@ -1024,7 +751,6 @@ def test_the_cases_notice_a_change() -> None:
         "a generator that is not used",
         "a lock that the model holds while it works",
         "a parameter that is no part of the model",
-        "a weak reference to a module that is not a child",
         "an lru_cache that is filled",
         "an autograd function that counts its calls",
     }
