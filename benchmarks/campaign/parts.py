@@ -45,8 +45,6 @@ PARTS = (
     ),
     Part("isolation", "benchmarks/sweeps/isolation.py --trials 1000", "1,000 trials leave nothing behind"),
     Part("sweep-cost", "benchmarks/sweeps/campaign.py", "killed runners, and the cost per trial under every engine"),
-    Part("corruptions", "benchmarks/reliability/folder_corruptions.py --count 200", "damaged folders lose no trial"),
-    Part("hostile-words", "benchmarks/hostile/hostile_words.py 500", "hostile texts end no sweep and change no number"),
     Part(
         "kills-local",
         "benchmarks/reliability/never_twice.py --engine local --kills 20",
@@ -70,6 +68,5 @@ PARTS = (
     Part("elastic", "benchmarks/ranks/elastic_job.py", "goodput of a job whose workers are killed"),
     Part("teardowns", "benchmarks/ranks/teardowns.py --count 200", "200 teardowns end as without the monitor"),
     Part("store-dies", "benchmarks/ranks/store_dies.py", "no rank hangs when the job's store dies or freezes"),
-    Part("ranks-16384", "benchmarks/scale/simulate.py", "what 16,384 ranks ask of the job's store"),
     Part("goldens", "-m house.goldens compare --only texts large rows formulas endings", "nothing is said differently"),
 )

@@ -12,11 +12,13 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,7 +31,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import flopwatch
 import flopwatch.monitor.training_monitor
 from flopwatch.monitor.ranks import exchange
-from scale.simulate import store_process
 
 RANKS = (2, 32)
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
@@ -37,6 +38,27 @@ STEPS, WINDOW_STEPS, PLAN_STEP, DISTURBED_STEP = 60, 5, 20, 31
 LIMIT_SECONDS = 180.0
 PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 MARKERS = "<!-- store_dies -->", "<!-- /store_dies -->"
+
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def store_process() -> Iterator[tuple[int, int]]:
+    """The identity and the port of a process that has a `TCPStore`."""
+    command = [sys.executable, "-c", STORE]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @dataclass(frozen=True)
@@ -65,11 +87,11 @@ class Training:
 def train(ranks: int, what: str, folder: Path, *, is_monitored: bool) -> Training:
     """A training whose store is killed or frozen by rank 0 at the disturbed step."""
     folder.mkdir(parents=True)
-    with store_process() as store:
+    with store_process() as (store_pid, port):
         pids = []
         for rank in range(ranks):
             if (pid := os.fork()) == 0:
-                be_a_rank(rank, ranks, store.port, store.pid, SIGNALS[what], folder, is_monitored=is_monitored)
+                be_a_rank(rank, ranks, port, store_pid, SIGNALS[what], folder, is_monitored=is_monitored)
             pids.append(pid)
         exit_codes = [exit_code_of(pid, time.monotonic() + LIMIT_SECONDS) for pid in pids]
     files = [folder / f"{rank}.json" for rank in range(ranks)]
