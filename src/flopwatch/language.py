@@ -11,7 +11,7 @@ import gettext
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -72,14 +72,14 @@ def counted(amount: int, one: str, many: str, /, **values: Any) -> Said:
     return restored(_filled(one if amount == 1 else many, texts), one, texts)
 
 
-def joined(texts: Sequence[str], pair: "Said | None" = None) -> str:
-    """Texts in a row, with commas or as the template `pair` says; a single one stays as it is.
+def _row(pair: Said) -> Callable[[Iterable[str | None]], str]:
+    """A function that puts texts in a row, two by two; empty ones are left out, and a single one stays as it is."""
 
-    >>> joined(["a", Said("the step"), "c"])
-    'a, the step, c'
-    """
-    template = pair or Said("{first}, {next}")
-    return reduce(lambda first, text: template.filled(first=first, next=text), texts) if texts else ""
+    def in_a_row(texts: Iterable[str | None]) -> str:
+        known = [text for text in texts if text]
+        return reduce(lambda first, text: pair.filled(first=first, next=text), known) if known else ""
+
+    return in_a_row
 
 
 def _text(value: Any, spec: str) -> str:
@@ -89,6 +89,10 @@ def _text(value: Any, spec: str) -> str:
 def _filled(template: str, values: Mapping[str, str]) -> str:
     """Not `str.format`: a template may come from a file."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), template)
+
+
+commas, semicolons = _row(Said("{first}, {next}")), _row(Said("{first}; {next}"))
+ands, sentences = _row(Said("{first} and {next}")), _row(Said("{first} {next}"))
 
 
 def parts_of(*texts: str | None) -> dict[str, Any]:

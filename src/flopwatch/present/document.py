@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from flopwatch.language import Said, semicolons
+
 Medium: TypeAlias = Literal["terminal", "markdown", "html"]
 EVERYWHERE: tuple[Medium, ...] = ("terminal", "markdown", "html")
 Tone: TypeAlias = Literal[
@@ -79,7 +81,6 @@ class Cell(NamedTuple):
         tip: What a page shows below the pointer.
         colour: Number of the colour of a dot before the text on a page.
         bar: Length of a bar on a page, as a share of the longest; `shares` are drawn as a strip.
-        is_name: It is a name of the user or of a file format, which stays as it is in every language.
     """
 
     text: str
@@ -90,10 +91,10 @@ class Cell(NamedTuple):
     colour: int | None = None
     bar: float | None = None
     shares: tuple[Share, ...] = ()
-    is_name: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.text} {self.detail}" if self.detail else self.text
+    @property
+    def whole(self) -> str:
+        return Said("{text} {detail}", text=self.text, detail=self.detail) if self.detail else self.text
 
 
 def as_cell(content: Cell | str) -> Cell:
@@ -118,7 +119,8 @@ class Head(NamedTuple):
 
 
 def numbers(*heads: str) -> tuple[Head, ...]:
-    return tuple(Head(head, is_number=True) for head in heads)
+    """Columns of numbers with headings of ours, which are translated."""
+    return tuple(Head(Said(head), is_number=True) for head in heads)
 
 
 class Grid(NamedTuple):
@@ -141,7 +143,7 @@ class Grid(NamedTuple):
     note: str = ""
     most: Most = SOME_ROWS
     pick: Callable[[int, int], Sequence[int]] | None = None
-    picked: str = "evenly spaced"
+    picked: str = Said("evenly spaced")
     fixed: int = 1
     merges: bool = False
     fits: bool = False
@@ -167,8 +169,10 @@ class Grid(NamedTuple):
 
     def left_out(self, medium: Medium) -> str:
         shown = len(self._places(medium))
-        how = "" if self.pick is None else f", {self.picked}"
-        return "" if shown == len(self.rows) else f"{shown:,} of {len(self.rows):,} rows are shown{how}"
+        if shown == len(self.rows):
+            return ""
+        said = Said("{shown:,} of {rows:,} rows are shown", shown=shown, rows=len(self.rows))
+        return said if self.pick is None else Said("{first}, {next}", first=said, next=self.picked)
 
 
 def spaced(count: int, most: int) -> list[int]:
@@ -191,7 +195,7 @@ class Items(NamedTuple):
     texts: Sequence[str | Cell]
     is_numbered: bool = False
     most: Most = SOME_ITEMS
-    more: str = "more"
+    more: str = Said("more")
 
 
 class Facts(NamedTuple):
@@ -348,9 +352,9 @@ Part: TypeAlias = (
 
 
 _HAVE_ALL: dict[Medium, str] = {
-    "terminal": "--html and --json have all",
-    "markdown": "the HTML and JSON reports have all",
-    "html": "the JSON report has all",
+    "terminal": Said("--html and --json have all"),
+    "markdown": Said("the HTML and JSON reports have all"),
+    "html": Said("the JSON report has all"),
 }
 
 
@@ -358,7 +362,7 @@ class Document(NamedTuple):
     """A report.
 
     Attributes:
-        title: Name of what the report is about; `kind` says what that is, and `about` when and where it was made.
+        title: Name of what the report is about; `kind` says what that is, and `about` also when it was made.
         parts: Sections, and what stands before the first one.
         style: CSS that only the page of this kind of report needs.
         have_all: For each medium, what to use if the medium shows too little, such as `--json has all`.
@@ -407,8 +411,9 @@ class Renderer(Generic[Made]):
                 most = part.most.of(self.medium)
                 yield from self.shown(part.parts[:most])
                 names = [*part.names[most : most + 4], *(["..."] if len(part.parts) > most + 4 else [])]
-                said = f" ({'; '.join(names)})" if part.names and self.medium == "terminal" else ""
-                yield from self._rest(len(part.parts) - most, part.more + said)
+                has_names = part.names and self.medium == "terminal"
+                said = Said("{more} ({names})", more=part.more, names=semicolons(names)) if has_names else part.more
+                yield from self._rest(len(part.parts) - most, said)
             elif isinstance(part, Items):
                 most = part.most.of(self.medium)
                 yield part._replace(texts=part.texts[:most])
@@ -418,10 +423,11 @@ class Renderer(Generic[Made]):
 
     def _rest(self, hidden: int, what: str) -> Iterator[Text]:
         if hidden > 0:
-            said = self.with_rest(f"{hidden:,} {what}")
-            yield Text(said if self.medium == "terminal" else f"{said}.", "" if self.medium == "markdown" else "note")
+            said = self.with_rest(Said("{hidden:,} {what}", hidden=hidden, what=what))
+            said = said if self.medium == "terminal" else Said("{sentence}.", sentence=said)
+            yield Text(said, "" if self.medium == "markdown" else "note")
 
     def with_rest(self, said: str) -> str:
         """A remark about what is left out, and what has it."""
         have_all = self.document.have_all.get(self.medium)
-        return f"{said}; {have_all}" if said and have_all else said
+        return semicolons([said, have_all]) if said and have_all else said

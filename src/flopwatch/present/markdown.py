@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from flopwatch.language import _
+from flopwatch.language import Said, _, sentences
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
@@ -11,20 +11,20 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 
 
 def to_markdown(document: doc.Document) -> str:
-    lines = [f"## {escaped(f'{document.kind} {document.title}'.strip())}\n"]
+    lines = [f"## {escaped(sentences([document.kind, document.title]))}\n"]
     lines += [f"{escaped(sentence)}\n" for sentence in document.lead]
     lines += _Markdown("markdown", document, 3).parts(document.parts)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def escaped(text: str, *, is_name: bool = False) -> str:
+def escaped(text: str) -> str:
     r"""Escape text so that it is one line and Markdown shows it unchanged.
 
     >>> escaped("a|b <script> @user #12")
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
     # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
-    return _SPECIAL.sub(r"\\\1", one_line(text if is_name else _(text))).replace("@", "@\u200b")
+    return _SPECIAL.sub(r"\\\1", one_line(_(text))).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
@@ -40,7 +40,7 @@ class _Markdown(doc.Renderer[str]):
 
     def text(self, part: doc.Text) -> Iterator[str]:
         text = escaped(part.text)
-        note = _("Note:")
+        note = _(Said("Note:"))
         looks = {"warn": f"> **{note}** {text}", "note": f"<sub>{text}</sub>", "strong": f"**{text}**"}
         yield f"{looks.get(part.tone, text)}\n"
 
@@ -51,7 +51,7 @@ class _Markdown(doc.Renderer[str]):
         yield ""
 
     def facts(self, part: doc.Facts) -> Iterator[str]:
-        yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if str(value))
+        yield from (f"- {escaped(name)}: {_cell(value)}" for name, value in part.pairs if doc.as_cell(value).text)
         yield ""
 
     def verbatim(self, part: doc.Verbatim) -> Iterator[str]:
@@ -66,10 +66,10 @@ class _Markdown(doc.Renderer[str]):
         return self.grid(part.behind or doc.Grid(("", ""), rows, part.title))
 
     def section(self, part: doc.Section) -> Iterator[str]:
-        texts = [escaped(str(cell), is_name=cell.is_name) for cell in part.lead]
+        texts = [escaped(cell.whole) for cell in part.lead]
         lead = f"{', '.join(texts)}: " if texts else ""
         if part.title:
-            yield f"{'#' * self.level} {lead}{escaped(part.title + part.remark)}\n"
+            yield f"{'#' * self.level} {lead}{escaped(part.title)}{escaped(part.remark)}\n"
         yield from self.below(part.parts)
 
     def tabs(self, part: doc.Tabs) -> Iterator[str]:
@@ -86,13 +86,13 @@ class _Markdown(doc.Renderer[str]):
         yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
         if left_out := part.left_out("markdown"):
-            yield _(f"{self.with_rest(left_out)}.") + "\n"
+            yield _(Said("{sentence}.", sentence=self.with_rest(left_out))) + "\n"
         yield from self.text(doc.Text(part.note, "note")) if part.note else ()
 
 
 def _cell(cell: doc.Cell | str) -> str:
     if isinstance(cell, str):
         return escaped(cell)
-    text, detail = escaped(cell.text, is_name=cell.is_name), escaped(cell.detail)
+    text, detail = escaped(cell.text), escaped(cell.detail)
     bold = f"**{text}**" if cell.tone in ("best", "better", "worse") and text else text
     return bold + ("" if text.endswith("；") else " ") + detail if detail else bold

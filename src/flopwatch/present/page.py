@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flopwatch.language import _, language
+from flopwatch.language import Said, _, language, sentences
 from flopwatch.present import document as doc
 from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped, verbatim
 from flopwatch.text import plain
@@ -18,9 +18,9 @@ from flopwatch.version import __version__
 _FOLDER = Path(__file__).parent
 _LOCALES = {"en": "en", "zh": "zh-CN"}
 _RECORD_TEXTS = {
-    "shown": "{0} of {1}",
-    "found": "{0} of {1} that match, {2} in all",
-    "nothing": "no further details",
+    "shown": Said("{0} of {1}"),
+    "found": Said("{0} of {1} that match, {2} in all"),
+    "nothing": Said("no further details"),
 }
 """What page.js says. It puts numbers into the holes."""
 _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-failed", "not-run": "f-not-run"}
@@ -37,8 +37,11 @@ def to_page(document: doc.Document) -> str:
         f"style-src 'unsafe-inline'; script-src 'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     )
     policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
-    kind, title = f"flopwatch {document.kind.lower()}{document.about}", f"{document.kind} {document.title}".strip()
+    title = sentences([document.kind, document.title])
     lead = "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead)
+    made = Said(
+        "flopwatch {version}, from {source}. The page loads no files.", version=__version__, source=document.source
+    )
     linked = [section for section in html.sections(document.parts) if section.key]
     links = (f'<a href="#{verbatim(section.key)}">{esc(section.link or section.title)}</a>' for section in linked)
     return f"""<!DOCTYPE html>
@@ -46,13 +49,13 @@ def to_page(document: doc.Document) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{esc(title)}</title><style>{style}</style></head><body>
-<header><h1><small>{esc(kind)}</small>{(verbatim if document.kind else esc)(document.title)}</h1>
+<header><h1><small>{esc(document.about or "flopwatch")}</small>{esc(document.title)}</h1>
 {lead}</header>
 <nav>{"".join(links)}</nav>
 <main>
 {body}
 </main>
-<footer>{esc(f"flopwatch {__version__}, from {document.source}. The page loads no files.")}</footer>
+<footer>{esc(made)}</footer>
 <script>{script}</script></body></html>
 """
 
@@ -98,8 +101,10 @@ class _Html(doc.Renderer[str]):
         yield f"<{tag}>{''.join(f'<li>{item}</li>' for item in items)}</{tag}>"
 
     def facts(self, part: doc.Facts) -> Iterator[str]:
-        known = ((name, doc.as_cell(value)) for name, value in part.pairs if str(value))
-        listed = "".join(f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(str(cell))}</dd>" for name, cell in known)
+        known = ((name, doc.as_cell(value)) for name, value in part.pairs)
+        listed = "".join(
+            f"<dt>{esc(name)}</dt><dd{_class(cell.tone)}>{esc(cell.whole)}</dd>" for name, cell in known if cell.text
+        )
         yield f"<dl>{listed}</dl>" if listed else ""
 
     def verbatim(self, part: doc.Verbatim) -> Iterator[str]:
@@ -121,8 +126,7 @@ class _Html(doc.Renderer[str]):
         key = f' id="{verbatim(part.key)}"' if part.key else ""
         remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
         lead = "".join(
-            f"{_content(cell)} " if cell.tone == "chip" else f"<b>{(verbatim if cell.is_name else esc)(str(cell))}</b> "
-            for cell in part.lead
+            f"{_content(cell)} " if cell.tone == "chip" else f"<b>{esc(cell.whole)}</b> " for cell in part.lead
         )
         title = f"{lead}{esc(part.title)}{remark}"
         if part.is_open is None:
@@ -179,7 +183,7 @@ class _Html(doc.Renderer[str]):
             "</figure>"
         )
         if part.behind:
-            summary = f"<summary>{esc('The numbers as a table')}</summary>"
+            summary = f"<summary>{esc(Said('The numbers as a table'))}</summary>"
             drawn += f'<details class="behind">{summary}{"".join(self.parts(part.behind))}</details>'
         yield f'<div class="chart">{drawn}</div>' if part.behind else drawn
 
@@ -205,13 +209,16 @@ class _Html(doc.Renderer[str]):
             if is_shown
         )
         options = "".join(f'<option value="{verbatim(name)}">{verbatim(name)}</option>' for name in part.tones)
-        hints = f'placeholder="{esc("Filter: ghost 512 oom")}" aria-label="{esc("Filter the rows")}"'
+        hint = Said("Filter: ghost 512 oom")
+        hints = f'placeholder="{esc(hint)}" aria-label="{esc(hint)}"'
         yield f'<div class="filter"><input id="record-filter" type="search" {hints}>'
         yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
-        yield f'<option value="">{esc(f"every {part.choice}")}</option>{options}</select>'
+        every = Said("every {choice}", choice=part.choice)
+        yield f'<option value="">{esc(every)}</option>{options}</select>'
         yield '<span class="soft small" id="record-count"></span></div>'
         yield f'<div class="scroll"><table id="records"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
-        yield f'<p><button id="more-records" hidden>{esc("Show 200 more")}</button></p>{_paragraph(part.hint)}'
+        more = Said("Show 200 more")
+        yield f'<p><button id="more-records" hidden>{esc(more)}</button></p>{_paragraph(part.hint)}'
         yield f'<script type="application/json" id="record-data">{embedded(_data(part))}</script>'
 
 
@@ -252,7 +259,7 @@ def _cell(cell: doc.Cell, side: str) -> str:
 
 
 def _content(cell: doc.Cell) -> str:
-    text = verbatim(cell.text) if cell.is_name else esc(cell.text)
+    text = esc(cell.text)
     if cell.shares:
         return _strip(cell.shares)
     if cell.bar is not None:
@@ -280,7 +287,7 @@ def _data(part: doc.Records) -> dict[str, Any]:
     return {
         "columns": [
             {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
-            | ({"words": [word if field.is_shown else _(word) for word in own]} if kind == "words" else {})
+            | ({"words": [plain(_(word)) for word in own]} if kind == "words" else {})
             | ({"mark": names.index(field.mark)} if field.mark else {})
             for field, (kind, own) in zip(part.fields, kinds, strict=True)
         ],
@@ -293,7 +300,7 @@ def _data(part: doc.Records) -> dict[str, Any]:
 
 def _value(value: Any, kind: str, words: dict[str, int]) -> Any:
     if kind == "words":
-        return words.setdefault(plain(value), len(words))
+        return words.setdefault(value, len(words))
     if kind == "flag":
         return int(value)
     if isinstance(value, str):

@@ -32,7 +32,7 @@ def verbatim(text: object) -> str:
 
 def esc(text: object) -> str:
     """Escape text for HTML, in the reader's language."""
-    return verbatim(_(str(text)))
+    return verbatim(_(text) if isinstance(text, str) else text)
 
 
 def marker(kind: int, x: float, y: float, tip: str, style: str = "m", *, is_small: bool = False) -> str:

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.language import _
+from flopwatch.language import _, sentences
 from flopwatch.present import document as doc
 from flopwatch.text import cells, one_line, plain, wrapped
 
@@ -96,7 +96,7 @@ class _Terminal(doc.Renderer[RenderableType]):
                 yield Text()
 
     def facts(self, part: doc.Facts) -> Iterator[RenderableType]:
-        pairs = [(_said(name), _said_cell(doc.as_cell(value))) for name, value in part.pairs if str(value)]
+        pairs = [(_said(name), _said_cell(doc.as_cell(value))) for name, value in part.pairs if doc.as_cell(value).text]
         label = min(max((cell_len(name) for name, _ in pairs), default=0), _LONGEST_LABEL)
         room = max(self.width - 2 * self.level - label - 2, 10)
         # Rich breaks lines at spaces only, of which Chinese has few.
@@ -120,7 +120,7 @@ class _Terminal(doc.Renderer[RenderableType]):
         title = Text()
         for cell in part.lead:
             title.append(f"{_said_cell(cell._replace(short=None))} ", f"bold {STYLES[cell.tone]}")
-        title.append(_said(part.title + part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
+        title.append(_said(part.title) + _said(part.remark), "" if part.lead else "bold" if self.level else "bold cyan")
         yield Text()
         if title:
             yield self.indented(title)
@@ -150,7 +150,7 @@ class _Terminal(doc.Renderer[RenderableType]):
 
     def bars(self, part: doc.Bars) -> Iterator[RenderableType]:
         if part.title:
-            yield from self.paragraph(f"{part.title} {part.remark}", "bold")
+            yield from self.paragraph(sentences([part.title, part.remark]), "bold")
         bars = [bar._replace(name=_said(bar.name), text=_said(bar.text)) for bar in part.bars]
         names = max((cell_len(bar.name) for bar in bars), default=0)
         texts = max((cell_len(bar.text) for bar in bars), default=0)
@@ -172,8 +172,7 @@ def _said(text: str) -> str:
 
 
 def _said_cell(cell: doc.Cell) -> str:
-    text = str(cell) if cell.short is None else cell.short
-    return one_line(text) if cell.is_name else _said(text)
+    return _said(cell.whole if cell.short is None else cell.short)
 
 
 def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Table:

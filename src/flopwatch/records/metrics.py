@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from flopwatch.language import Said, Templates
 from flopwatch.records.time_uses import LOST
 
 Group = Literal["training", "perf", "counters", "total", "time", "ranks", "dataset"]
@@ -143,12 +144,15 @@ _ALL = (
 METRICS = {metric.key: metric for metric in _ALL}
 
 _LEAST_ADVISED_PERCENT = {
-    "perf/input_wait_percent": (
-        10.0,
-        "of the step waits for input: prepare batches ahead, in other processes or in more of them",
-    ),
-    "perf/padding_percent": (30.0, "of the tokens are padding: pack sequences, or batch similar lengths"),
-    "perf/recompute_percent": (30.0, "of the FLOPs are recomputed: checkpoint fewer layers if memory allows"),
+    "perf/input_wait_percent": 10.0,
+    "perf/padding_percent": 30.0,
+    "perf/recompute_percent": 30.0,
+}
+_ADVICE: Templates = {
+    "perf/input_wait_percent": "{share:.0f} % of the step waits for input: prepare batches ahead, in other processes "
+    "or in more of them",
+    "perf/padding_percent": "{share:.0f} % of the tokens are padding: pack sequences, or batch similar lengths",
+    "perf/recompute_percent": "{share:.0f} % of the FLOPs are recomputed: checkpoint fewer layers if memory allows",
 }
 
 
@@ -160,11 +164,11 @@ def advice(values: Mapping[str, float]) -> str | None:
     >>> advice({"perf/input_wait_percent": 2.0}) is None
     True
     """
-    costly = [(values[key], key) for key, (least, _) in _LEAST_ADVISED_PERCENT.items() if values.get(key, 0.0) > least]
+    costly = [(values[key], key) for key, least in _LEAST_ADVISED_PERCENT.items() if values.get(key, 0.0) > least]
     if not costly:
         return None
     share, key = max(costly)
-    return f"{share:.0f} % {_LEAST_ADVISED_PERCENT[key][1]}"
+    return Said(_ADVICE[key], share=share)
 
 
 _OF_DATASETS = {

@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.language import _
+from flopwatch.language import Said, Templates, _, commas, counted, semicolons
 from flopwatch.numbers import count, duration, energy, flop_rate, flops, number, percent, step_time
 from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
@@ -34,32 +34,32 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
     [('step', '20', ''), ('loss', ' 2.5000', ''), ('', '213', ' ms/step')]
     """
     values = row.values
-    parts = [("step", f"{row.step:>{step_width},}", "")]
+    parts: list[tuple[str, str, str]] = [(Said("step"), f"{row.step:>{step_width},}", "")]
     if "training/loss" in values:
-        parts.append(("loss", f"{_loss(values['training/loss']):>7}", ""))
+        parts.append((Said("loss"), f"{_loss(values['training/loss']):>7}", ""))
     for label, key in (("MFU", "perf/mfu_percent"), ("HFU", "perf/hfu_percent")):
         if key in values:
             about = "~" if row.exact is False else ""
             parts.append((label, f"{about + _percent(values[key]):>6}", ""))
     if values.get("perf/input_wait_percent", 0) > LONG_WAIT_PERCENT:
-        parts.append(("input wait", _percent(values["perf/input_wait_percent"]), ""))
+        parts.append((Said("input wait"), _percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
-        parts.append(("", f"{count(values['perf/tokens_per_second']):>5}", " tok/s"))
+        parts.append(("", f"{count(values['perf/tokens_per_second']):>5}", Said(" tok/s")))
     elif "perf/samples_per_second" in values:
-        parts.append(("", f"{count(values['perf/samples_per_second']):>5}", " samples/s"))
+        parts.append(("", f"{count(values['perf/samples_per_second']):>5}", Said(" samples/s")))
     if "perf/step_time" in values:
         figure, _, unit = step_time(values["perf/step_time"]).partition(" ")
-        parts.append(("", f"{figure:>3}", f" {unit}/step"))
+        parts.append(("", f"{figure:>3}", Said(" {unit}/step", unit=unit)))
     return parts
 
 
 def start_line(start: RunStart) -> str:
-    parts = [f"flopwatch: logging to {start.output_dir}"]
+    parts = [Said("flopwatch: logging to {folder}", folder=start.output_dir)]
     if start.total_steps is not None:
-        parts.append(f"{start.total_steps:,} steps planned")
+        parts.append(Said("{steps:,} steps planned", steps=start.total_steps))
     if start.resumed_after_step is not None:
-        parts.append(f"resumed after step {start.resumed_after_step:,}")
-    return ", ".join(parts)
+        parts.append(Said("resumed after step {step:,}", step=start.resumed_after_step))
+    return commas(parts)
 
 
 def provenance_line(origin: Provenance) -> str:
@@ -68,18 +68,28 @@ def provenance_line(origin: Provenance) -> str:
     >>> provenance_line(Provenance(1, "smart", "step", True, "full"))
     'FLOPs counted as steps run, attention full; no peak known, so no MFU'
     """
+    counted = []
     if origin.method is None:
-        counted = "FLOPs not known yet"
+        counted.append(Said("FLOPs not known yet"))
+    elif origin.method == "step":
+        counted.append(Said("FLOPs counted as steps run, attention {attention}", attention=origin.attention))
     else:
-        how = "counted as steps run" if origin.method == "step" else f"of model(batch) by {origin.method}"
-        counted = f"FLOPs {how}, attention {origin.attention}"
+        how = Said("FLOPs of model(batch) by {method}, attention {attention}")
+        counted.append(how.filled(method=origin.method, attention=origin.attention))
     if origin.coverage is not None and origin.coverage < 1:
-        counted += f", {percent(origin.coverage)} of the ops counted"
+        counted.append(Said("{share} of the ops counted", share=percent(origin.coverage)))
     if origin.peak is None:
-        return f"{counted}; no peak known, so no MFU"
-    measured = " (measured)" if origin.peak.get("kind") == "measured" else ""
-    peak = f"{flop_rate(origin.peak['flops_per_s'])} {origin.peak['dtype']} of {origin.peak['device']}{measured}"
-    return f"{counted}; peak {'' if origin.device_count == 1 else f'{origin.device_count} x '}{peak}"
+        return semicolons([commas(counted), Said("no peak known, so no MFU")])
+    device, rate = origin.peak["device"], flop_rate(origin.peak["flops_per_s"])
+    if origin.peak.get("kind") == "measured":
+        device = Said("{device} (measured)", device=device)
+    peak = Said(
+        "peak {rate} {dtype} of {device}",
+        rate=rate if origin.device_count == 1 else f"{origin.device_count} x {rate}",
+        dtype=origin.peak["dtype"],
+        device=device,
+    )
+    return semicolons([commas(counted), peak])
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
@@ -92,25 +102,34 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         return shown(values[key]) if key in values else None
 
     lines = [
-        ("steps", of("total/steps", "{:,}".format)),
-        ("time in steps", of("time/train_seconds", duration)),
+        (Said("steps"), of("total/steps", "{:,}".format)),
+        (Said("time in steps"), of("time/train_seconds", duration)),
         (
-            "counting FLOPs",
-            f"{duration(counting)}, not in the time in steps" if counting > LONG_COUNT_SECONDS else None,
+            Said("counting FLOPs"),
+            Said("{seconds}, not in the time in steps", seconds=duration(counting))
+            if counting > LONG_COUNT_SECONDS
+            else None,
         ),
-        ("loss", of("training/loss", _loss)),
+        (Said("loss"), of("training/loss", _loss)),
         ("MFU", of("perf/mfu_percent", lambda value: about + _percent(value))),
         ("HFU", of("perf/hfu_percent", lambda value: about + _percent(value))),
-        ("not exact", "; ".join(summary.notes) or None),
-        ("input wait", f"{_percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None),
-        ("advice", advice(values)),
-        ("tokens", of("total/tokens", count)),
-        ("tokens/s", of("perf/tokens_per_second", count)),
-        ("model FLOPs", of("total/model_flops", flops)),
-        ("energy", of("total/energy_joules", energy)),
-        ("notices", _notices(summary.notices) or None),
-        *((f"{sink} lost", f"{rows:,} rows") for sink, rows in summary.dropped_rows.items() if rows),
-        *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
+        (Said("not exact"), semicolons(summary.notes) or None),
+        (
+            Said("input wait"),
+            Said("{share} of the time in steps", share=_percent(wait)) if wait > LONG_WAIT_PERCENT else None,
+        ),
+        (Said("advice"), advice(values)),
+        (Said("tokens"), of("total/tokens", count)),
+        (Said("tokens/s"), of("perf/tokens_per_second", count)),
+        (Said("model FLOPs"), of("total/model_flops", flops)),
+        (Said("energy"), of("total/energy_joules", energy)),
+        (Said("notices"), _notices(summary.notices) or None),
+        *(
+            (Said("{sink} lost", sink=sink), counted(rows, "{n} row", "{n} rows"))
+            for sink, rows in summary.dropped_rows.items()
+            if rows
+        ),
+        *((Said("{part} failed", part=part), why) for part, why in summary.failed_parts.items()),
     ]
     return [(label, text) for label, text in lines if text is not None]
 
@@ -121,7 +140,8 @@ def _notices(times: Mapping[str, int]) -> str:
     >>> _notices({"stalled": 3, "not_exact": 1})
     'stalled (3 times), not_exact'
     """
-    return ", ".join(code if due == 1 else f"{code} ({due:,} times)" for code, due in times.items())
+    often = Said("{code} ({due:,} times)")
+    return commas(code if due == 1 else often.filled(code=code, due=due) for code, due in times.items())
 
 
 def _loss(value: float) -> str:
@@ -135,6 +155,7 @@ def _percent(value: float) -> str:
 _ERASE_LINE = "\r\x1b[2K"
 _WIDEST = 100
 _NOTICE_STYLES = {"info": "cyan", "warning": "yellow", "error": "red"}
+_LEVELS: Templates = {"info": "info", "warning": "warning", "error": "error"}
 
 
 class ConsoleSink(Sink):
@@ -180,8 +201,8 @@ class ConsoleSink(Sink):
         elif isinstance(record, Notice):
             if not self._is_plain:
                 style = _NOTICE_STYLES[record.level]
-                where = "" if record.step is None else f" at step {record.step:,}"
-                begin = _(f"{record.level}{where}:") + " "
+                where = Said("{level} at step {step:,}:") if record.step is not None else Said("{level}:")
+                begin = _(where.filled(level=Said(_LEVELS[record.level]), step=record.step or 0)) + " "
                 self._show(Text.assemble((begin, f"bold {style}"), (_(record.message), style)))
         elif isinstance(record, Row):
             if self.shows_rows:
@@ -192,8 +213,8 @@ class ConsoleSink(Sink):
             self._show(_end(record))
             has_log = "jsonl" not in record.failed_parts  # without the local log there is nothing to read
             if self._start is not None and has_log and record.values.get("total/steps"):
-                where = shlex.quote(str(self._start.output_dir))
-                self._show(_(f"Next: flopwatch why {where}"))  # as it is, because a wrapped path cannot be copied
+                command = f"flopwatch why {shlex.quote(str(self._start.output_dir))}"
+                self._show(_(Said("Next: {step}", step=command)))  # as it is, because a wrapped path cannot be copied
 
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""
@@ -236,7 +257,7 @@ class ConsoleSink(Sink):
         found = row_parts(row, step_width=len(f"{total:,}") if total else 0)
         if not self._has_said_why and "perf/step_time" not in row.values and all(row.steps.get("warm_up", [False])):
             self._has_said_why = True
-            found.append(("", "", "no rates yet, because these steps were counted or are warm-up"))
+            found.append(("", "", Said("no rates yet, because these steps were counted or are warm-up")))
         for name, figure, what in found:
             label, unit = f"{_(name)} " if name else "", _(what)
             room -= cells(label + figure + unit) + 2
@@ -254,8 +275,8 @@ class ConsoleSink(Sink):
             return ""
         total, seconds_left = start.total_steps, _seconds_left(first, last, start.total_steps)
         share = f"  {percent(last.steps_done / total, decimals=0)}"
-        steps = f"  {_(f'{last.steps_done:,} of {total:,}')}"
-        left = "" if seconds_left is None else f"  {_(f'{duration(seconds_left, rough=True)} left')}"
+        steps = f"  {_(Said('{done:,} of {total:,}', done=last.steps_done, total=total))}"
+        left = "" if seconds_left is None else f"  {_(Said('{time} left', time=duration(seconds_left, rough=True)))}"
         # The last column stays free, because a full line would wrap, and `_ERASE_LINE` erases only one line.
         width = max(min(console.width - 1, _WIDEST) - cells(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
@@ -274,13 +295,15 @@ def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
 
 
 def _end(summary: Summary) -> Group:
-    where = "before the first row" if summary.step is None else f"at step {summary.step:,}"
+    where = Said("before the first row") if summary.step is None else Said("at step {step:,}", step=summary.step)
     cause = "Ctrl-C" if summary.ended_by == "KeyboardInterrupt" else (summary.ended_by or "").rstrip(".")
-    ended = f"was ended {where} by {cause}" if summary.ended_by is not None else f"ended {where}"
+    ended = Said("The run ended {where}.")
+    if summary.ended_by is not None:
+        ended = Said("The run was ended {where} by {cause}.")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold")
     for label, text in summary_lines(summary):
-        style = "red" if label.endswith(("failed", "lost")) else ""
+        style = "red" if label.endswith((" failed", " lost")) else ""
         table.add_row(_(label), Text(_(text), style=style))
-    return Group(Text("\n" + _(f"The run {ended}."), style="bold"), table)
+    return Group(Text("\n" + _(ended.filled(where=where, cause=cause)), style="bold"), table)

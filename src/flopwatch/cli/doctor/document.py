@@ -106,8 +106,8 @@ def _parts(parts: Sequence[Part], if_none: str = "") -> Iterator[doc.Part]:
     rows: list[tuple[doc.Cell | str, ...]] = []
     for part in parts:
         said = doc.Cell(part.said, "soft" if part.state == "missing" else "")
-        brings = said if part.said else doc.Cell(part.command, is_name=True)
-        rows.append((_MARKS[part.state], doc.Cell(part.name, is_name=True), brings, doc.Cell(part.use, "soft")))
+        brings = said if part.said else doc.Cell(part.command)
+        rows.append((_MARKS[part.state], doc.Cell(part.name), brings, doc.Cell(part.use, "soft")))
     has_use = any(part.use for part in parts)
     yield doc.Grid([""] * (4 if has_use else 3), rows if has_use else [row[:3] for row in rows], note=if_none)
     for part in parts:

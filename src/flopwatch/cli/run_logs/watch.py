@@ -70,7 +70,7 @@ def _list_of_runs(folder: str) -> Document:
         mfu, loss = run.value("perf/mfu_percent"), None if run.loss is None else run.loss[1]
         rows.append(
             (
-                Cell(os.path.relpath(place, os.path.expanduser(folder)), is_name=True),
+                Cell(os.path.relpath(place, os.path.expanduser(folder))),
                 run.state(time.time()),
                 "" if run.row is None else f"{run.row.step:,}",
                 "" if loss is None else number(loss, digits=4),

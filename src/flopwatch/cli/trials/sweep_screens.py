@@ -43,7 +43,7 @@ def outcome_text(outcome: str) -> Text:
 
 
 def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
-    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail, is_name=not detail)
+    return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
 
 
 class CommandScreen(Screen):
@@ -258,7 +258,7 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
         state = "will run" if trial.name in todo else outcome_cell(kept.outcome) if kept else left
         names = (trial.name, one_line(trial.spec.model, 200))
-        return *(doc.Cell(name, is_name=True) for name in names), state
+        return *(doc.Cell(name) for name in names), state
 
     trials = plural(len(plan.trials), "trial")
     parts: list[doc.Part] = [

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+from flopwatch.language import Said
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, energy, flop_prefix, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
@@ -43,8 +44,10 @@ def run_document(report: RunReport) -> doc.Document:
     return doc.Document(
         one_line(Path(folder).name or folder, 300),
         [*_first(report), *_sections(report), *_end(report)],
-        kind="Run",
-        about=f", {words.utc(report.starts[0].unix_time)} UTC" if report.starts else "",
+        kind=Said("Run"),
+        about=Said("flopwatch run, {time} UTC", time=words.utc(report.starts[0].unix_time))
+        if report.starts
+        else "flopwatch run",
         lead=[words.state_sentence(report)],
         source=report.log,
         style=(Path(__file__).parent / "run.css").read_text(encoding="utf-8"),
@@ -286,7 +289,7 @@ def _place_section(report: RunReport) -> doc.Section:
     parts: list[doc.Part] = [doc.Facts(words.places(report))]
     if report.start is not None and report.start.config:
         settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
-        rows_of_names = [tuple(doc.Cell(text, is_name=True) for text in pair) for pair in settings]
+        rows_of_names = [tuple(doc.Cell(text) for text in pair) for pair in settings]
         grid = doc.Grid(("setting", "value"), rows_of_names)
         listed = doc.Section("Configuration of the monitor", [grid], is_open=False)
         parts.append(doc.Only(("html",), [listed]))

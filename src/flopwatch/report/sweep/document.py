@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from flopwatch.language import Said, commas
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
@@ -25,14 +26,14 @@ _MOST_PLACES = 4
 
 def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Document:
     """Return the report. `metrics` are the matrices to show; without any, all that were measured."""
-    made = f", {datetime.fromtimestamp(summary.created, timezone.utc):%Y-%m-%d %H:%M} UTC" if summary.created else ""
-    engine = f", engine {summary.engine}" if summary.engine else ""
+    made = f"{datetime.fromtimestamp(summary.created, timezone.utc):%Y-%m-%d %H:%M} UTC" if summary.created else ""
+    engine = Said("engine {engine}", engine=summary.engine) if summary.engine else ""
     spent = f"; {duration(summary.totals.trial_seconds)} of trials" if summary.totals.trial_seconds else ""
     return doc.Document(
         summary.name,
         list(_parts(summary, [METRICS[name] for name in metrics])),
-        kind="Sweep",
-        about=f"{engine}{made}",
+        kind=Said("Sweep"),
+        about=commas([Said("flopwatch sweep"), engine, made]),
         lead=[f"{totals_sentence(summary)}{spent}."],
         source=summary.folder,
     )
@@ -199,7 +200,7 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
 
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
-        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0), is_name=True)),
+        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
         ("class", lambda one: _class(one.privacy)),
         (doc.Head("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
@@ -249,7 +250,7 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     step = "" if failure.step is None else f", step {failure.step}"
     facts: list[tuple[str, doc.Cell | str]] = [
         ("trainers", ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items())),
-        ("example", doc.Cell(failure.example, is_name=True)),
+        ("example", doc.Cell(failure.example)),
         ("reason", failure.reason),
         ("where", "" if failure.outcome in ("unsupported", "invalid") else f"phase {failure.phase}{step}"),
         ("evidence", _evidence({name: value for name, value in failure.evidence.items() if name != "exception"})),
@@ -263,7 +264,7 @@ def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     return doc.Section(
         failure.cause,
         [doc.Facts(facts), *(doc.Verbatim(text, title) for title, text in blocks.items() if text)],
-        lead=[doc.Cell(failure.outcome, kind, is_name=True), doc.Cell(f"{failure.count:,}×", "chip")],
+        lead=[doc.Cell(failure.outcome, kind), doc.Cell(f"{failure.count:,}×", "chip")],
         is_open=is_open,
         tone=kind,
     )
@@ -288,8 +289,8 @@ def _evidence(facts: Mapping[str, Any]) -> str:
 
 def _preflight(rows: Sequence[Mapping[str, Any]]) -> doc.Section:
     columns: list[tuple[str, Callable[[Mapping[str, Any]], doc.Cell | str]]] = [
-        ("trainer", lambda row: doc.Cell(str(row["trainer"]), is_name=True)),
-        ("model", lambda row: doc.Cell(str(row["model"]), is_name=True)),
+        ("trainer", lambda row: doc.Cell(str(row["trainer"]))),
+        ("model", lambda row: doc.Cell(str(row["model"]))),
         ("supported", lambda row: ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"),
         ("parameters", lambda row: count(row.get("parameters"))),
         ("layers", lambda row: _layer_words(row.get("layers"))),
