@@ -209,8 +209,8 @@ class _Html(doc.Renderer[str]):
             if is_shown
         )
         options = "".join(f'<option value="{verbatim(name)}">{verbatim(name)}</option>' for name in part.tones)
-        hint = Said("Filter: ghost 512 oom")
-        hints = f'placeholder="{esc(hint)}" aria-label="{esc(hint)}"'
+        hint, label = Said("Filter: ghost 512 oom"), Said("Filter the rows")
+        hints = f'placeholder="{esc(hint)}" aria-label="{esc(label)}"'
         yield f'<div class="filter"><input id="record-filter" type="search" {hints}>'
         yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
         every = Said("every {choice}", choice=part.choice)

@@ -113,7 +113,9 @@ def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[doc.Pa
             rows.append(_part(part.name, part.a_ms, part.b_ms, part.a_points, part.b_points, tone))
     together = (None, None) if mfu is None else (mfu.mfu_a, mfu.mfu_b)
     name = "together" if mfu is None else "together, and MFU"
-    rows.append([doc.as_cell(cell)._replace(tone="best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)])
+    rows.append(
+        [doc.as_cell(cell)._replace(tone="best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)]
+    )
     heads = ("A", "B", "change", *(() if mfu is None else ("points A", "points B")))
     columns: list[doc.Head | str] = ["ms per step, whole run", *doc.numbers(*heads)]
     yield doc.Text(per_step.sentence)
