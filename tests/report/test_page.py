@@ -112,22 +112,6 @@ def test_small_and_bare_sweeps_make_a_page(results):
     assert ("What to run" if results else "has no trials") in shown
 
 
-def curves_of(page):
-    """The figures that have curves, each with the places of its markers by trainer."""
-    figures = [drawn for drawn in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "<polyline" in drawn]
-    places = r'<path class="(?:m|hollow) k(\d)" transform="translate\(([\d.]+) ([\d.]+)\)'
-    return [[(kind, float(x), float(y)) for kind, x, y in re.findall(places, drawn)] for drawn in figures]
-
-
-def test_trainers_with_equal_values_are_all_seen():
-    trainers = ("standard", "dpsgd", "ghost", "fast")
-    results = [ran(trainer, batch, 512, gib=1) for trainer in trainers for batch in (4, 8)]
-    memory = curves_of(to_page(sweep_document(summary_of(*results))))[0]
-    assert len(memory) == 8
-    apart = [abs(x - at) for kind, x, _ in memory for other, at, _ in memory if other != kind]
-    assert min(apart) >= 7, "a marker is 8 wide"
-
-
 def test_darker_means_more_in_light_and_in_dark(example):
     for shade in range(7):
         assert len(re.findall(rf"--h{shade}:", example)) == 1, "one ramp for both"

@@ -255,7 +255,6 @@ class Drawing(NamedTuple):
     width: float
     height: float
     legend: Sequence[tuple[str, int]] = ()
-    behind: Sequence[Grid] = ()
 
 
 class Panels(NamedTuple):

@@ -166,8 +166,13 @@ class _Html(doc.Renderer[str]):
         yield _paragraph(f"{self.with_rest(left_out)}." if left_out else "") + _paragraph(part.note)
 
     def bars(self, part: doc.Bars) -> Iterator[str]:
-        behind = (part.behind,) if part.behind else ()
-        return self.drawing(doc.Drawing(part.title, part.remark, *bars_svg(part.bars), behind=behind))
+        (drawn,) = self.drawing(doc.Drawing(part.title, part.remark, *bars_svg(part.bars)))
+        if part.behind:
+            table = "".join(self.grid(part.behind))
+            drawn += (
+                f'<details class="behind"><summary>{esc(Said("The numbers as a table"))}</summary>{table}</details>'
+            )
+        yield f'<div class="chart">{drawn}</div>'
 
     def drawing(self, part: doc.Drawing) -> Iterator[str]:
         keys = (
@@ -177,15 +182,11 @@ class _Html(doc.Renderer[str]):
         legend = f'<span class="keys">{"".join(keys)}</span>' if part.legend else ""
         small = f" <small>{esc(part.remark)}</small>" if part.remark else ""
         label = f"{esc(part.title)} {esc(part.remark)}".strip()
-        drawn = (
+        yield (
             f"<figure><figcaption>{esc(part.title)}{small}{legend}</figcaption>"
             f'<svg viewBox="0 0 {part.width:.0f} {part.height:.0f}" role="img" aria-label="{label}">{part.svg}</svg>'
             "</figure>"
         )
-        if part.behind:
-            summary = f"<summary>{esc(Said('The numbers as a table'))}</summary>"
-            drawn += f'<details class="behind">{summary}{"".join(self.parts(part.behind))}</details>'
-        yield f'<div class="chart">{drawn}</div>' if part.behind else drawn
 
     def panels(self, part: doc.Panels) -> Iterator[str]:
         if part.drawings:

@@ -270,12 +270,6 @@ def epsilon_text(epsilon: float | None) -> str:
     return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(epsilon)):.4g}"
 
 
-def throughput(cell: TrialCell) -> str:
-    """Write the throughput; `~` marks that of an unstable step time, as in the matrix of step times."""
-    rate, unit = (cell.samples_per_s, "samples") if cell.tokens_per_s is None else (cell.tokens_per_s, "tokens")
-    return f"{'~' if cell.is_unstable else ''}{number(rate)} {unit}/s"
-
-
 def device_capacity(cells: Sequence[TrialCell]) -> int | None:
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
     return sizes.pop() if len(sizes) == 1 else None

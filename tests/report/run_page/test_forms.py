@@ -66,7 +66,7 @@ def test_markdown_has_the_same_numbers(flopwatch, run, tmp_path):
     for words in (
         "**31.4 %**",
         "| evaluation | 5.0 s | 12.2 % |",
-        "| loss | 1.000 | 4.571 | 9.000 | 2.000 |",
+        "| training/loss | 1.000 | 4.571 | 9.000 | 2.000 | 7 |",
         "counted beads",
     ):
         assert words in text, words

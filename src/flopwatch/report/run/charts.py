@@ -1,14 +1,14 @@
-"""Draw the charts of a run: curves over the steps, and what happened when."""
+"""Draw curves over the steps of a run, with what happened when."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
-from flopwatch.numbers import count, number
+from flopwatch.numbers import byte_size, count, energy, flop_prefix, number, percent, step_time
 from flopwatch.present import svg
-from flopwatch.present.document import Drawing, Grid
-from flopwatch.report.run.contents import Curve, Kind, Moment, Point, merged
+from flopwatch.present.document import Drawing
+from flopwatch.report.run.contents import Curve, Kind, Moment, Point, RunReport, merged
 from flopwatch.report.run.words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
 from flopwatch.text import plural
@@ -35,13 +35,56 @@ class ChartStyle:
     cuts_spikes: bool = False
 
 
-def line_chart(
+def _short_flops(flops_per_s: float) -> str:
+    """A rate for an axis, whose labels have no room for the unit.
+
+    >>> _short_flops(420e12), _short_flops(0.0)
+    ('420 T', '0.00')
+    """
+    unit, prefix = flop_prefix(flops_per_s)
+    return f"{number(flops_per_s / unit)} {prefix}".rstrip()
+
+
+_SHARE = ChartStyle(lambda value: percent(value / 100))
+_DATA_RANGE = ChartStyle(number, from_zero=False)
+_MEMORY = ChartStyle(lambda gib: byte_size(gib * 2**30))
+_CHARTS: Mapping[str, tuple[Sequence[str], ChartStyle]] = {
+    "MFU and HFU": (("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
+    "Loss": (("training/loss",), _DATA_RANGE),
+    "Tokens/s": (("perf/tokens_per_second",), ChartStyle(count)),
+    "Samples/s": (("perf/samples_per_second",), ChartStyle(count)),
+    "Step time": (("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
+    "Input wait, share of the step time": (("perf/input_wait_percent",), _SHARE),
+    "Most memory so far": (("perf/memory_allocated_gib", "perf/memory_reserved_gib"), _MEMORY),
+    "FLOP/s of a device, counted and by hardware counters": (
+        ("perf/hardware_flops_per_second_per_device", "counters/flops_per_second_per_device"),
+        ChartStyle(_short_flops),
+    ),
+    "Tensor cores busy, share of the cycles": (("counters/tensor_active",), ChartStyle(percent)),
+    "Energy per token": (("perf/joules_per_token",), ChartStyle(energy)),
+}
+
+
+def charts_of(report: RunReport) -> Iterator[Drawing]:
+    """The charts of the metrics that were logged, and one for each metric of the user."""
+    charts = dict(_CHARTS)
+    if "perf/tokens_per_second" in report.curves:
+        del charts["Samples/s"]
+    drawn = {key for keys, _ in _CHARTS.values() for key in keys}
+    charts |= {metric_name(key): ((key,), _DATA_RANGE) for key in report.curves if key not in drawn}
+    if report.first_step is None or report.last_step is None:
+        return
+    for title, (keys, style) in charts.items():
+        if curves := [report.curves[key] for key in keys if key in report.curves and report.curves[key].points]:
+            yield _line_chart(title, curves, (report.first_step, report.last_step), report.moments, style)
+
+
+def _line_chart(
     title: str,
     curves: Sequence[Curve],
     steps: tuple[int, int],
     moments: Sequence[Moment],
     style: ChartStyle,
-    behind: Sequence[Grid],
 ) -> Drawing:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
     x = svg.LinearScale(*steps, _LEFT, _RIGHT)
@@ -54,7 +97,7 @@ def line_chart(
     parts = [
         svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: write(tick) if tick else "0"),
         svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
-        *_step_labels(x, _LEFT - 14, _BOTTOM + 24),
+        *_step_labels(x),
         *_marks(moments, x),
     ]
     for kind, curve in enumerate(curves, start=1):
@@ -62,7 +105,7 @@ def line_chart(
     parts += _tips(curves, x, style)
     remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
     legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
-    return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend, behind)
+    return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend)
 
 
 def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.LinearScale, int]:
@@ -77,11 +120,12 @@ def _value_scale(points: Sequence[Point], style: ChartStyle) -> tuple[svg.Linear
     return scale, sum(point.high > scale.high for point in points)
 
 
-def _step_labels(x: svg.LinearScale, left: float, y: float) -> Iterator[str]:
+def _step_labels(x: svg.LinearScale) -> Iterator[str]:
+    y = _BOTTOM + 24
     for tick in svg.linear_ticks(x.low, x.high):
         if tick == round(tick):
             yield svg.text(x(tick), y, count(tick), anchor="end" if x(tick) > _RIGHT - 12 else "middle")
-    yield svg.text(left, y, "step", anchor="end", style="title")
+    yield svg.text(_LEFT - 14, y, "step", anchor="end", style="title")
 
 
 def _drawn(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind: int) -> Iterator[str]:
@@ -110,13 +154,9 @@ def _marks(moments: Sequence[Moment], x: svg.LinearScale) -> Iterator[str]:
         if moment.kind == "restart":
             yield f'<path class="restart" d="M{place:.1f} {_TOP}V{_BOTTOM}"{svg.tipped(moment_words(moment))}/>'
         elif moment.kind == "notice":
-            yield _triangle(place, _TOP, moment)
-
-
-def _triangle(x: float, y: float, moment: Moment) -> str:
-    level = moment.level if moment.level in ("info", "warning", "error") else "info"
-    shape = f"M{x:.1f} {y + 5:.1f}l-4 -7h8z"
-    return f'<path class="notice {level}" d="{shape}"{svg.tipped(moment_words(moment))}/>'
+            level = moment.level if moment.level in ("info", "warning", "error") else "info"
+            shape = f"M{place:.1f} {_TOP + 5:.1f}l-4 -7h8z"
+            yield f'<path class="notice {level}" d="{shape}"{svg.tipped(moment_words(moment))}/>'
 
 
 def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Iterator[str]:
@@ -137,31 +177,3 @@ def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Ite
         size_words = f'x="{left:.1f}" y="{_TOP + 8:.0f}" width="{max(right - left, 0.5):.1f}"'
         height = f'height="{_BOTTOM - _TOP - 8:.0f}"'
         yield f'<rect class="tip" {size_words} {height}{svg.tipped(chr(10).join(lines))}/>'
-
-
-def _span(moment: Moment, x: svg.LinearScale, y: float) -> str:
-    """A line over the steps between which it happened, because the log has no place inside of a logging window."""
-    if moment.last_step is None or moment.kind == "restart":
-        return ""
-    first = x.low if moment.first_step is None else moment.first_step
-    return f"M{x(first):.1f} {y:.1f}H{x(moment.last_step):.1f}" if first < moment.last_step else ""
-
-
-def moment_chart(moments: Sequence[Moment], steps: tuple[int, int], behind: Grid) -> Drawing:
-    x = svg.LinearScale(*steps, 84.0, _RIGHT)
-    placed = [(moment, x(moment.step)) for moment in moments if moment.step is not None]
-    kinds = [kind for kind in KINDS if any(moment.kind == kind for moment, _ in placed)]
-    parts = []
-    for lane, kind in enumerate(kinds):
-        middle = 18.0 + 28 * lane
-        parts.append(svg.line(84, middle, _RIGHT, middle, "axis"))
-        parts.append(svg.text(76, middle + 3.5, f"{kind}s", anchor="end"))
-        for moment, place in placed:
-            if moment.kind == kind == "notice":
-                parts.append(_triangle(place, middle - 1, moment))
-            elif moment.kind == kind:
-                shape = f"M{place:.1f} {middle - 7:.1f}v14{_span(moment, x, middle)}"
-                parts.append(f'<path class="tick lane {kind}" d="{shape}"{svg.tipped(moment_words(moment))}/>')
-    bottom = 28.0 * len(kinds) + 16
-    parts += _step_labels(x, 76, bottom)
-    return Drawing("What happened when", "", "".join(parts), _WIDTH, bottom + 10, behind=(behind,))

@@ -194,11 +194,9 @@ def peak_text(record: Provenance | None) -> str:
 
 
 def moment_words(moment: Moment) -> str:
-    where = "" if moment.last_step is None else f" at step {moment.last_step:,}"
+    """What a restart or a notice says, and where it was."""
+    if moment.last_step is None:
+        return f"{moment.kind}: {moment.words}"
     if moment.first_step is None:
-        where = where.replace("at", "before")
-    elif moment.last_step is not None and moment.first_step < moment.last_step:
-        where = f" between steps {moment.first_step:,} and {moment.last_step:,}"
-    took = f", {duration(moment.seconds)}" if moment.seconds is not None else ""
-    said = f": {moment.words}" if moment.words else ""
-    return f"{moment.kind}{where}{took}{said}"
+        return f"{moment.kind} before step {moment.last_step:,}: {moment.words}"
+    return f"{moment.kind} at step {moment.last_step:,}: {moment.words}"

@@ -1,37 +1,26 @@
-"""Draw SVG charts of a group: bars of MFU and memory, maps of the sizes that fit in memory, curves."""
+"""Draw SVG charts of a group: curves of the throughput, and maps of the sizes that fit in memory."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import log
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from flopwatch.numbers import byte_size, count, number, percent
+from flopwatch.numbers import byte_size, count, number
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.cells import (
-    METRICS,
-    ShownMetric,
-    cell_text,
-    device_capacity,
-    outcome_class,
-    outcome_word,
-    throughput_metric,
-)
+from flopwatch.report.cells import METRICS, ShownMetric, cell_text, outcome_class, outcome_word, throughput_metric
 from flopwatch.report.records import Group, TrialCell
 from flopwatch.report.verdicts import configuration, rate_interval
 
 _Colours: TypeAlias = Mapping[str, int]
 _MOST_PANELS = 8
-_CROSSES = "A cross above a plot is a trial that ran out of memory. Equal values stand side by side."
-_INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
-_MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
-_UTILISATION = (
-    "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
-    "trainers ran."
+_CURVES = (
+    "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable, and a cross above a plot "
+    "that the trial ran out of memory."
 )
+_MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
 
 
 def charts_of(group: Group, colours: _Colours) -> list[Panels]:
@@ -41,67 +30,12 @@ def charts_of(group: Group, colours: _Colours) -> list[Panels]:
         along, apart = apart, along
     in_all = len({_SIZE_OF[apart](cell) for cell in group.cells})
     some = f" {_MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > _MOST_PANELS else ""
-    memory, rate = METRICS["memory"], throughput_metric(group)
+    rate = throughput_metric(group)
     panels = [
-        Panels(_curve_panels(group, along, apart, memory, colours), f"Peak memory by {along}", _CROSSES + some),
-        Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _INTERVALS + some),
-        Panels(_utilisation_panels(group, colours), "MFU and HFU", _UTILISATION),
+        Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _CURVES + some),
         Panels(frontier_maps(group), "Which sizes fit", _MAP),
     ]
     return [one for one in panels if one.drawings]
-
-
-class _Bar(NamedTuple):
-    """A bar of a chart. If `behind` is given, a paler bar of that length is drawn behind it."""
-
-    label: str
-    kind: int
-    value: float
-    words: str
-    tip: str
-    behind: float | None = None
-
-
-def _utilisation_panels(group: Group, colours: _Colours) -> list[Drawing]:
-    def bar(cell: TrialCell) -> _Bar:
-        bound, mfu, hfu = "≥ " if cell.is_lower_bound else "", percent(cell.mfu), percent(cell.hfu)
-        tip = f"{configuration(cell)}\nMFU {bound}{mfu}, HFU {bound}{hfu}"
-        return _Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, f"{bound}{mfu} | {hfu}", tip, cell.hfu)
-
-    chosen = _largest_shared((cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None), group)
-    shown = [chosen[seq] for seq in evenly(sorted(chosen), _MOST_PANELS)]
-    longest = max((max(c.mfu or 0, c.hfu or 0) for cells in shown for c in cells), default=0)
-    return [_bars(_size(cells[0]), [bar(cell) for cell in cells], longest) for cells in shown]
-
-
-def _largest_shared(cells: Iterable[TrialCell], group: Group) -> dict[int, list[TrialCell]]:
-    """For each sequence length, the cells at the batch size that the most trainers ran (on a tie, the largest)."""
-    by_place: dict[tuple[int, int], list[TrialCell]] = defaultdict(list)
-    for cell in cells:
-        by_place[cell.seq_len, cell.batch_size].append(cell)
-    chosen: dict[int, list[TrialCell]] = {}
-    for (seq_len, _), found in sorted(by_place.items()):
-        chosen[seq_len] = max(found, chosen.get(seq_len, []), key=len)
-    most = max(map(len, chosen.values()), default=0)
-    return {seq_len: chosen[seq_len] for seq_len in group.seq_lens if len(chosen.get(seq_len, ())) == most > 0}
-
-
-def _size(cell: TrialCell) -> str:
-    return f"sequence {cell.seq_len}, batch {cell.batch_size}"
-
-
-def _bars(title: str, bars: Sequence[_Bar], longest: float, remark: str = "") -> Drawing:
-    left, right, parts = 70.0, 208.0, []
-    scale = (right - left) / longest if longest else 0
-    for place, (label, kind, value, words, tip, behind) in enumerate(bars):
-        top, colour = 6 + 22 * place, f"k{kind % svg.COLOURS}"
-        parts.append(svg.text(left - 7, top + 11.5, label if len(label) <= 11 else label[:10] + "…", anchor="end"))
-        if behind:
-            parts.append(svg.rect(left, top + 3, scale * behind, 8, f"thin {colour}", tip))
-        parts.append(svg.rect(left, top, scale * value, 14, f"fill {colour}", tip))
-        end = left + scale * max(value, behind or 0)
-        parts.append(svg.text(min(end + 5, right + 2), top + 11.5, words, style="val"))
-    return Drawing(title, remark, "".join(parts), 302.0, 8 + 22 * max(len(bars), 1))
 
 
 _MOST_CELLS = 24
@@ -161,8 +95,6 @@ _MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
 """Curves with more points than this have small markers."""
-_MARKER = 8.0
-"""Width of a marker."""
 _WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
@@ -173,30 +105,27 @@ _SIZE_OF: dict[str, Callable[[TrialCell], int]] = {
 }
 
 
-def _curve_panels(group: Group, along: str, apart: str, metric: ShownMetric, colours: _Colours) -> list[Drawing]:
+def _curve_panels(group: Group, along: str, apart: str, rate: ShownMetric, colours: _Colours) -> list[Drawing]:
     x_of, panel_of = _SIZE_OF[along], _SIZE_OF[apart]
     kept = evenly(sorted({x_of(cell) for cell in group.cells}), _MOST_POINTS)
     panels = evenly(sorted({panel_of(cell) for cell in group.cells}), _MOST_PANELS)
     cells = [cell for cell in group.cells if panel_of(cell) in panels and x_of(cell) in kept]
-    values = [value for cell in cells if (value := metric.value(cell)) is not None]
+    values = [value for cell in cells if (value := rate.value(cell)) is not None]
     if not values or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
         return []
-    capacity = device_capacity(cells) if metric.key == "memory" else None
-    shown = [*values, capacity] if capacity and capacity < 8 * max(values) else values
-    y = svg.log_scale(shown, _BOTTOM, _TOP, least=_LEAST_FACTOR)
+    y = svg.log_scale(values, _BOTTOM, _TOP, least=_LEAST_FACTOR)
     xs = sorted({x_of(cell) for cell in cells})
     x = svg.log_scale(xs, _LEFT + 10, _RIGHT - 8, room=1.0)
-    ticks = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
-    grid = _grid(x, ticks, "{:g}".format, along, y, in_bytes=metric.key == "memory")
-    if capacity and y.low <= capacity <= y.high:
-        grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
-        grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
+    grid = svg.axes(_LEFT, _RIGHT, y, svg.decimal_ticks(y.low, y.high), count)
+    for tick in xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high):
+        grid += svg.text(x(tick), _BOTTOM + 15, f"{tick:g}", anchor="middle")
+    grid += svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{along} (log)", anchor="middle", style="title")
     drawings = []
     for value in panels:
         own = sorted((cell for cell in cells if panel_of(cell) == value), key=x_of)
-        if any(metric.value(cell) is not None for cell in own):
+        if any(rate.value(cell) is not None for cell in own):
             by_trainer = {name: [cell for cell in own if cell.trainer == name] for name in group.trainers}
-            drawn = grid + "".join(_curves(by_trainer, metric, colours, lambda cell: x(x_of(cell)), y))
+            drawn = grid + "".join(_curves(by_trainer, rate, colours, lambda cell: x(x_of(cell)), y))
             drawings.append(Drawing(f"{apart} {value}", "", drawn, _WIDTH, _HEIGHT))
     return drawings
 
@@ -208,11 +137,9 @@ def _curves(
     x: Callable[[TrialCell], float],
     y: svg.LogScale,
 ) -> Iterator[str]:
-    known = [cell for own in by_trainer.values() for cell in own if metric.value(cell) is not None]
-    places = _side_by_side([(cell.trial, x(cell), y(metric.value(cell) or 1)) for cell in known])
     crosses = []
     for place, (trainer, own) in enumerate(by_trainer.items()):
-        points = [(*places[cell.trial], cell) for cell in own if cell.trial in places]
+        points = [(x(cell), y(value), cell) for cell in own if (value := metric.value(cell)) is not None]
         yield from _curve(points, metric, colours[trainer], y)
         height, shape = 6 + 16 * (place + 0.5) / len(by_trainer), "l5.2 5.2m0 -5.2l-5.2 5.2"
         for cell in own:
@@ -228,58 +155,17 @@ def _curves(
         yield from crosses
 
 
-def _side_by_side(points: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
-    """The place of each trial, moved aside where its marker would cover another one.
-
-    >>> _side_by_side([("a", 50.0, 90.0), ("b", 50.0, 91.0), ("c", 50.0, 30.0)])
-    {'a': (46.0, 90.0), 'b': (54.0, 91.0), 'c': (50.0, 30.0)}
-    """
-    piles: list[list[tuple[str, float, float]]] = []
-    for point in sorted(points, key=lambda point: point[1:]):
-        if piles and piles[-1][-1][1] == point[1] and point[2] - piles[-1][-1][2] < _MARKER:
-            piles[-1].append(point)
-        else:
-            piles.append([point])
-    moved = {trial: 0.0 for trial, _, _ in points}
-    for pile in piles if len({x for _, x, _ in points}) <= _DENSE else ():
-        in_pile = {trial for trial, _, _ in pile}
-        apart = 3 * _MARKER / max(len(pile) - 1, 3)
-        in_legend = [trial for trial in moved if trial in in_pile]
-        moved |= {trial: apart * (place - (len(pile) - 1) / 2) for place, trial in enumerate(in_legend)}
-    return {trial: (x + moved[trial], y) for trial, x, y in points}
-
-
 def _curve(
     known: Sequence[tuple[float, float, TrialCell]], metric: ShownMetric, kind: int, y: svg.LogScale
 ) -> Iterator[str]:
     if len(known) > 1:
         yield svg.polyline(((px, py) for px, py, _ in known), f"l d{kind % 4} k{kind % svg.COLOURS}")
     for px, py, cell in known:
-        if metric.key != "memory" and (ends := rate_interval(cell, metric.value(cell))):
+        if ends := rate_interval(cell, metric.value(cell)):
             yield svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % svg.COLOURS}")
         tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
         tip += f"{metric.title}: {cell_text(cell, metric)}"
         tip += f"\nstep {METRICS['time'].text(cell)}" if cell.seconds else ""
         tip += "\nunstable" if cell.is_unstable else ""
-        style = "hollow" if cell.is_unstable and metric.key != "memory" else "m"
+        style = "hollow" if cell.is_unstable else "m"
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
-
-
-def _grid(
-    x: svg.LogScale,
-    x_ticks: Iterable[float],
-    x_text: Callable[[float], str],
-    title: str,
-    y: svg.LogScale,
-    *,
-    in_bytes: bool,
-) -> str:
-    ticks = (svg.binary_ticks if in_bytes else svg.decimal_ticks)(y.low, y.high)
-    words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else count)
-    words += "".join(svg.text(x(tick), _BOTTOM + 15, x_text(tick), anchor="middle") for tick in x_ticks)
-    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{title} (log)", anchor="middle", style="title")
-
-
-def _memory_tick(value: float) -> str:
-    unit, prefix = (2**30, "Gi") if value >= 2**30 else (2**20, "Mi")
-    return f"{value / unit:g} {prefix}B"
