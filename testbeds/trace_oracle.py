@@ -8,11 +8,10 @@ It shares no code with flopwatch and must not import it. Times are whole nanosec
 """
 
 import gzip
-import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -88,17 +87,9 @@ class Trace:
         self._events = [each for each in content["traceEvents"] if each.get("ph") == "X"]
         self.kernels = self._kernels()
 
-    def truth(self, is_mark: Callable[[str], bool] | None = None) -> Truth:
-        """What the steps are like. A mark of the given name is a whole step, by default a `ProfilerStep#N`."""
-        steps = self.marks(is_mark or re.compile(r"ProfilerStep#\d+$").match)
-        return self.between(self._with_work(steps))
-
-    def truth_between_optimizer_steps(self) -> Truth:
-        """As `truth`; a step is from the end of one optimizer's step to the end of the next."""
-        ends = [end for _, end in self.marks(lambda name: name.startswith("Optimizer.step#"))]
-        return self.between(list(itertools.pairwise(ends)))
-
-    def between(self, steps: list[tuple[int, int]]) -> Truth:
+    def truth(self) -> Truth:
+        """What the steps are like that `ProfilerStep#N` marks."""
+        steps = self._with_work(self._marks())
         first, last = steps[0][0], steps[-1][1]
         begin = max([first, *(kernel.end for kernel in self.kernels if self._is_before(kernel, first))])
         end = max([last, *(kernel.end for kernel in self.kernels if self._is_before(kernel, last))])
@@ -118,8 +109,9 @@ class Trace:
         has_work = any(each.launch is not None and start <= each.launch < end for each in self.kernels)
         return steps if has_work else steps[:-1]
 
-    def marks(self, is_mark: Callable[[str], Any]) -> list[tuple[int, int]]:
-        found = [each for each in self._events if each.get("cat") == "user_annotation" and is_mark(each["name"])]
+    def _marks(self) -> list[tuple[int, int]]:
+        annotations = [each for each in self._events if each.get("cat") == "user_annotation"]
+        found = [each for each in annotations if re.match(r"ProfilerStep#\d+$", each["name"])]
         return sorted((_start(each), _end(each)) for each in found)
 
     def _kernels(self) -> list[Kernel]:

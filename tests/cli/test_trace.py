@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from flopwatch.runs.traces import newest_traces, trace_name
+from flopwatch.runs.traces.files import newest_traces, trace_name
 from support.make_run_log import write_run
-from support.make_trace import MATMUL, PART_TRUTH, event, steps_on_device, write_trace
+from support.make_trace import PART_TRUTH, steps_on_device, write_trace
 from support.warm_python import start_warm
 
 TRAIN = """
@@ -128,15 +128,6 @@ def test_a_trace_file_is_printed_as_a_table_that_adds_up(flopwatch, tmp_path):
     assert "Another 0.10 ms per step of communication ran behind computation" in out
 
 
-def test_of_a_trace_of_several_devices_it_is_said_what_its_idle_time_is(flopwatch, tmp_path):
-    events = list(steps_on_device(2))
-    sentence = "The trace is of 2 devices: time in which any of them works is not idle."
-    assert sentence not in flopwatch("trace", str(write_trace(tmp_path / "one.json", events)))[1]
-    other = event("kernel", MATMUL, events[0]["ts"] + 500, 100)
-    other["args"]["device"] = 1
-    assert sentence in flopwatch("trace", str(write_trace(tmp_path / "two.json", [*events, other])))[1]
-
-
 def test_a_trace_file_as_json_has_the_known_seconds(flopwatch, tmp_path):
     path = write_trace(tmp_path / "mine.json", steps_on_device(2))
     _, out, _ = flopwatch("trace", str(path), "--json")
@@ -211,7 +202,11 @@ def test_a_number_of_steps_that_is_not_allowed_is_refused(flopwatch, tmp_path, s
 
 def test_what_is_neither_a_run_nor_a_trace_is_refused(flopwatch, tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    for place, why in [("notes.txt", "not a trace of torch's profiler"), ("nowhere", "does not exist"), ("", "no log")]:
+    for place, why in [
+        ("notes.txt", "not a whole trace of torch's profiler"),
+        ("nowhere", "does not exist"),
+        ("", "no log"),
+    ]:
         status, out, err = flopwatch("trace", str(tmp_path / place))
         assert (status, out) == (2, "")
         assert why in err or "has no training_log.jsonl" in err

@@ -12,7 +12,8 @@ import torch
 
 import flopwatch
 from flopwatch.monitor.trace_capture import TraceCapture
-from flopwatch.runs.traces import MOST_STEPS, TraceRequests, newest_traces, read_trace, write_request
+from flopwatch.runs.traces import read_trace
+from flopwatch.runs.traces.files import MOST_STEPS, TraceRequests, newest_traces, write_request
 from support.sinks.servers import wait_until
 from support.small_models import TinyText, text_batch
 from support.torchrun import torchrun

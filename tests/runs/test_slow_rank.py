@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.runs.slow_rank import can_compare, slow_rank
 from flopwatch.runs.traces import TraceSplit, read_trace
+from flopwatch.runs.traces.slow_rank import can_compare, slow_rank
 from support.make_trace import ELEMENTWISE, event
 
 REAL = Path(__file__).parents[1] / "data" / "gpu_traces" / "hta_nccl.json.gz"

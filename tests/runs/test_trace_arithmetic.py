@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flopwatch.runs.traces.intervals import USES, Intervals, split_time
+from flopwatch.runs.traces.intervals import USES, split_time
 from flopwatch.runs.traces.uses import use_of_kernel, use_of_op
 
 
@@ -62,12 +62,12 @@ def test_only_time_within_the_steps_counts():
 def test_random_intervals_add_up_and_agree_with_a_count_of_every_nanosecond(seed, on_cpu):
     draw = random.Random(seed)
     marks = {use: [False] * 1000 for use in USES}
-    intervals = {use: Intervals() for use in USES}
+    intervals = {use: [] for use in USES}
     for use in USES:
         for _ in range(draw.randrange(12)):
             start = draw.randrange(-50, 1000)
             end = start + draw.randrange(120)
-            intervals[use].add(start, end)
+            intervals[use].append((start, end))
             for nanosecond in range(max(start, 0), min(end, 1000)):
                 marks[use][nanosecond] = True
     spent = split_time(intervals, 0, 1000, on_cpu=on_cpu)
@@ -81,16 +81,6 @@ def test_random_intervals_add_up_and_agree_with_a_count_of_every_nanosecond(seed
             active = [use for use in active if use != "optimizer"]
         expected[active[0] if active else "idle"] += 1
     assert {use: spent.get(use, 0) for use in expected} == expected
-
-
-def test_the_union_of_many_intervals_does_not_depend_on_their_order(monkeypatch):
-    monkeypatch.setattr("flopwatch.runs.traces.intervals._BLOCK_INTERVALS", 7)
-    pairs = [(10 * number, 10 * number + length) for number in range(100) for length in (3, 8)]
-    random.Random(0).shuffle(pairs)
-    union = Intervals()
-    for start, end in pairs:
-        union.add(start, end)
-    assert list(union) == [(10 * number, 10 * number + 8) for number in range(100)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from flopwatch.report.table import make_table, table_csv
 from flopwatch.runs.given_peak import ChoosePeak, with_peak
 from flopwatch.runs.log_file import NoLogError, find_log, runs_below
 from flopwatch.runs.reading import read_log
-from flopwatch.runs.traces import usable_traces
+from flopwatch.runs.traces.files import usable_traces
 from flopwatch.sweep.runner.observing import find_runner
 from flopwatch.text import one_line
 

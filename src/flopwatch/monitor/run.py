@@ -35,7 +35,7 @@ from flopwatch.monitor.totals import Ledger, RunTotals
 from flopwatch.monitor.trace_capture import TraceCapture
 from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number, RunStart, Summary
-from flopwatch.runs.traces import TRACES
+from flopwatch.runs.traces.files import TRACES
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import first_line
 from flopwatch.torch_internals.autograd import compile_seconds

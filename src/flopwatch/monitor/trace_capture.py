@@ -14,7 +14,8 @@ import torch
 
 from flopwatch.guard import Guard
 from flopwatch.language import Said
-from flopwatch.runs.traces import MOST_STEPS, OUTSIDE, OWN_ENTRY, TraceRequests, trace_name
+from flopwatch.runs.traces.files import MOST_STEPS, TraceRequests, trace_name
+from flopwatch.runs.traces.split import OUTSIDE, OWN_ENTRY
 from flopwatch.text import first_line
 
 

@@ -13,7 +13,8 @@ from flopwatch.records.run import Number
 from flopwatch.runs.explain import what_ran
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
-from flopwatch.runs.traces import TraceSplit, traces_of_log
+from flopwatch.runs.traces import TraceSplit
+from flopwatch.runs.traces.files import traces_of_log
 from flopwatch.runs.waterfall import (
     WaterfallChange,
     key_of_other_flops,

@@ -17,7 +17,8 @@ from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
-from flopwatch.runs.traces import TraceSplit, traces_of_log
+from flopwatch.runs.traces import TraceSplit
+from flopwatch.runs.traces.files import traces_of_log
 from flopwatch.text import one_line, plural
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flopwatch
-from flopwatch.runs.traces import write_request
+from flopwatch.runs.traces.files import write_request
 
 MOST_STEPS, MORE_STEPS, ASK_AT, LOG_EVERY = 100_000, 20, 22, 5
 

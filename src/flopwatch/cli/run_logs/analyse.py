@@ -21,7 +21,7 @@ from flopwatch.runs.comparison import compare as compare_logs
 from flopwatch.runs.explain import explain_step, explain_window
 from flopwatch.runs.given_peak import with_peak
 from flopwatch.runs.log_file import NoLogError
-from flopwatch.runs.traces import usable_traces
+from flopwatch.runs.traces.files import usable_traces
 from flopwatch.stats import FEWEST_STEPS
 
 

@@ -3,11 +3,8 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
-
-import click
 
 from flopwatch.cli import RUNS_FOLDER, argument, flag, print_json, say
 from flopwatch.cli.run_logs import chosen_run, show
@@ -15,10 +12,10 @@ from flopwatch.errors import InputError
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Document, Grid, Part, Section, Text, numbers
 from flopwatch.records.time_uses import OF_TRACES
-from flopwatch.runs.slow_rank import SlowRank, can_compare, slow_rank
 from flopwatch.runs.state import OVER, WatchFeed
-from flopwatch.runs.traces import TraceSplit, newest_files, read_trace, splits_of, traces_of, write_request
-from flopwatch.runs.traces.steps import how_divided
+from flopwatch.runs.traces import TraceSplit, read_trace
+from flopwatch.runs.traces.files import newest_files, splits_of, traces_of, write_request
+from flopwatch.runs.traces.slow_rank import SlowRank, can_compare, slow_rank
 from flopwatch.text import plural
 
 _POLL_SECONDS = 0.3
@@ -38,10 +35,6 @@ def trace(
     ] = None,
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
     wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
-    mark: Annotated[
-        str | None,
-        flag("Of a trace file: a part of the name of its annotation that marks a step.", "--mark"),
-    ] = None,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Trace the next steps of a training that runs, and print how their time was spent.
@@ -50,9 +43,7 @@ def trace(
     """
     path = Path(place or RUNS_FOLDER).expanduser()
     if path.exists() and not path.is_dir() and path.suffix != ".jsonl":  # a trace, or neither file nor folder
-        splits: Sequence[TraceSplit] = [read_trace(str(path), mark)]
-    elif mark is not None:
-        raise InputError("--mark is only for a trace file: flopwatch trace FILE --mark NAME")
+        splits: Sequence[TraceSplit] = [read_trace(path)]
     else:
         feed = WatchFeed(chosen_run(place), time.time)
         feed.look(must_exist=True)
@@ -89,9 +80,9 @@ def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:
         return splits_of(files.values())
     before = {path: path.stat().st_mtime_ns for path in newest_files(folder).values()}
     write_request(folder, steps)
-    with _waiting(f"Waiting until {place} has traced {steps} steps"):
-        files = _wait_for_traces(feed, folder, before)
-    return splits_of(files.values())
+    if sys.stderr.isatty():
+        say(f"Waiting until {place} has traced {steps} steps; Ctrl-C ends the waiting, not the training.", err=True)
+    return splits_of(_wait_for_traces(feed, folder, before).values())
 
 
 def _wait_for_traces(feed: WatchFeed, folder: Path, before: dict[Path, int]) -> dict[int, Path]:
@@ -138,53 +129,27 @@ def _check(feed: WatchFeed, folder: Path, before: dict[Path, int], refused: list
         )
 
 
-@contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """Show a spinner on a terminal. Ctrl-C ends the waiting, not the training."""
-    try:
-        if not sys.stderr.isatty():
-            yield
-            return
-        from rich import console, text
-
-        # As `Text`, brackets in the name of a folder are not taken for markup.
-        said = text.Text(f"{what}; Ctrl-C ends the waiting, not the training")
-        with console.Console(stderr=True).status(said):
-            yield
-    except KeyboardInterrupt:
-        raise click.Abort from None
-
-
 def _document(splits: Sequence[TraceSplit]) -> Document:
-    parts = []
-    for split in splits:
-        steps, average = plural(split.steps, "step"), step_time(split.seconds / split.steps)
-        spent = [(use.name, getattr(split, field)) for field, use in OF_TRACES.items()]
-        rows = [
-            (name, step_time(seconds / split.steps), percent(seconds / split.seconds))
-            for name, seconds in spent
-            if seconds
-        ]
-        said: list[Part] = [
-            Text(split.file, "soft"),
-            Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong"),
-            Grid(("", *numbers("", "")), rows),
-        ]
-        divided = how_divided(split.marked_by)
-        if divided is not None:
-            said.insert(2, Text(divided, "soft"))
-        if split.devices > 1:
-            several = f"The trace is of {split.devices} devices: time in which any of them works is not idle."
-            said.append(Text(several, "strong"))
-        if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
-            said.append(Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft"))
-        if split.hidden_communication_seconds:
-            hidden = step_time(split.hidden_communication_seconds / split.steps)
-            said.append(Text(f"Another {hidden} per step of communication ran behind computation and cost no time."))
-        parts.append(Section("", said))
+    parts: list[Part] = [Section("", list(_parts(split))) for split in splits]
     if can_compare(splits):
         parts.append(Section("", [Text(_slow_rank_text(slow_rank(splits)), "strong")]))
     return Document("", parts)
+
+
+def _parts(split: TraceSplit) -> Iterator[Part]:
+    steps, average = plural(split.steps, "step"), step_time(split.seconds / split.steps)
+    yield Text(split.file, "soft")
+    yield Text(f"{steps} of {average} on average (rank {split.rank}, {split.device})", "strong")
+    spent = [(use.name, getattr(split, field)) for field, use in OF_TRACES.items()]
+    rows = [
+        (name, step_time(seconds / split.steps), percent(seconds / split.seconds)) for name, seconds in spent if seconds
+    ]
+    yield Grid(("", *numbers("", "")), rows)
+    if split.idle_seconds > _LEAST_IDLE_SHARE * split.seconds:
+        yield Text("Idle time includes waiting for batches; `flopwatch why` tells the two apart.", "soft")
+    if split.hidden_communication_seconds:
+        hidden = step_time(split.hidden_communication_seconds / split.steps)
+        yield Text(f"Another {hidden} per step of communication ran behind computation and cost no time.")
 
 
 def _slow_rank_text(slow: SlowRank | None) -> str:

@@ -1,74 +1,55 @@
 """The work of the device in a trace: its kernels and copies, and when the host launched each of them.
 
 A kernel has the correlation id of its launch, an event of the host. All kernels of a CUDA graph have that of the
-graph's launch. The events come in any order, so all are kept until the end: 45 bytes for a kernel, 140 for a launch.
+graph's launch. The events come in any order, so all are kept until the end: 37 bytes for a kernel, 140 for a launch.
 """
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
-from flopwatch.runs.traces.events import name_of
-from flopwatch.runs.traces.intervals import COMPUTING, USES, Intervals
-from flopwatch.runs.traces.uses import use_of_kernel, use_of_launches
+from flopwatch.runs.traces.events import name_of, number_of
+from flopwatch.runs.traces.intervals import COMPUTING, USES, Interval, union
+from flopwatch.runs.traces.uses import use_of_kernel
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _NEVER, _BEFORE_ALL = 2**63 - 1, -(2**63)
-_NO_ID = -1
 
 
 class DeviceWork:
     """Kernels and copies, collected event by event.
 
     Attributes:
-        devices: The devices that ran kernels, as the trace names them.
         has_launches: Whether the host launched kernels, of which the trace may have none.
     """
 
     def __init__(self) -> None:
-        self.devices: set[str] = set()
         self.has_launches = False
-        self._starts, self._ends, self._correlations, self._ops = array("q"), array("q"), array("q"), array("q")
+        self._starts, self._ends, self._correlations = array("q"), array("q"), array("q")
         self._uses, self._streams = array("b"), array("i")
         self._launched: dict[int, int] = {}
-        self._launches_of: dict[str, set[int]] = {"matmul": set(), "attention": set()}
-        self._stream_numbers: dict[Any, int] = {}
-        self._names_launching_op = False
-        self._use_of_kernel, self._use_of_op = lru_cache(4096)(use_of_kernel), lru_cache(4096)(use_of_launches)
+        self._stream_numbers: dict[str, int] = {}
+        self._use_of_kernel = lru_cache(4096)(use_of_kernel)
 
     def __bool__(self) -> bool:
         return bool(self._starts)
 
     def add_kernel(self, event: Mapping[str, Any], start: int, end: int) -> None:
-        category = event["cat"]
-        correlation, op = _number(event, "correlation"), _number(event, "External id")
-        # Kineto of before 2024 wrote the correlation id in place of the op's, whose number means another op.
-        self._names_launching_op |= op not in (_NO_ID, correlation)
         stream = str((event.get("pid"), event.get("tid")))
         self._streams.append(self._stream_numbers.setdefault(stream, len(self._stream_numbers)))
-        self._uses.append(USES.index(self._use_of_kernel(name_of(event), category)))
+        self._uses.append(USES.index(self._use_of_kernel(name_of(event), event["cat"])))
         self._starts.append(start)
         self._ends.append(end)
-        self._correlations.append(correlation)
-        self._ops.append(op if category == "kernel" else _NO_ID)
-        if category == "kernel":
-            about = event.get("args")
-            device = about.get("device") if isinstance(about, dict) else None
-            self.devices.add(str(event.get("pid") if device is None else device))
+        self._correlations.append(number_of(event, "correlation") or -1)
 
     def add_launch(self, event: Mapping[str, Any], start: int) -> None:
         self.has_launches |= "Launch" in name_of(event)
-        correlation = _number(event, "correlation")
-        if correlation > 0:
+        correlation = number_of(event, "correlation")
+        if correlation is not None:
             self._launched[correlation] = start
-
-    def add_op(self, event: Mapping[str, Any]) -> None:
-        use = self._use_of_op(name_of(event))
-        if use is not None:
-            self._launches_of[use].add(_number(event, "External id"))
 
     def is_launched_within(self, start: int, end: int) -> bool:
         """Whether the trace has the launch, at that time, of any kernel."""
@@ -84,35 +65,16 @@ class DeviceWork:
         ended = list(accumulate(latest, max))
         return [max(moment, ended[bisect_left(ordered, moment)]) for moment in moments]
 
-    def intervals(self) -> dict[str, Intervals]:
-        """The intervals of each use that kernels and copies have."""
-        found = {use: Intervals() for use in USES}
-        for use, start, end in self.works():
-            found[use].add(start, end)
+    def intervals(self, optimizer: Iterable[Interval]) -> dict[str, list[Interval]]:
+        """The intervals of each use that kernels and copies have. `optimizer`: when the host was in its step."""
+        found: dict[str, list[Interval]] = {use: [] for use in USES}
+        edges = [edge for period in union(optimizer) for edge in period]
+        works = zip(self._uses, self._starts, self._ends, self._launches, strict=True)
+        for use, start, end, launch in works:
+            found[USES[use]].append((start, end))
+            if USES[use] in COMPUTING and bisect_right(edges, launch) % 2:
+                found["optimizer"].append((start, end))
         return found
-
-    def computing_launched_within(self, periods: Iterable[tuple[int, int]]) -> Intervals:
-        """The intervals of the kernels that compute and were launched in these periods, which are in order."""
-        begins, ends = array("q"), array("q")
-        for begin, end in periods:
-            begins.append(begin)
-            ends.append(end)
-        found = Intervals()
-        for (use, start, end), launch in zip(self.works(), self._launches, strict=True):
-            place = bisect_right(begins, launch) - 1
-            if use in COMPUTING and place >= 0 and launch < ends[place]:
-                found.add(start, end)
-        return found
-
-    def works(self) -> Iterator[tuple[str, int, int]]:
-        """Use, start and end of each kernel and copy, in the file's order."""
-        for use, start, end, op in zip(self._uses, self._starts, self._ends, self._ops, strict=True):
-            yield self._use(USES[use], op), start, end
-
-    def _use(self, by_name: str, op: int) -> str:
-        if by_name != "communication" and op != _NO_ID and self._names_launching_op:
-            return next((use for use, ops in self._launches_of.items() if op in ops), by_name)
-        return by_name
 
     @cached_property
     def _launches(self) -> "array[int]":
@@ -130,9 +92,3 @@ class DeviceWork:
             if launch == _NEVER and self._starts[number] < first.get(self._streams[number], _BEFORE_ALL):
                 found[number] = _BEFORE_ALL
         return found
-
-
-def _number(event: Mapping[str, Any], key: str) -> int:
-    about = event.get("args")
-    number = about.get(key) if isinstance(about, dict) else None
-    return number if isinstance(number, int) and 0 < number < _NEVER else _NO_ID

@@ -1,8 +1,8 @@
 """Reads the events of a profiler trace one at a time, so that a trace of gigabytes needs little memory.
 
 The format is the JSON object that torch's profiler (Kineto) writes: some entries that describe the trace, and the list
-`traceEvents`. The file may be compressed with gzip. Numbers with a point are read as `Decimal`: a trace of before 2024
-has the microseconds since 1970, of which a float would lose the nanoseconds.
+`traceEvents`. The file may be compressed with gzip. Numbers with a point are read as `Decimal`: some traces have the
+microseconds since 1970, of which a float would lose the nanoseconds.
 """
 
 import codecs
@@ -21,9 +21,7 @@ from flopwatch.files import UnreadableError, opened_regular
 _CHUNK_BYTES = 1 << 20
 _LONGEST_VALUE = 1 << 24
 """Characters of one event. Without a limit, damage in the middle of a file would be read into memory up to its end."""
-_LONGEST_WORD = len("-Infinity")
 _GZIP_START = b"\x1f\x8b"
-_CUT = "is incomplete: the file ends in the middle, as if the process that wrote it was stopped or the disk was full"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _EVENTS = "traceEvents"
 _LONGEST_NAME = 4096
@@ -40,20 +38,11 @@ def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str,
         raise InputError(f"the trace {str(path)!r} does not exist: pass a file in the folder traces of a run") from None
     except UnreadableError as error:
         raise InputError(f"the trace {str(path)!r} cannot be read: {error}; pass a .json or .json.gz file") from None
-    except _NotATraceError as error:
+    except (EOFError, ValueError, zlib.error) as error:
         raise InputError(
-            f"{str(path)!r} is not a trace of torch's profiler: {error}; "
-            "pass a .pt.trace.json or .pt.trace.json.gz file that torch.profiler or flopwatch wrote"
+            f"{str(path)!r} is not a whole trace of torch's profiler: {error}; pass a .pt.trace.json or "
+            ".pt.trace.json.gz file that torch.profiler or flopwatch wrote, or take another: flopwatch trace RUN_DIR"
         ) from None
-    except (EOFError, _DamagedError) as error:
-        problem = _CUT if isinstance(error, EOFError) else f"is damaged: {error}"
-        raise InputError(f"the trace {str(path)!r} {problem}; take another one with: flopwatch trace RUN_DIR") from None
-
-
-class _NotATraceError(Exception): ...
-
-
-class _DamagedError(Exception): ...
 
 
 def _chunks(file: BinaryIO) -> Iterator[str]:
@@ -62,11 +51,8 @@ def _chunks(file: BinaryIO) -> Iterator[str]:
     content = cast("BinaryIO", gzip.GzipFile(fileobj=file)) if start == _GZIP_START else file
     # Kineto copies names of kernels and annotations into the file as they are, so some bytes may not be UTF-8.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    try:
-        while chunk := content.read(_CHUNK_BYTES):
-            yield decoder.decode(chunk)
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise _DamagedError(f"it cannot be decompressed ({error})") from None
+    while chunk := content.read(_CHUNK_BYTES):
+        yield decoder.decode(chunk)
 
 
 class _Text:
@@ -97,10 +83,8 @@ class _Text:
     def skip(self, characters: str) -> str:
         """Move behind the next character that is not blank, which must be one of these."""
         found = self.next_character()
-        if not found:
-            raise EOFError
-        if found not in characters:
-            raise _DamagedError(f"there is {found!r} where {' or '.join(characters)} should be")
+        if not found or found not in characters:
+            raise ValueError(f"there is {found!r} where {' or '.join(characters)} should be" if found else "it is cut")
         self._position += 1
         return found
 
@@ -110,9 +94,8 @@ class _Text:
             try:
                 value, end = self._decode(self._text, self._position)
             except (ValueError, RecursionError, ArithmeticError) as error:
-                is_long = len(self._text) - self._position > _LONGEST_VALUE
-                if is_long or not self._read_more():
-                    raise self._failure(error, may_be_cut=not is_long) from None
+                if len(self._text) - self._position > _LONGEST_VALUE or not self._read_more():
+                    raise ValueError(f"an entry is not valid JSON: {str(error)[:80]}") from None
                 continue
             # A number at the end of the text may go on in the next chunk.
             if end == len(self._text) and self._read_more():
@@ -120,18 +103,10 @@ class _Text:
             self._position = end
             return value
 
-    def _failure(self, error: Exception, *, may_be_cut: bool) -> Exception:
-        if may_be_cut and isinstance(error, json.JSONDecodeError):
-            is_at_end = error.pos >= len(self._text) - _LONGEST_WORD or error.msg.startswith("Unterminated string")
-            if is_at_end:
-                return EOFError()
-        return _DamagedError(f"an entry is not valid JSON ({str(error)[:80]})")
-
 
 def _read_trace(text: _Text, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    first = text.next_character()
-    if first != "{":
-        raise _NotATraceError("the file is empty" if not first else "it does not begin with {")
+    if text.next_character() != "{":
+        raise ValueError("it does not begin with {")
     text.skip("{")
     about: dict[str, Any] = {}
     has_events = False
@@ -145,11 +120,8 @@ def _read_trace(text: _Text, take: Callable[[dict[str, Any]], None]) -> dict[str
             about[str(key)] = text.value()
         if text.next_character() != "}":
             text.skip(",")
-    text.skip("}")
-    if text.next_character():
-        raise _DamagedError("more text follows the end of the trace")
     if not has_events:
-        raise _NotATraceError(f"it has no list {_EVENTS}")
+        raise ValueError(f"it has no list {_EVENTS}")
     return about
 
 
@@ -159,7 +131,7 @@ def _read_list(text: _Text, take: Callable[[dict[str, Any]], None]) -> None:
     while not is_over:
         event = text.value()
         if not isinstance(event, dict):
-            raise _NotATraceError(f"its events are of type {type(event).__name__}, not objects")
+            raise ValueError(f"its events are of type {type(event).__name__}, not objects")
         take(event)
         is_over = text.skip(",]") == "]"
 
@@ -167,6 +139,13 @@ def _read_list(text: _Text, take: Callable[[dict[str, Any]], None]) -> None:
 def name_of(event: Mapping[str, Any]) -> str:
     """The name of an event. Of a name of megabytes only the start, or the search for patterns in it would not end."""
     return str(event.get("name", ""))[:_LONGEST_NAME]
+
+
+def number_of(event: Mapping[str, Any], key: str) -> int | None:
+    """A number above zero among the arguments of an event; None without one."""
+    about = event.get("args")
+    number = about.get(key) if isinstance(about, dict) else None
+    return number if isinstance(number, int) and 0 < number < 2**63 - 1 else None
 
 
 def interval_of(event: Mapping[str, Any]) -> tuple[int, int] | None:

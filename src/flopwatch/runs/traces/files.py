@@ -1,5 +1,11 @@
-"""The trace files of a run: their folder and names, the newest of each rank, and what was read from them."""
+"""The trace files of a run: requests for them, their names, the newest of each rank, and what was read from them.
 
+A request is a small file in the run's folder of traces. Each rank of the run looks for it at the end of a logging
+window. Nobody removes the file, because a rank may look late: each rank remembers which request it has seen, and does
+not answer one that is older than the rank itself.
+"""
+
+import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,9 +22,53 @@ from flopwatch.text import one_line
 
 TRACES = "traces"
 """Name of the folder with the traces of a run."""
+MOST_STEPS = 10
+"""A trace contains at most this many steps, because a longer one would take gigabytes."""
+_REQUEST = "request.json"
 _NANOSECONDS_PER_SECOND = 1e9
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
-_CACHE_FORMAT = 4
+_CACHE_FORMAT = 5
+
+
+def write_request(folder: Path, steps: int) -> Path:
+    """Ask the run with this folder of traces for a trace of its next steps. Returns the file of the request."""
+    if not 1 <= steps <= MOST_STEPS:
+        raise InputError(f"--steps must be between 1 and {MOST_STEPS}, got {steps}: a longer trace takes gigabytes")
+    file = folder / _REQUEST
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"steps": steps})
+    except OSError as error:
+        raise InputError(
+            f"the request for a trace cannot be written to {str(file)!r}: {error.strerror}; "
+            "run the command as the user who trains, or call monitor.capture_trace() in the training"
+        ) from None
+    return file
+
+
+class TraceRequests:
+    """Looks for new requests in a folder of traces, until it is closed. One that is there already is not new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_closed = False
+        self._file = folder / _REQUEST
+        self._seen = self._look()
+
+    def new_steps(self) -> int | None:
+        """The steps that a new request asks for; None without one. Costs one `os.stat`."""
+        found = self._look()
+        if found is None or found == self._seen:
+            return None
+        self._seen = found
+        steps = read_object(self._file).get("steps")
+        return steps if isinstance(steps, int) and 1 <= steps <= MOST_STEPS else None
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._file)
+        except (OSError, ValueError):
+            return None
+        return found.st_mtime_ns, found.st_ino
 
 
 def trace_name(step: int, rank: int) -> str:
@@ -55,12 +105,7 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
         folder = traces_of(run_dir)
     except NoLogError:
         folder = Path(run_dir).expanduser() / TRACES
-    files = list(newest_files(folder).values())
-    written = [_written(path) for path in files]
-    return tuple(
-        replace(split, written_unix_time=None if when is None else when[1] / _NANOSECONDS_PER_SECOND)
-        for split, when in zip(splits_of(files), written, strict=True)
-    )
+    return splits_of(newest_files(folder).values())
 
 
 def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
@@ -78,18 +123,12 @@ def usable_traces(run_dir: str | Path, files: Sequence[str] = ()) -> tuple[tuple
 
 
 def traces_of_log(log: RunLog, traces: Sequence[TraceSplit]) -> tuple[Sequence[TraceSplit], list[str]]:
-    """The traces that were not written before the run began, by an earlier run in its folder, and notes on them."""
+    """The traces that were not written before the run began, by an earlier run in its folder, and a note on others."""
     began = log.starts[0].unix_time if log.starts else 0.0
     used = [trace for trace in traces if trace.written_unix_time is None or trace.written_unix_time >= began]
-    notes = [
-        f"The trace {one_line(trace.file)} is of {trace.devices} devices: time in which any of them works is not idle."
-        for trace in used
-        if trace.devices > 1
-    ]
     older = [one_line(trace.file) for trace in traces if trace not in used]
-    if older:
-        notes.append(f"The trace {older[0]} is older than this run and of an earlier one, so it is not used.")
-    return used, notes
+    note = f"The trace {older[0]} is older than this run and of an earlier one, so it is not used." if older else ""
+    return used, [note] if note else []
 
 
 def _written(path: Path) -> tuple[int, int] | None:
@@ -108,7 +147,8 @@ def _split_of(path: Path) -> TraceSplit:
         kept = read_or_none(TraceSplit, content.get("split"))
         if kept is not None:
             return kept
-    split = read_trace(path)
+    when = None if written is None else written[1] / _NANOSECONDS_PER_SECOND
+    split = replace(read_trace(path), written_unix_time=when)
     # If the folder belongs to somebody else or the disk is full, the trace is read again next time.
     with suppress(OSError):
         write_json(beside, {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})

@@ -1,7 +1,6 @@
 """Divides time among its uses, given the intervals of each, in whole nanoseconds, so that all add up exactly."""
 
 import heapq
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 
 USES = ("outside", "optimizer", "matmul", "attention", "other_kernel", "communication", "copy")
@@ -10,42 +9,18 @@ USES = ("outside", "optimizer", "matmul", "attention", "other_kernel", "communic
 `outside` is the time of evaluations and other phases between the traced steps, which belongs to no step.
 """
 COMPUTING = ("matmul", "attention", "other_kernel")
-_BLOCK_INTERVALS = 1 << 16
+Interval = tuple[int, int]
+"""Start and end in nanoseconds."""
 
 
-class Intervals:
-    """The union of many intervals in nanoseconds, in 16 bytes for each. They may come in any order and overlap."""
+def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """The intervals in order, joined where they touch.
 
-    def __init__(self) -> None:
-        self._blocks: list[tuple[array[int], array[int]]] = []
-        self._newest: list[tuple[int, int]] = []
-
-    def add(self, start: int, end: int) -> None:
-        self._newest.append((start, end))
-        if len(self._newest) >= _BLOCK_INTERVALS:
-            self._pack()
-
-    def __bool__(self) -> bool:
-        return bool(self._newest or self._blocks)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The union, as intervals that are in order and do not touch."""
-        self._pack()
-        return _union(heapq.merge(*(zip(*block, strict=True) for block in self._blocks)))
-
-    def _pack(self) -> None:
-        if self._newest:
-            starts, ends = array("q"), array("q")
-            for start, end in _union(sorted(self._newest)):
-                starts.append(start)
-                ends.append(end)
-            self._blocks.append((starts, ends))
-            self._newest = []
-
-
-def _union(ordered: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    begun: tuple[int, int] | None = None
-    for start, end in ordered:
+    >>> list(union([(5, 8), (0, 2), (1, 3), (3, 4)]))
+    [(0, 4), (5, 8)]
+    """
+    begun: Interval | None = None
+    for start, end in sorted(intervals):
         if begun is not None and start <= begun[1]:
             begun = begun[0], max(begun[1], end)
         else:
@@ -56,13 +31,11 @@ def _union(ordered: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield begun
 
 
-def split_time(
-    intervals: Mapping[str, Iterable[tuple[int, int]]], begin: int, end: int, *, on_cpu: bool
-) -> dict[str, int]:
+def split_time(intervals: Mapping[str, Iterable[Interval]], begin: int, end: int, *, on_cpu: bool) -> dict[str, int]:
     """Divide the time from `begin` to `end` among the uses. All of them except `hidden_communication` add up to it.
 
     On a CPU all of the optimizer's step is work of the optimizer. On an accelerator only computation in it is: in the
-    gaps between its kernels the device waits for Python. The intervals of each use are in order and do not overlap.
+    gaps between its kernels the device waits for Python. The intervals may come in any order and overlap.
 
     >>> split_time({"matmul": [(0, 6)], "communication": [(4, 9)]}, 0, 10, on_cpu=False)
     {'matmul': 6, 'communication': 3, 'idle': 1, 'hidden_communication': 2}
@@ -84,9 +57,9 @@ def split_time(
     return {**spent, "hidden_communication": hidden}
 
 
-def _edges(ordered: Iterable[tuple[int, int]], number: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _edges(intervals: Iterable[Interval], number: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """When the intervals start and end within the time from `begin` to `end`, each with the bit of their use."""
-    for first, last in ordered:
+    for first, last in union(intervals):
         start, stop = max(first, begin), min(last, end)
         if start < stop:
             yield start, 1 << number

@@ -1,4 +1,4 @@
-"""What a kernel or an op of a trace uses the time for, told by its name and by the op that launched it."""
+"""What a kernel or an op of a trace uses the time for, told by its name."""
 
 import re
 
@@ -67,16 +67,3 @@ def use_of_op(name: str) -> str | None:
         return None
     uses = ((COMMUNICATION, "communication"), (_MATMUL_OP, "matmul"), (_ATTENTION, "attention"))
     return next((use for pattern, use in uses if pattern.search(name)), "other_kernel")
-
-
-def use_of_launches(op: str) -> str | None:
-    """The use of every kernel that this op launches itself, whatever the kernel's name; None if the op does not tell.
-
-    What a convolution launches is a convolution, also if it only brings its input into another layout. A collective is
-    known by its kernel alone: its op also launches kernels that copy.
-
-    >>> use_of_launches("aten::cudnn_convolution"), use_of_launches("aten::add"), use_of_launches("mine::layer")
-    ('matmul', None, None)
-    """
-    use = None if _FUSED_KERNEL.match(op) else use_of_op(op)
-    return use if use in ("matmul", "attention") else None

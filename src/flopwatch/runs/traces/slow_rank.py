@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from flopwatch.runs.traces import TraceSplit
+from flopwatch.runs.traces.split import TraceSplit
 
 _LEAST_EXCESS = 0.05
 """A rank is named only if its time exceeds the other ranks' mean by at least this share of the step."""
