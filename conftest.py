@@ -22,7 +22,7 @@ LONGEST = (
     "tests/flops/test_sharded.py",
     "tests/integrations/test_trl.py",
     "tests/integrations/test_hugging_face_harmless.py",
-    "tests/monitor/test_layouts.py",
+    "tests/monitor/test_sharded.py",
     "tests/sweep/test_page.py",
     "benchmarks/ranks/test_elastic_job.py",
     "tests/monitor/test_harmless.py",

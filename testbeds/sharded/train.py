@@ -39,6 +39,8 @@ class Layout:
     own: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], Any]
     data_parallel_size: int | None = None
+    is_told_all: bool = False
+    """Whether the monitor is given the whole sequences, before they are cut."""
 
 
 def by_rows(model: nn.Module, mesh: DeviceMesh | None = None) -> Layout:
@@ -80,7 +82,11 @@ def cp() -> Layout:
     whole_model.gathered = lambda tensor: all_gather_tensor_autograd(tensor.contiguous(), 2, mesh)
     place, places = mesh.get_local_rank(), mesh.size()
     return Layout(
-        model, lambda batch: batch.chunk(places, 1)[place], lambda own: loss_of(model(own), own).backward(), 1
+        model,
+        lambda batch: batch.chunk(places, 1)[place],
+        lambda own: loss_of(model(own), own).backward(),
+        data_parallel_size=1,
+        is_told_all=True,
     )
 
 
@@ -169,7 +175,7 @@ def train(layout: Layout, steps: int, monitor: Any) -> None:
     optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     for step in range(steps):
         own = layout.own(batch_of(step))
-        with monitor.step(own) if monitor is not None else nullcontext():
+        with monitor.step(batch_of(step) if layout.is_told_all else own) if monitor is not None else nullcontext():
             layout.backward(own)
             optimizer.step()
             optimizer.zero_grad()

@@ -111,29 +111,6 @@ def test_without_stderr_nothing_is_printed(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
-def test_a_warning_does_not_reach_the_script_s_log_if_the_run_is_quiet(
-    watched: WatchedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = logged.append  # type: ignore[method-assign]
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    weight = torch.ones(8, requires_grad=True)  # of no module, which gives a warning
-    weight.sum().backward()
-    torch.optim.SGD([weight], lr=0.1).step()
-    watched.stop()
-
-    assert not logged
-    assert "no_module" in notices(tmp_path / "run")
-
-
-def test_two_runs_of_the_same_second_write_two_folders(tmp_path: Path) -> None:
-    both = [WatchedProcess(tmp_path / "train-20260101-000000", True, {}) for _ in range(2)]
-
-    assert [each._next_output_dir().name for each in both] == ["train-20260101-000000", "train-20260101-000000-2"]
-
-
 def evaluate(model: nn.Module, *, in_training_mode: bool) -> None:
     model.train(in_training_mode)
     with torch.no_grad():

@@ -92,17 +92,6 @@ def test_the_trainers_lines_and_the_scripts_callbacks_get_nothing_new(tmp_path):
     assert "MFU" in err
 
 
-def test_with_a_callback_in_the_script_the_trainers_lines_show_mfu_and_rate_only(tmp_path):
-    out, err = flopwatch_run(tmp_path, HUGGING_FACE, "own", mode="estimate")
-    lines = [line for line in out.splitlines() if "'loss': " in line]
-    assert [line.count("'perf/") for line in lines] == [2, 2, 2]
-    assert all("'perf/mfu': " in line and "'perf/tokens_per_second': " in line for line in lines)
-    assert "total/" not in "".join(lines)
-    assert err.count("flopwatch: logging to ") == 1
-    assert "Next: flopwatch why " in err
-    assert not [line for line in err.splitlines() if line.startswith("step ")]  # the Trainer prints its own
-
-
 def test_lightnings_own_logger_has_mfu_in_the_row_of_the_loss_and_validation_leaves_all_exact(tmp_path):
     out, _ = flopwatch_run(tmp_path, LIGHTNING)
     (path,) = tmp_path.glob("csv/**/metrics.csv")

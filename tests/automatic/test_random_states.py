@@ -75,15 +75,6 @@ def test_all_parts_are_loaded_with_the_first_optimizer_and_what_the_script_sets_
     assert printed(tmp_path, *ways[1], setting=late, asked="loaded").endswith("True\n")
 
 
-def test_a_script_without_torch_loads_no_part_of_the_monitor(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import sys; print([name for name in ('torch', 'numpy', 'flopwatch.monitor') if name in sys.modules])"
-    )
-    command = [sys.executable, "-m", "flopwatch", "run", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def states():
     name, keys, *rest = np.random.get_state()
     return random.getstate(), (name, keys.tolist(), *rest), torch.get_rng_state().tolist()

@@ -88,12 +88,6 @@ def test_every_setting_that_the_page_names_reaches_the_monitor(run_with, tmp_pat
     assert "MFU" in stderr  # the lines are printed besides
 
 
-def test_quiet_in_the_file_prints_nothing(run_with):
-    records, stderr = run_with("flopwatch: {quiet: true}")
-    assert records[0]["config"]["quiet"] is True
-    assert stderr == ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "flags"), [("", ["--quiet"]), ("quiet: true", [])])
 def test_the_console_sink_of_the_file_prints_nothing_to_the_scripts_stdout(tmp_path, settings, flags):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import importlib
-import pickle
 import sys
 import time
 
@@ -167,19 +166,6 @@ def test_a_model_and_optimizer_that_take_over_are_measured_when_the_first_are_go
     train(nn.Linear(8, 8), steps=6)
     watched.stop()
     assert totals(watched) == (4 + 6, (4 + 6) * STEP_FLOPS, (4 + 6) * 4)
-
-
-@pytest.mark.slow
-def test_calls_of_a_copied_or_pickled_model_add_no_samples(watched):
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, steps=3, optimizer=optimizer)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin(torch.randn(4, 8)).sum().backward()
-        assert torch.equal(twin.weight, model.weight)
-    train(model, steps=1, optimizer=optimizer)
-    watched.stop()
-    assert totals(watched)[::2] == (4, 4 * 4)
 
 
 def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, monkeypatch):

@@ -78,14 +78,6 @@ def test_megatron_leaves_out_routers_and_maxtext_does_not() -> None:
     assert with_routers == without + 6 * TOKENS * LAYERS * WIDTH * EXPERTS
 
 
-def test_the_gate_of_a_shared_expert_is_a_router_too() -> None:
-    shared = 96
-    experts = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": EXPERT_WIDTH}
-    model = built("Qwen2MoeConfig", shared_expert_intermediate_size=shared, **experts)
-
-    assert value(model, "megatron") == megatron(feed_forward=CHOSEN * EXPERT_WIDTH + shared)
-
-
 @pytest.mark.parametrize("name", ["torchtitan", "palm"])
 def test_all_parameters_but_the_embeddings_count_six(name: str) -> None:
     model = dense()
@@ -130,15 +122,6 @@ def value(model: nn.Module, name: str) -> int:
     flops = flops_by_convention(model, batch(), name).flops
     assert flops is not None
     return flops
-
-
-@pytest.mark.slow
-def test_checkpointing_changes_no_convention() -> None:
-    model = dense()
-    before = value(model, "megatron")
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
-
-    assert value(model, "megatron") == before
 
 
 class FromScratch(nn.Module):

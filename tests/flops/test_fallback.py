@@ -87,24 +87,6 @@ def test_hidden_gradients_are_left_alone(method: Literal["trace", "step"]) -> No
     assert hidden.bias.grad is None
 
 
-def test_modules_kept_in_lists_and_bound_methods_are_followed() -> None:
-    class Unlisted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = [nn.Linear(8, 8, bias=False)]
-            self.apply_layer = self.run
-
-        def run(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[0](x)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.apply_layer(x)
-
-    count = flopwatch.count_flops(Unlisted(), BATCH)
-
-    assert (count.method, count.model_flops) == ("trace", 2 * 2 * 4 * 8 * 8)
-
-
 def test_a_function_of_the_users_is_taken_at_its_word() -> None:
     count = flopwatch.count_flops(nn.Linear(8, 8), BATCH, method=lambda batch: 1000 * batch.shape[0])
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.flops.fit import solve
 from testbeds.architectures import ARCHITECTURES, BY_NAME, qwen_vl_batch, true_flops
 
 POLYNOMIAL = [
@@ -229,18 +228,6 @@ def test_classes_of_an_image_are_no_sequence() -> None:
     assert law.model_flops(7) == 2 * 7 * 6 * 6 * 5 * 3 * 3 * 3 * 2
 
 
-@pytest.mark.slow
-def test_labels_of_another_length_are_mentioned() -> None:
-    law = flopwatch.fit_flops_law(BY_NAME["t5"].build(), BY_NAME["t5"].batch(2, 32))
-
-    assert law.exact
-    assert "the length of 'labels' does not depend on seq_len; it is 16, as in the example" in law.notes[0]
-
-
-def test_a_singular_system_has_no_solution() -> None:
-    assert solve([[1, 2], [2, 4]], [1, 2]) is None
-
-
 def test_every_architecture_is_in_one_of_the_groups() -> None:
     known = {*POLYNOMIAL, *NOT_POLYNOMIAL, *IMAGES_ONLY, "qwen2_vl", "t5", "wav2vec2"}
     assert {architecture.name for architecture in ARCHITECTURES} == known
@@ -273,45 +260,6 @@ class Detector(nn.Module):
     def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         pairs = zip(images, targets, strict=True)
         return torch.stack([self.layer(image[None]).sum() + target["boxes"].sum() for image, target in pairs]).sum()
-
-
-def test_tensors_in_lists_and_dicts_have_a_size() -> None:
-    def batch(images: int) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
-        return [torch.randn(3, 8, 8)] * images, [{"boxes": torch.zeros(1, 4)}] * images
-
-    law = flopwatch.fit_flops_law(Detector(), batch(4))
-
-    one_image = 2 * 4 * 6 * 6 * 27 * 2  # forward, and the gradient of the weights
-    assert law.exact
-    assert law.model_flops(batch_size=16) == 16 * one_image
-
-
-def test_a_kernel_wider_than_the_shortest_probe_is_no_reason_to_give_up() -> None:
-    class TextCnn(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.layer = nn.Embedding(64, 16), nn.Conv1d(16, 8, 5)
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.embedding(input_ids).mT).amax(-1)
-
-    model, ids = TextCnn(), torch.randint(0, 64, (4, 20))
-
-    assert flopwatch.fit_flops_law(model, {"input_ids": ids}).model_flops(4) == 4 * 16 * 2 * 8 * 16 * 5 * 3
-
-
-def test_a_fixed_number_of_categories_is_no_reason_to_give_up() -> None:
-    class Categories(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables, self.top = nn.ModuleList(nn.Embedding(10, 8) for _ in range(6)), nn.Linear(48, 1)
-
-        def forward(self, fields: torch.Tensor) -> torch.Tensor:
-            return self.top(torch.cat([table(fields[:, index]) for index, table in enumerate(self.tables)], 1))
-
-    fields = torch.randint(0, 10, (4, 6))
-
-    assert flopwatch.fit_flops_law(Categories(), fields).model_flops(4) == 4 * 2 * 48 * 3
 
 
 @pytest.mark.parametrize("seq_len", [33, 34])

@@ -81,20 +81,6 @@ def test_a_loss_fn_decides_otherwise_and_nothing_is_told() -> None:
     assert count.notes == ()
 
 
-def test_parts_of_a_loss_that_are_returned_beside_it_are_not_worth_a_word() -> None:
-    class Sum(TwoHeads):
-        def forward(self, x: torch.Tensor) -> Any:
-            loss, aux = self.losses(x)
-            return {"aux_loss": aux, "loss": loss + 0.1 * aux}
-
-    model = Sum()
-
-    count = flopwatch.count_flops(model, X)
-
-    assert count.model_flops == true_flops(model, lambda out: out["loss"])
-    assert count.notes == ()
-
-
 def test_the_loss_may_come_after_the_logits() -> None:
     """As nanoGPT returns them."""
 

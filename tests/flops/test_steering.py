@@ -104,24 +104,6 @@ def test_a_shape_outside_of_the_domain_is_counted_first() -> None:
     assert law.model_flops(1, 200) == 200 * once * 6
 
 
-class EmbedsEachIdOnce(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(64, 16), nn.Linear(16, 16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        distinct, places = ids.unique(return_inverse=True)
-        out: torch.Tensor = self.layer(self.embedding(distinct))[places]
-        return out
-
-
-def test_a_cost_that_depends_on_distinct_ids_is_right_for_the_example_and_no_law() -> None:
-    law = flopwatch.fit_flops_law(EmbedsEachIdOnce(), IDS)
-
-    assert law.model_flops(*IDS.shape) == len(IDS.unique()) * 2 * 16 * 16 * 3
-    assert not law.exact
-
-
 class StopsWhenSure(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -95,20 +95,6 @@ def test_a_kernel_with_a_formula_is_counted_by_its_arguments(tmp_path):
     assert {flops for row in rows for flops in row["steps"]["model_flops"]} == {LINEAR + 2 * ROWS * 32}
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "is_free"),
-    [
-        ("liger_kernel.ops.rms_norm", "tl.sum(x * x)", True),
-        ("liger_kernel.ops.experts", "tl.dot(x, w)", False),
-        ("my_kernels", "tl.sum(x * x)", False),
-    ],
-)
-def test_kernels_of_liger_without_products_cost_nothing(module, source, is_free, tmp_path):
-    rows = rows_of_training(JITFunction(scale_rows, module, source), tmp_path)
-
-    assert {row["exact"] for row in rows} == {is_free}
-
-
 def test_the_launches_with_which_triton_chooses_parameters_are_not_counted(monkeypatch):
     seen, kernel = [], JITFunction(lambda x: None)
     code = compile("def _bench(launch):\n    launch()\n", "/triton/autotuner.py", "exec")

@@ -106,14 +106,3 @@ def test_what_runs_in_threads_that_a_model_starts_is_told(method: Any) -> None:
     assert any("threads" in note for note in count.notes)
     assert count.is_lower_bound
     assert threading.getprofile() is before
-
-
-def test_an_error_in_a_thread_reaches_the_caller() -> None:
-    class Fails(Threads):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with ThreadPoolExecutor(1) as pool:
-                out: torch.Tensor = pool.submit(self.layers[0], x[:, :3]).result()
-            return out
-
-    with pytest.raises(flopwatch.MeasurementError):
-        flopwatch.count_flops(Fails(), X, method="step")

@@ -74,25 +74,6 @@ def test_compiled_parts_of_a_model_stay_compiled(batch: Batch, plain_flops: int)
     assert counters["stats"]["unique_graphs"] >= 1
 
 
-def test_a_compiled_function_inside_a_model_stays_compiled() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8, bias=False)
-            self.square = torch.compile(lambda x: torch.sin(x) @ x.T, backend="aot_eager")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.square(self.layer(x))
-
-    model, x = Model(), torch.randn(4, 8)
-
-    count = flopwatch.count_flops(model, x)
-    model(x).sum().backward()
-
-    assert count.model_flops == 2 * 4 * 8 * 8 * 2 + 3 * 2 * 4 * 8 * 4
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def _compiled_regions(model: nn.Module, batch: Batch) -> set[str]:
     with profile(activities=[ProfilerActivity.CPU]) as events:
         model(**batch).loss.backward()

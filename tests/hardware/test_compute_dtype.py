@@ -103,13 +103,3 @@ def test_fp32_on_cuda_is_tf32_once_allowed_by_any_of_the_three_switches(restored
     assert matmul_dtype("cuda", torch.float32) == "tf32"
     assert matmul_dtype("cuda", torch.bfloat16) == "bf16"
     assert matmul_dtype("cpu", torch.float32) == "fp32"
-
-
-def test_before_ampere_allowing_tf32_changes_nothing(restored_fp32_precision):
-    allow_by_the_old_switch()
-    assert matmul_dtype("cuda", torch.float32, compute_capability=(7, 5)) == "fp32"
-    assert matmul_dtype("cuda", torch.float32, compute_capability=(8, 0)) == "tf32"
-
-
-def test_a_device_type_torch_has_no_plug_in_for_has_no_autocast():
-    assert matmul_dtype("npu", torch.bfloat16) == "bf16"

@@ -3,7 +3,6 @@
 import pytest
 
 from flopwatch.hardware.cpu import CpuFacts, peak_of_cpu, read_cpu
-from flopwatch.hardware.peaks import Unknown
 
 SAPPHIRE_RAPIDS = "fma avx2 avx512f avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"
 
@@ -129,27 +128,6 @@ def test_cores_with_narrow_units_get_half_the_rate(machine, flags, fields, flop_
     assert peak_of_cpu(read(machine(flags, **fields)), "fp32").flops_per_s == 4 * 2.0e9 * flop_per_cycle
 
 
-def test_a_graviton_3_is_known_by_its_part_number(machine):
-    arm = {"flags": None, "Features": "fp asimd sve bf16", "CPU part": "0xd40", "cpu MHz": None}
-    no_topology = {"physical id": None, "core id": None, "model name": None}
-    files = {CLOCK_FILES + "cpufreq/cpuinfo_max_freq": "2600000\n"}
-    cpu = read(machine(sockets=1, cores=4, threads=1, files=files.items(), **arm, **no_topology))
-    assert peak_of_cpu(cpu, "bf16").flops_per_s == 4 * 2.6e9 * 128
-
-
-def test_a_type_without_an_instruction_is_unknown(machine):
-    assert isinstance(peak_of_cpu(read(machine("fma avx2")), "bf16"), Unknown)
-
-
 def test_a_system_without_proc_is_unknown(tmp_path):
     assert read_cpu(tmp_path) == CpuFacts()
     assert "only Linux" in peak_of_cpu(read_cpu(tmp_path), "fp32").reason
-
-
-def test_a_cpu_without_a_clock_is_unknown(machine):
-    assert "clock" in peak_of_cpu(read(machine(**{"cpu MHz": None})), "fp32").reason
-
-
-def test_something_else_under_the_name_of_cpuinfo_is_unknown(machine):
-    root = machine(files={"proc/cpuinfo": "processor 0: version = FF\n\nfeatures : none\n"}.items())
-    assert read_cpu(root) == CpuFacts()

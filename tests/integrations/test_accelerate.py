@@ -1,7 +1,6 @@
 """A monitor in training loops with Accelerate."""
 
 import pytest
-import torch
 from accelerate import Accelerator
 
 from flopwatch.integrations.accelerate import AccelerateMonitor
@@ -55,16 +54,6 @@ def test_the_rest_of_an_epoch_that_does_not_divide_is_a_step_of_its_own(tmp_path
     assert 2 * monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
 
 
-def test_without_accumulate_every_batch_is_a_step(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(tiny_run.model())
-    with AccelerateMonitor(accelerator, model, tmp_path, mode="estimate") as monitor:
-        for batch in tiny_run.loader():
-            with monitor.step(batch) as step:
-                step.log(loss=1.0)
-    assert monitor.summary.values["total/steps"] == len(tiny_run.loader())
-
-
 def test_its_values_go_to_the_trackers_in_the_row_of_the_loss(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -104,25 +93,6 @@ def test_totals_go_on_from_a_saved_state(tmp_path):
     assert monitor.summary.step == 5  # counted on from the saved one
 
 
-def test_mixed_precision_decides_the_peaks_type_and_counts_the_same(tmp_path):
-    monitor, _ = train(accelerator_for_cpu(mixed_precision="bf16"), tmp_path)
-    assert monitor.config.dtype == "bf16"
-    assert monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
-
-
-def test_parameters_are_bitwise_equal(tmp_path, monkeypatch):
-    def trained(folder):
-        torch.manual_seed(0)
-        model = tiny_run.model(dropout=0.2)
-        train(accelerator_for_cpu(), folder, model=model, epochs=range(8))
-        return tiny_run.parameters(model)
-
-    watched = trained(tmp_path)
-    monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
-    assert torch.equal(trained(tmp_path / "nothing"), watched)
-    assert not (tmp_path / "nothing").exists()
-
-
 def test_a_micro_batch_that_raises_is_not_counted(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(tiny_run.model())
@@ -134,21 +104,3 @@ def test_a_micro_batch_that_raises_is_not_counted(tmp_path):
             pass
     assert monitor.summary.values["total/steps"] == 1
     assert monitor.summary.values["total/tokens"] == second["input_ids"].numel()
-
-
-def test_strict_raises_what_a_plain_monitor_would_raise_and_otherwise_it_is_swallowed(tmp_path):
-    """A step number that is none costs the step; strict is for those who want to see that."""
-
-    def train_one(folder, **options):
-        accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(tiny_run.model())
-        batch, *_ = tiny_run.loader()
-        monitor = AccelerateMonitor(accelerator, model, folder, mode="estimate", **options)
-        with monitor, monitor.step(batch, step="not a number"):
-            pass
-
-    train_one(tmp_path / "lenient")
-    with pytest.raises(ValueError, match="not a number"):
-        train_one(tmp_path / "strict", strict=True)
-    with pytest.raises(ValueError, match="not a number"):
-        train_one(tmp_path / "by_config", config={"strict": True})

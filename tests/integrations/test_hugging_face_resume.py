@@ -49,9 +49,6 @@ class TestResume:
         assert trainer.state.global_step == 6
         assert callback.monitor.summary.values["total/steps"] == 3
 
-    def test_a_checkpoint_made_with_the_callback_can_be_resumed_without(self, tmp_path):
-        assert self.trained_twice(tmp_path, [quick_callback()], []).state.global_step == 6
-
 
 @pytest.mark.slow
 def test_a_second_training_of_one_trainer_is_a_run_of_its_own_and_a_third_continues_it(tmp_path):

@@ -6,13 +6,11 @@ import time
 import pytest
 import torch
 from accelerate import Accelerator
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import TrainerCallback
 
 import flopwatch
 from flopwatch.integrations.accelerate import AccelerateMonitor
-from flopwatch.integrations.fabric import monitor_for
 from flopwatch.integrations.lightning import FlopwatchCallback as LightningCallback
 from support.integrations.slow_loader import MICRO_BATCHES, SlowBatches, SlowLinear, Truth
 from testbeds.frameworks.tiny_hf import hf_trainer, quick_callback
@@ -77,37 +75,6 @@ def test_in_a_plain_loop_that_counts_its_micro_batches(accumulation, tmp_path):
                 optimizer.step()
                 truth.step_ended()
                 monitor.log_step(index // accumulation)
-    assert_right(tmp_path, truth)
-
-
-def test_in_a_plain_loop_whose_batch_is_given_to_the_step(tmp_path):
-    slow, model = SlowBatches(), SlowLinear()
-    optimizer, truth = sgd(model), Truth(slow, 1)
-    with flopwatch.TrainingMonitor(tmp_path, model=model, **QUIET) as monitor:
-        for batch in slow.loader():
-            with monitor.step(batch):
-                work_on(model, batch)
-                optimizer.step()
-                truth.step_ended()
-    assert_right(tmp_path, truth)
-
-
-@accumulations
-def test_in_a_loop_with_fabric(accumulation, tmp_path):
-    fabric = Fabric(accelerator="cpu", devices=1)
-    slow, plain = SlowBatches(), SlowLinear()
-    model, optimizer = fabric.setup(plain, sgd(plain))
-    loader, truth = fabric.setup_dataloaders(slow.loader()), Truth(slow, accumulation)
-    with monitor_for(fabric, model, tmp_path, **QUIET) as monitor:
-        batches = iter(monitor.batches(loader))
-        for _ in range(MICRO_BATCHES // accumulation):
-            with monitor.step() as step:
-                for _ in range(accumulation):
-                    batch = next(batches)
-                    step.micro_batch(batch)
-                    work_on(model, batch, fabric.backward)
-                optimizer.step()
-                truth.step_ended()
     assert_right(tmp_path, truth)
 
 

@@ -3,7 +3,6 @@
 import csv
 
 import pytest
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -54,17 +53,6 @@ class TestRows:
         trainer.fit(TextModule(), tiny_run.loader())
         assert set(trainer.callback_metrics) == set(trainer.logged_metrics) == {"loss"}
 
-    def test_a_module_that_logs_nothing_leaves_rows_of_ours(self, tmp_path):
-        module = TextModule()
-        module.logs = False
-        lightning_trainer(tmp_path, quick_callback(), logger=CSVLogger(tmp_path)).fit(module, tiny_run.loader())
-        (path,) = tmp_path.glob("lightning_logs/**/metrics.csv")
-        assert [row["step"] for row in csv.DictReader(path.read_text().splitlines()) if row["perf/mfu"]] == [
-            "1",
-            "3",
-            "5",
-        ]
-
     def test_the_folder_is_that_of_the_logger(self, tmp_path):
         logger = CSVLogger(tmp_path)
         callback = quick_callback()
@@ -81,30 +69,6 @@ class TestModel:
         assert values["total/model_flops"] == 2 * 12 * ImageModule.step_flops()
         assert values["total/samples"] == 2 * 12 * 5
         assert "total/tokens" not in values
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("given", ["encoder", nn.Linear(12, 8)], ids=["by name", "as a module"])
-    def test_all_that_a_step_runs_is_counted_whatever_model_was_given(self, tmp_path, given):
-        callback = FlopwatchCallback(model=given)
-        lightning_trainer(tmp_path, callback).fit(ImageModule(), ImageModule.batches())
-        assert callback.monitor.summary.values["total/model_flops"] == 2 * 12 * ImageModule.step_flops()
-
-    @pytest.mark.slow
-    def test_a_child_that_holds_everything_stands_for_a_module_without_forward(self, tmp_path):
-        class NoForward(ImageModule):
-            forward = LightningModule.forward
-
-            def __init__(self):
-                super().__init__()
-                self.net = nn.Sequential(self.encoder, self.head)
-                del self.encoder, self.head
-
-            def training_step(self, batch, batch_idx):
-                return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        callback = FlopwatchCallback()
-        lightning_trainer(tmp_path, callback).fit(NoForward(), ImageModule.batches())
-        assert callback.monitor.summary.values["total/model_flops"] == 2 * 12 * ImageModule.step_flops()
 
     @pytest.mark.slow
     def test_a_forward_that_does_more_than_its_child_is_what_counts(self, tmp_path):
@@ -174,16 +138,6 @@ class TestClocks:
         assert values["time/eval_seconds"] == 12 / every * 100
         assert values["time/checkpoint_seconds"] == 2 * 1000
 
-    def test_a_validation_outside_a_training_does_no_harm(self, tmp_path):
-        callback = quick_callback()
-        module = TextModule()
-        trainer = lightning_trainer(tmp_path, callback)
-        trainer.validate(module, tiny_run.loader(), verbose=False)
-        trainer.fit(module, tiny_run.loader())
-        trainer.validate(module, tiny_run.loader(), verbose=False)
-        assert callback.monitor.summary.values["total/steps"] == 6
-        assert not callback.monitor.summary.failed_parts
-
 
 @pytest.mark.slow
 def test_a_resumed_run_continues_its_totals(tmp_path):
@@ -200,16 +154,6 @@ def test_a_resumed_run_continues_its_totals(tmp_path):
     values = fit("second", tmp_path / "step=3.ckpt")
     assert {key: values[key] for key in tiny_run.truth()} == tiny_run.truth()
     assert [row["step"] for row in logged_rows(tmp_path / "second")] == [3, 5]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_saved_after_the_training_has_the_totals(tmp_path):
-    callback = quick_callback()
-    trainer = lightning_trainer(tmp_path, callback)
-    trainer.fit(TextModule(), tiny_run.loader())
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["FlopwatchCallback"]
-    assert saved["ledger"]["totals"]["tokens"] == tiny_run.truth()["total/tokens"]
 
 
 @pytest.mark.slow

@@ -81,11 +81,6 @@ class TestNoTrace:
         assert "save_checkpoint" not in vars(trainer)
         assert callback.monitor.summary.values["total/steps"] == 2
 
-    def test_nothing_stays_on_the_trainer_when_it_ends(self, tmp_path):
-        trainer = lightning_trainer(tmp_path, quick_callback())
-        trainer.fit(TextModule(), tiny_run.loader())
-        assert "save_checkpoint" not in vars(trainer)
-
 
 def test_an_error_of_ours_is_reported_once_and_swallowed(tmp_path, caplog):
     class BrokenMonitor:

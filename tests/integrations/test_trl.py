@@ -52,23 +52,6 @@ def test_lora_counts_no_weight_gradient_of_frozen_weights(tmp_path, checkpointin
     assert callback.monitor.summary.exact, callback.monitor.summary.notes
 
 
-@pytest.mark.parametrize("input_gradients", [True, False])
-def test_the_formula_of_these_tests_is_what_torch_counts(input_gradients):
-    """With a plain head, which runs on the last position too, on eager twins with adapters and without."""
-    from peft import LoraConfig, get_peft_model
-
-    from testbeds.architectures import BY_NAME, true_flops
-
-    assert tiny_run.truth()["total/model_flops"] == model_flops(unscored_positions=0)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    eager = get_peft_model(BY_NAME["llama"].build(eager=True), lora).train()
-    if input_gradients:
-        eager.enable_input_require_grads()
-    ids = [torch.tensor([row]) for row in tiny_run.rows()]
-    flops = tiny_run.EPOCHS * sum(true_flops(eager, {"input_ids": row, "labels": row}) for row in ids)
-    assert flops == model_flops(lora_rank=4, input_gradients=input_gradients, unscored_positions=0)
-
-
 def test_parameters_are_bitwise_equal_and_nothing_stays(tmp_path):
     def train(*callbacks):
         torch.manual_seed(0)

@@ -104,17 +104,3 @@ def test_a_bad_config_file_is_refused(tmp_path: Path, text: str, says: str) -> N
 
     with pytest.raises(flopwatch.InputError, match=says):
         load_model(str(tmp_path / "bad.json"))
-
-
-def test_a_batch_for_an_image_classifier_has_its_size() -> None:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
-    )
-    model = transformers.ViTForImageClassification(config)
-
-    batch = dummy_batch(model, 3, 99)
-
-    assert batch["pixel_values"].shape == (3, 3, 16, 16)
-    assert flopwatch.count_flops(model, batch).model_flops > 0

@@ -96,14 +96,6 @@ def test_time_booked_afterwards_is_outside_the_step_time(tmp_path):
     assert run.monitor.summary.values["time/checkpoint_seconds"] == 10.0
 
 
-def test_slow_steps_are_rows_of_their_own(tmp_path):
-    run = Run(tmp_path, log_every=50, config={"log_seconds": 10.0, "warm_up_steps": 0})
-    run.train(4, seconds=4.0)
-    run.train(2, seconds=30.0)
-
-    assert [row.step for row in run.rows()] == [3, 5], "10 s after a window's first step, or after 50 steps"
-
-
 def test_the_wait_for_a_batch_is_part_of_the_step_and_told_apart(tmp_path):
     run = Run(tmp_path)
     run.train(3, seconds=3.0, wait=1.0)
@@ -137,17 +129,6 @@ def test_warm_up_is_found_and_left_out_of_the_rates(tmp_path):
     assert run.monitor.summary.values["time/warm_up_seconds"] == 70.0
     assert run.monitor.summary.values["perf/tokens_per_second"] == TOKENS / 2.0
     assert rows[0].steps["warm_up"] == [True, True, *[False] * 8]
-
-
-def test_warm_up_is_found_also_when_every_step_is_a_row(tmp_path):
-    run = Run(tmp_path, config={})
-    run.train(1, seconds=60.0)
-    run.train(9)
-    rows = run.rows()
-
-    assert len(rows) == 10
-    assert "perf/step_time" not in rows[0].values
-    assert [row.values["perf/step_time"] for row in rows[1:]] == [2.0] * 9
 
 
 @pytest.mark.parametrize("through", ["state_dict", "log"])
@@ -208,16 +189,6 @@ def test_a_fresh_run_in_a_used_folder_starts_at_nothing(tmp_path):
     run.rows()
 
     assert run.monitor.summary.values["total/steps"] == 2
-
-
-def test_a_step_that_raises_is_not_logged(tmp_path):
-    run = Run(tmp_path)
-    run.train(1)
-    with pytest.raises(ValueError, match="bad batch"), run.monitor.step(run.batch):
-        raise ValueError("bad batch")
-    run.train(1)
-
-    assert [row.step for row in run.rows()] == [0, 1]
 
 
 def test_steps_that_counting_slows_down_are_in_no_rate(tmp_path):

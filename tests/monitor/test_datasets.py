@@ -49,27 +49,6 @@ def test_accuracy_counts_what_has_a_label(tmp_path):
         assert values[f"dataset/{dataset}/accuracy"] == sum(judged) / len(judged)
 
 
-def test_a_dataset_that_comes_later_joins(tmp_path):
-    values = logged(
-        tmp_path,
-        {"names": ["a"], "losses": torch.tensor([1.0])},
-        {"names": ["b", "a"], "losses": torch.tensor([4.0, 3.0])},
-    )
-    assert values["dataset/a/loss"] == 2.0
-    assert values["dataset/b/loss"] == 4.0
-
-
-def test_each_window_starts_anew(tmp_path):
-    monitor = flopwatch.TrainingMonitor(tmp_path, strict=True, config={"dataset_metrics_every": 1})
-    seen = []
-    for number, loss in enumerate([1.0, 5.0]):
-        monitor.log_datasets(["a"], torch.tensor([loss]))
-        monitor.log_step(number)
-        seen.append(monitor.log_now()["dataset/a/loss"])
-    monitor.close()
-    assert seen == [1.0, 5.0]
-
-
 def test_only_every_tenth_step_takes_part_by_default(tmp_path):
     monitor = flopwatch.TrainingMonitor(tmp_path, strict=True, log_every=100)
     for number in range(30):

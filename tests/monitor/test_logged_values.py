@@ -149,14 +149,6 @@ def test_a_loss_of_any_number_is_logged_as_that_number(tmp_path, kind):
     expect_all_the_rest(monitor, rows, loss=expected)
 
 
-@pytest.mark.parametrize("name", ["mine", "loss"])
-def test_both_infinities_in_a_window_are_no_number_and_cost_nothing_else(tmp_path, name):
-    monitor, rows = train(tmp_path, lambda step: {name: float("inf") if step % 2 else float("-inf")})
-
-    expect_all_the_rest(monitor, rows, loss="nan" if name == "loss" else 0.5)
-    assert [row["values"][f"training/{name}"] for row in rows] == ["nan"] * len(rows)
-
-
 def test_a_text_is_no_metric_and_nobody_is_told(tmp_path, caplog):
     monitor, rows = train(tmp_path, lambda step: {"mine": "3.5"})
 

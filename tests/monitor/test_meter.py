@@ -94,15 +94,6 @@ def test_with_several_processes_the_global_rates_are_not_guessed():
     assert values["perf/tokens_per_second_per_device"] == 2000.0
 
 
-def test_steps_that_took_no_time_have_no_rate():
-    assert window_values([step(1, 0.0, tokens=5, loss=1.0)], peak_flops_per_s=1.0) == {"training/loss": 1.0}
-
-
-def test_a_nan_loss_is_shown():
-    values = window_values([step(1, 1.0, loss=float("nan")), step(2, 1.0, loss=1.0)], peak_flops_per_s=None)
-    assert values["training/loss"] != values["training/loss"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "count"),
     [
@@ -163,11 +154,3 @@ def test_a_counted_step_that_stalls_is_not_all_counting():
     ledger = Ledger()
     ledger.add_steps(counted_steps(3.0, 3.0, 3.0, 63.0), typical_seconds=1.0)
     assert (ledger.seconds["stall"], ledger.seconds["count"], ledger.seconds["train"]) == (60.0, 8.0, 64.0)
-
-
-def test_of_a_single_counted_step_all_that_exceeds_a_typical_one_is_taken_for_counting():
-    ledger = Ledger()
-    ledger.add_steps(counted_steps(30.0), typical_seconds=1.0)
-    assert "count" not in ledger.seconds  # another counted step may still follow, and show more
-    ledger.divide_counted(1.0)
-    assert (ledger.seconds["train"], ledger.seconds["count"]) == (1.0, 29.0)

@@ -4,7 +4,7 @@ import pytest
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.measured_step import MeasuredStep, window_values
+from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.reports import Window, merge, report_of
 from flopwatch.monitor.rows import RowMaker
 from flopwatch.monitor.totals import RunTotals, Span
@@ -89,9 +89,3 @@ def test_the_summary_keeps_the_last_loss_that_was_logged():
     rows.row(Window(tuple(steps(loss=2.5))), PEAK, {})
     rows.row(Window(tuple(steps(5, 1))), PEAK, {})
     assert rows.session_values()["training/loss"] == 2.5
-
-
-def test_a_step_that_took_no_time_costs_only_its_own_rates():
-    values = window_values([MeasuredStep(1, seconds=0.0, samples=4), *steps(2, 2)], peak_flops_per_s=None)
-    assert values["perf/steps_per_second"] == 3.0
-    assert "perf/samples_per_second" not in values

@@ -101,17 +101,6 @@ def test_micro_batches_that_are_fetched_unseen_make_the_wait_unknown_and_that_is
     assert "perf/input_wait_percent" not in run.monitor.summary.values
 
 
-def test_a_start_that_is_told_once_for_several_micro_batches_is_not_enough(run):
-    for index, batch in enumerate(run.batches(8)):
-        run.monitor.start_step()
-        run.monitor.micro_batch(batch)
-        run.work()
-        if index % 2:
-            run.monitor.log_step(index // 2)
-
-    assert run.column("input_wait_seconds") == [None] * 4
-
-
 def test_a_step_that_is_given_no_batch_does_not_know_when_it_came(run):
     loader = run.batches(3)
     for _ in range(3):
@@ -154,23 +143,6 @@ def test_what_a_phase_or_another_thread_fetches_is_not_waited_for(run):
     assert run.column("input_wait_seconds") == [0.0, 1.0, 1.0]
     assert run.column("seconds") == [503.0, 504.0, 504.0]
     assert run.monitor.summary.values["time/eval_seconds"] == 21.0
-
-
-def test_a_checkpoint_that_the_loader_saves_is_no_wait(run):
-    def loader():
-        for batch in run.batches(4):
-            with run.monitor.phase("checkpoint"):
-                run.clock.advance(50.0)
-            run.clock.advance(0.5)
-            yield batch
-
-    for batch in run.monitor.batches(loader()):
-        with run.monitor.step(batch):
-            run.work()
-
-    assert run.column("input_wait_seconds") == [0.0, 1.5, 1.5, 1.5]
-    assert run.column("seconds") == [3.0, 4.5, 4.5, 4.5]
-    assert run.monitor.summary.values["time/checkpoint_seconds"] == 200.0
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -298,15 +270,6 @@ def gaps(has_workers):
     return is_outside
 
 
-@pytest.mark.parametrize(
-    ("has_workers", "busy_seconds", "outside"), [(True, 0.0, False), (True, 2.0, True), (False, 0.0, True)]
-)
-def test_a_long_gap_is_a_wait_only_where_worker_processes_are_waited_for_idly(has_workers, busy_seconds, outside):
-    is_outside = gaps(has_workers)
-    assert not any(is_outside(0.001) for _ in range(7))
-    assert is_outside(2.5, busy_seconds) is outside
-
-
 def test_gaps_are_judged_once_there_are_some_and_short_ones_never():
     is_outside = gaps(False)
     assert not is_outside(100.0)
@@ -339,19 +302,6 @@ def test_a_loop_that_evaluates_after_every_step_is_told_that_this_is_in_the_step
     assert run.monitor.summary.values["perf/step_time"] == pytest.approx(5.7)
     assert "perf/input_wait_percent" not in run.monitor.summary.values, "only the first step's is known"
     assert run.notices() == ["work_between_steps"]
-
-
-def test_an_evaluation_between_steps_that_was_booked_as_such_is_not_told_about(run):
-    for batch in run.batches(10):
-        with run.monitor.step(batch):
-            run.work()
-        run.monitor._run.tape.model_is_called(has_grad=False)
-        run.clock.advance(2.0)
-        run.monitor.spent_on("eval")
-
-    assert run.column("seconds") == [3.0] + [4.0] * 9
-    assert run.monitor.summary.values["time/eval_seconds"] == 20.0
-    assert run.notices() == []
 
 
 class Device:
@@ -430,16 +380,6 @@ def test_a_step_whose_number_is_none_ends_no_step_and_later_steps_keep_their_own
     assert run.column("loss") == [0.0, 1.0, 2.0]
 
 
-def test_steps_that_end_in_a_phase_have_rows_and_no_time(run):
-    with run.monitor.pause():
-        for index in range(3):
-            run.work()
-            run.monitor.log_step(index, loss=float(index), batch=BATCH)
-
-    assert run.column("loss") == [0.0, 1.0, 2.0]
-    assert run.monitor.summary.values["time/pause_seconds"] == 9.0
-
-
 def test_a_step_that_lasts_for_very_long_keeps_its_time_and_little_else(run, monkeypatch):
     monkeypatch.setattr("flopwatch.monitor.timing.tape._MOST_EVENTS", 50)
     monitored = run.monitor._run
@@ -467,27 +407,3 @@ def test_gradients_of_a_loop_that_ends_no_step_are_not_kept(monkeypatch):
     for _ in range(1000):
         PassHooks(tape).gradient_arrived()
     assert len(tape.events) <= 51
-
-
-def test_steps_before_the_model_is_given_keep_their_times_though_another_timer_measures_it(run, monkeypatch):
-    class Timer(HostTimer):
-        def __init__(self, clock):
-            self.mark = lambda: [clock()]
-
-        def has_passed(self, mark):
-            return bool(mark[0] + 1)
-
-        def seconds(self, start, end):
-            return end[0] - start[0]
-
-    monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: Timer(clock))
-    run.monitor.config = run.monitor._run.config = run.monitor.config.model_copy(update={"log_every": 4})
-    for index in range(5):
-        if index == 2:
-            run.monitor.set_model(torch.nn.Linear(2, 2))
-        with run.monitor.step(BATCH) as step:
-            run.work(1.0 + index)
-            step.log(loss=float(index))
-
-    assert run.column("loss") == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert run.column("seconds") == [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -73,12 +73,6 @@ def test_other_sinks_do_not_get_it(started, tmp_path):
     assert "4711_beta" not in json.dumps([record.to_json() for record in records])
 
 
-def test_a_setting_leaves_it_out(started, tmp_path):
-    start, _ = train(tmp_path / "run", config={"log_what_ran": False})
-    assert start["what_ran"] == {}
-    assert "4711_beta" not in (tmp_path / "run" / "training_log.jsonl").read_text()
-
-
 def test_explain_and_the_page_show_it(started, tmp_path, capsys):
     train(tmp_path / "run")
     page = tmp_path / "run.html"
@@ -132,8 +126,3 @@ def test_outside_of_a_repository_and_in_one_without_a_commit_there_is_no_commit(
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
     assert git_state(str(tmp_path)) is None
     assert git_state(str(Path(tmp_path) / "gone")) is None
-
-
-def test_a_system_without_fork_does_not_ask_git(repository, monkeypatch):
-    monkeypatch.delattr(os, "fork")
-    assert git_state(str(repository)) is None

@@ -152,20 +152,6 @@ def test_warnings_are_yellow_and_errors_red():
     assert "\x1b[1;31merror" in seen
 
 
-def test_without_a_total_there_is_no_bar():
-    assert "━" not in on_terminal(80, HALFWAY.replace("START,", "replace(START, total_steps=None),"))
-
-
-def test_a_first_row_tells_the_time_left_by_its_step_time():
-    lines = screen(on_terminal(80, "sink.write(START)\nsink.write(Row(10, STARTED_AT, {'perf/step_time': 2.0}))"))
-    assert lines[-1].endswith("2 min left")
-
-
-def test_the_sample_rows_fit_80_columns():
-    lines = screen(on_terminal(80, "for step in (10, 20): sink.write(basic_row(step))"))
-    assert all(len(line) <= 80 for line in lines)
-
-
 @pytest.mark.parametrize(("waiting", "is_shown"), [(34.4, True), (9.9, False)])
 def test_a_long_wait_for_input_is_shown_in_the_line_and_at_the_end(waiting, is_shown):
     stream = io.StringIO()

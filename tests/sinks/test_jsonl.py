@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from flopwatch.records.run import Row, RunStart
-from flopwatch.sinks import jsonl
 from flopwatch.sinks.jsonl import JsonlSink
-from support.sinks.sample_run import ORIGIN, START, WARNING, basic_row, records, summary
+from support.sinks.sample_run import ORIGIN, START, WARNING, basic_row, summary
 
 
 @pytest.fixture
@@ -197,28 +196,6 @@ def test_a_full_disk_is_told_once_and_the_cut_line_is_completed_when_there_is_sp
     assert [line["type"] for line in lines_of(path)] == ["run", *["row"] * 5, "summary"]
 
 
-def test_rows_that_wait_too_long_for_space_are_dropped_the_oldest_first_and_the_log_says_how_many(
-    path, disk, monkeypatch
-):
-    monkeypatch.setattr(jsonl, "_MOST_WAITING_BYTES", 20_000)
-    sink = JsonlSink(path, flush_steps=1)
-    sink.write(START)
-    disk.free_bytes = 100
-    sink.write(WARNING)
-    for step in range(1, 201):
-        sink.write(basic_row(step))
-    disk.free_bytes = None
-    sink.write(summary())
-    sink.close()
-    lines = lines_of(path)
-    steps = [line["step"] for line in lines if line["type"] == "row"]
-    assert steps == list(range(steps[0], 201))
-    assert sink.lost_rows == steps[0] - 1 > 0
-    assert [line["type"] for line in lines if line["type"] != "row"] == ["run", "notice", "notice", "summary"]
-    (notice,) = (line for line in lines if line.get("code") == "log_rows_lost")
-    assert f" {sink.lost_rows:,} rows" in notice["message"]
-
-
 def test_a_disk_that_is_full_until_the_end_raises_with_what_the_log_lacks(path, disk):
     sink = JsonlSink(path, flush_steps=1)
     sink.write(START)
@@ -227,24 +204,3 @@ def test_a_disk_that_is_full_until_the_end_raises_with_what_the_log_lacks(path, 
         sink.write(record)
     with pytest.raises(OSError, match="No space left on device, so the log lacks 2 rows and the end of the run"):
         sink.close()
-
-
-def test_a_log_that_is_deleted_while_its_disk_is_full_begins_anew_without_a_cut_line(path, disk):
-    sink = JsonlSink(path, flush_steps=1)
-    sink.write(START)
-    disk.free_bytes = 100
-    sink.write(basic_row(1))
-    path.unlink()
-    disk.free_bytes = None
-    sink.write(basic_row(2))
-    sink.close()
-    assert [line["type"] for line in lines_of(path)] == ["run", "notice", "row"]
-
-
-def test_a_log_of_many_records_is_read_back_whole(path):
-    sink = JsonlSink(path, flush_steps=7)
-    sent = [record for _ in range(50) for record in records()]
-    for record in sent:
-        sink.write(record)
-    sink.close()
-    assert [line["type"] for line in lines_of(path)] == [record.type for record in sent]

@@ -9,7 +9,6 @@ import pytest
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.library_internals import mlflow_client
-from flopwatch.records.run import Row
 from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import FakeClock
@@ -54,16 +53,6 @@ def test_the_training_s_active_run_is_used_and_not_ended(mlflow, mlflow_address,
     assert steps_of(mlflow_address, mine.info.run_id) == [row.step for row in rows()]
 
 
-def test_a_run_at_another_server_is_not_taken_for_the_active_one(mlflow, mlflow_address, tmp_path):
-    mlflow.start_run()
-    sink = MlflowSink(tmp_path, mlflow_address + "/", "elsewhere")
-    sink.write(START)
-    sink.write(rows()[0])
-    sink.close()
-    (run,) = runs_of(mlflow_address, "elsewhere")
-    assert (run["info"]["run_id"] != mlflow.active_run().info.run_id, run["info"]["status"]) == (True, "FINISHED")
-
-
 def test_the_environment_names_server_experiment_and_run(mlflow_address, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_address)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from environment")
@@ -89,16 +78,6 @@ def test_rows_wait_and_go_out_together(mlflow_address, tmp_path):
     sink.flush()
     assert steps_of(mlflow_address, run["info"]["run_id"]) == [10, 20, 30, 40, 50, 60]
     sink.close()
-
-
-def test_more_numbers_than_one_request_may_hold_are_split(mlflow_address, tmp_path):
-    sink = MlflowSink(tmp_path, mlflow_address, "many")
-    sink.write(START)  # its tag counts too
-    for step in range(2500):
-        sink.write(Row(step, 1e9 + step, {"perf/step_time": float(step)}))
-    sink.close()
-    (run,) = runs_of(mlflow_address, "many")
-    assert steps_of(mlflow_address, run["info"]["run_id"]) == list(range(2500))
 
 
 def test_the_training_s_own_environment_is_not_changed(mlflow_address, tmp_path):
@@ -164,21 +143,6 @@ def test_a_server_that_comes_back_in_time_gets_the_rows_of_its_absence(tmp_path)
         assert run["info"]["status"] == "FINISHED"
 
 
-def test_a_server_that_stays_away_longer_than_our_patience_is_given_up(mlflow_address, tmp_path):
-    clock = FakeClock()
-    sink = MlflowSink(tmp_path, mlflow_address, "patience", patience_seconds=60.0, clock=clock)
-    sink.write(basic_row(10))
-    sink.flush()
-    sink._run = sink._run._replace(client=mlflow_client(f"http://127.0.0.1:{free_port()}", timeout_seconds=5.0))
-    clock.advance(59.0)
-    sink.write(basic_row(20))
-    sink.flush()
-    clock.advance(5.0)
-    sink.write(basic_row(30))
-    with pytest.raises(Exception, match="Connection refused"):
-        sink.flush()
-
-
 def test_a_server_that_fails_moves_no_random_number_and_changes_no_store_of_the_training(mlflow_address, tmp_path):
     from mlflow import MlflowClient
 
@@ -224,23 +188,6 @@ def answering(status):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", asked
         server.shutdown()
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_server_that_answers_with_an_error_is_asked_once(tmp_path, status):
-    before = random.getstate()
-    with answering(status) as (address, asked):
-        with pytest.raises(FlopwatchError, match=f"no run could be started at {address}.*{status}"):
-            MlflowSink(tmp_path, address).write(rows()[0])
-        assert len(asked) == 1
-    assert random.getstate() == before
-
-
-def test_a_server_whose_name_is_not_known_is_told_at_once(tmp_path):
-    with pytest.raises(
-        FlopwatchError, match=r"no run could be started at http://no\.such\.host\.invalid.*MLFLOW_TRACK"
-    ):
-        MlflowSink(tmp_path, "http://no.such.host.invalid:5000").write(rows()[0])
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own database code

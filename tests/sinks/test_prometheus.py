@@ -1,15 +1,12 @@
-import socket
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flopwatch.errors import InputError
 from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks.prometheus import PrometheusSink
-from flopwatch.sinks.thread import build_sinks
-from support.sinks.sample_run import ORIGIN, START, basic_row, detailed_row
+from support.sinks.sample_run import START, basic_row, detailed_row
 from support.sinks.servers import free_port
 
 
@@ -86,14 +83,6 @@ def test_without_a_port_the_next_free_one_is_taken_and_told():
             sink.close()
 
 
-def test_the_spelling_with_a_port_and_a_port_that_is_none(tmp_path):
-    port = free_port()
-    (sink,), failures = build_sinks([f"prometheus:{port}"], tmp_path, {})
-    assert (sink._port, failures) == (port, {})
-    _, failures = build_sinks(["prometheus:http"], tmp_path, {})
-    assert "'http' is not a port" in failures["prometheus:http"]
-
-
 def test_two_keys_of_the_user_never_share_a_name(sink):
     sink.write(START)
     sink.write(Row(1, 0.0, {"my/loss": 1.0}))
@@ -102,24 +91,6 @@ def test_two_keys_of_the_user_never_share_a_name(sink):
     assert (values["flopwatch_my_loss"], values["flopwatch_my_loss_2"]) == (1.0, 2.0)
     assert helps["flopwatch_my_loss_2"].startswith("my loss: ")
     assert (values["flopwatch_global_step"], values["flopwatch_global_step_2"]) == (2.0, 3.0)
-
-
-def test_unknown_provenance_has_no_label(sink):
-    sink.write(ORIGIN)
-    (info,) = [series for series in exposed(sink)[0] if series.startswith("flopwatch_info")]
-    assert 'device="NVIDIA H100 80GB HBM3"' in info
-    assert "peak_source" not in info
-
-
-def test_a_taken_port_is_named_with_what_to_do():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            InputError, match=f"port {port} of 127.0.0.1 is taken by another program.*pass another port"
-        ):
-            PrometheusSink(port).write(START)
 
 
 def test_closing_frees_the_port(sink):

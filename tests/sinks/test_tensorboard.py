@@ -1,4 +1,3 @@
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flopwatch.records.run import Row
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from support.sinks.fresh_python import fresh_environment
-from support.sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
+from support.sinks.sample_run import START, STARTED_AT, WARNING, basic_row
 from support.sinks.servers import get_json, tensorboard_server, wait_until
 
 
@@ -71,29 +70,6 @@ def test_rows_wait_until_they_are_flushed_and_a_notice_goes_at_once(tmp_path):
     sink.write(basic_row(20))
     sink.write(WARNING)
     assert [step for step, _ in points_of(tmp_path, "perf/mfu")] == [10, 20]
-    sink.close()
-
-
-def test_a_deleted_folder_is_made_again(tmp_path):
-    folder = tmp_path / "logs"
-    sink = TensorBoardSink(folder)
-    for record in (START, ORIGIN, basic_row(10)):
-        sink.write(record)
-    sink.flush()
-    shutil.rmtree(folder)
-    sink.write(basic_row(20))
-    sink.close()
-    assert [step for step, _ in points_of(folder, "perf/mfu")] == [20]
-
-
-def test_a_full_disk_is_an_error_and_nothing_is_written_twice(tmp_path):
-    sink = TensorBoardSink(tmp_path)
-    sink.write(START)
-    sink._path = tmp_path / "full"
-    sink._path.symlink_to("/dev/full")
-    sink.write(rows()[0])
-    with pytest.raises(OSError, match="No space left on device"):
-        sink.flush()
     sink.close()
 
 

@@ -51,15 +51,6 @@ def test_every_record_arrives_in_order_and_the_sink_is_flushed_and_closed_once(s
     assert (thread.dropped_rows, thread.failed, start.failures) == (0, None, [])
 
 
-def test_closing_twice_closes_the_sink_once_and_nothing_is_taken_afterwards(start):
-    sink = RecordingSink()
-    thread = start(sink)
-    assert thread.close(10)
-    assert thread.close(10)
-    assert not thread.put(START)
-    assert (sink.closed, sink.records, thread.dropped_rows) == (1, [], 0)
-
-
 def test_a_full_queue_turns_rows_away_and_counts_them(start):
     sink = RecordingSink(hangs=True)
     thread = start(sink, queue_size=5)
@@ -121,17 +112,6 @@ def test_an_exception_of_flush_or_close_is_reported_too(start, method):
     assert "ZeroDivisionError" in thread.failed
 
 
-def test_a_report_that_raises_itself_does_no_harm():
-    def on_failure(name, error):
-        raise RuntimeError("the monitor is broken too")
-
-    sink = RecordingSink(raises=ValueError("no"))
-    thread = SinkThread(sink, on_failure)
-    thread.put(START)
-    assert thread.close(10)
-    assert (thread.failed, sink.closed) == ("ValueError: no", 1)
-
-
 def test_a_row_is_not_given_to_the_sinks_it_skips(start):
     sinks = [RecordingSink("wandb"), RecordingSink("other")]
     threads = [start(sink) for sink in sinks]
@@ -181,24 +161,6 @@ def test_rows_do_not_gather_longer_than_they_may(start):
     wait_until(lambda: len(sink.records) == 2, "the row is written without anything else coming")
 
 
-def test_twenty_rows_are_not_kept_waiting(start):
-    sink = RecordingSink()
-    thread = start(sink, gather_seconds=3600.0)
-    thread.put(START)
-    wait_until(lambda: sink.flushes == 1, "the start is written")
-    for step in range(20):
-        thread.put(basic_row(step))
-    wait_until(lambda: len(sink.records) == 21, "all rows are written")
-
-
-def test_a_sink_that_does_not_gather_gets_every_row_at_once(start):
-    sink = RecordingSink()
-    thread = start(sink, gather_seconds=0.0)
-    for number, record in enumerate((START, *map(basic_row, (1, 2, 3))), start=1):
-        thread.put(record)
-        wait_until(lambda number=number: len(sink.records) == number, "the record is written")
-
-
 def test_flush_hands_on_what_waits_and_says_whether_it_did(start):
     sink = RecordingSink()
     thread = start(sink, gather_seconds=3600.0)
@@ -218,25 +180,3 @@ def test_a_flush_under_way_ends_when_the_sink_fails(start):
     thread = start(sink)
     thread.put(START)
     assert not thread.flush(3600)
-
-
-def test_cpu_time_is_that_of_the_thread(start):
-    def work(record):
-        end = time.thread_time() + 0.05
-        while time.thread_time() < end:
-            pass
-
-    sink = RecordingSink()
-    sink.write = work
-    thread = start(sink)
-    before = time.process_time()
-    thread.put(START)
-    thread.put(rows()[0])
-    assert thread.close(10)
-    assert 0.1 <= thread.cpu_seconds <= time.process_time() - before
-
-
-def test_the_thread_is_a_daemon_named_after_its_sink(start):
-    start(RecordingSink("mine"))
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "flopwatch-mine"]
-    assert thread.daemon

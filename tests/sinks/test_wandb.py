@@ -81,40 +81,6 @@ mine.finish()
     assert read_config(file)["flopwatch"]["run"]["session"] == "5e55104"
 
 
-def test_a_run_of_the_user_that_is_finished_early_takes_none_of_our_rows_with_it(run_python, tmp_path):
-    run_python(
-        """
-import wandb
-mine = wandb.init(dir=folder, id="mine")
-thread = write(records()[:4])
-wait_for_first_row(thread)
-mine.finish()
-for record in records()[4:]:
-    thread.put(record)
-"""
-        + CLOSE
-    )
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-mine-flopwatch.wandb")
-    assert len(read_history(file)) == 6
-
-
-def test_in_a_sweep_where_every_run_gets_the_same_id_the_sink_says_why_it_steps_aside(run_python, tmp_path):
-    run_python(
-        """
-import wandb
-mine = wandb.init(dir=folder)
-thread = write(records())
-assert thread.close(60)
-assert len(failures) == 1 and "monitor.latest" in failures[0], failures
-mine.log({"mine": 1}, step=3)
-mine.finish()
-""",
-        WANDB_SWEEP_ID="abc",
-        WANDB_RUN_ID="of-the-agent",
-    )
-    assert [row["_step"] for row in read_history(find_file(tmp_path))] == [3]
-
-
 def test_a_run_of_our_own_leaves_a_later_init_of_the_training_alone(run_python, tmp_path):
     run_python("""
 import wandb
@@ -164,12 +130,6 @@ def test_the_environment_says_where_and_whereto(run_python, tmp_path):
     run_python("thread = write(records())" + CLOSE, WANDB_DIR=str(elsewhere), WANDB_PROJECT="from-environment")
     assert not (tmp_path / "wandb").exists()
     assert read_kind(find_file(elsewhere), "run")[-1].run.project == "from-environment"
-
-
-def test_options_reach_init(run_python, tmp_path):
-    run_python('thread = write(records(), project="p", name="n", tags=["t"])' + CLOSE)
-    run = read_kind(find_file(tmp_path), "run")[-1].run
-    assert (run.project, run.display_name, list(run.tags)) == ("p", "n", ["t"])
 
 
 def test_wandb_switched_off_is_no_failure(run_python, tmp_path):

@@ -1,16 +1,13 @@
 """Which parallel layouts of the tests this torch can train on the CPU, and which of them can be exact."""
 
-from inspect import signature
-
 import pytest
 import torch
-from torch.distributed.pipelining import ScheduleGPipe
 
 from flopwatch.flops.tracing import live
 
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 COMPILED_ALONE = "where a process compiles, only compiled code is counted (a lower bound)"
-_FULLY_SHARDED = ("fsdp2", "hsdp", "tp_dp", "tp_fsdp2", "fsdp2_compiled")
+_FULLY_SHARDED = ("fsdp2", "hsdp", "tp_fsdp2", "fsdp2_compiled")
 
 
 def why_not(layout):
@@ -21,8 +18,6 @@ def why_not(layout):
         return "pipeline stages over gloo (torch's own fault: it aborts with `gloo::EnforceNotMet`)"
     if layout in ("pp_1f1b", "pp_interleaved") and _RELEASE == (2, 6):
         return "1F1B pipelines over gloo (torch's own fault: they hang)"
-    if layout == "pp_dp" and "scale_grads" not in signature(ScheduleGPipe.__init__).parameters:
-        return "pipeline schedules without `scale_grads`"
     if layout.endswith("compiled") and not live._compiles_beside:
         return COMPILED_ALONE
     return None

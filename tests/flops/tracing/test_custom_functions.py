@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import flopwatch
-from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN
+from flopwatch.flops.tracing.custom_functions import MAY_RUN_AGAIN
 from flopwatch.flops.tracing.live import LiveStep
 
 ROWS, WIDTH, WORDS = 6, 8, 10
@@ -363,34 +363,3 @@ def test_a_forward_pass_that_goes_over_its_tiles_twice_needs_them_once(phases: A
             return gradient @ weight, gradient.t() @ hidden
 
     assert phases(WithHead(TwoRounds.apply)) == (LAYER + HEAD, LAYER + 2 * HEAD, 2 * HEAD)
-
-
-def test_different_draws_in_one_forward_pass_make_different_products(phases: Any) -> None:
-    class Sketch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(hidden, weight)
-            return sum(hidden @ torch.rand_like(weight).t() for _ in range(3))  # type: ignore[return-value]
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            return torch.zeros_like(ctx.saved_tensors[0]), torch.zeros_like(ctx.saved_tensors[1])
-
-    assert phases(WithHead(Sketch.apply)) == (LAYER + 3 * HEAD, LAYER, 0)
-
-
-def test_hidden_states_that_are_kept_elsewhere_meanwhile_are_told_or_recognised() -> None:
-    """Saved-tensor hooks hand the backward pass other tensors: a copy is followed, what numpy gives back is told."""
-    chunked = WithHead(lambda hidden, weight: ChunkedCrossEntropy.apply(hidden, weight, torch.float32))
-
-    def count(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> tuple[Phases, str | None]:
-        step = LiveStep("full")
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            chunked(torch.randn(ROWS, WIDTH)).backward()
-        counted = step.end()
-        return (counted.phases.forward, counted.phases.backward, counted.phases.recompute), counted.doubt
-
-    expected = LAYER + HEAD, LAYER + 2 * HEAD, HEAD
-    assert count(torch.clone, torch.clone) == (expected, None)
-    _, doubt = count(lambda kept: kept.detach().numpy().copy(), torch.from_numpy)
-    assert doubt == CANNOT_TELL

@@ -125,25 +125,11 @@ def test_grad_mode_training_mode_and_autocast_make_another_kind(calls):
     assert len(set(kinds(calls))) == 4
 
 
-def test_two_modules_of_one_class_are_different(calls):
-    Named()(X)
-    Named()(X)
-
-    assert len(set(kinds(calls))) == 2
-
-
 def test_the_operations_that_autograd_records_in_a_call_are_counted(calls):
     Named()(X).relu()
     ((_, of_the_call),) = calls.take()
 
     assert of_the_call == 2, "the transposed weight and the product, but not the activation after it"
-
-
-def test_a_phase_that_is_not_listened_to_leaves_no_calls(calls):
-    calls.is_listening = False
-    Named()(X)
-
-    assert calls.take() == []
 
 
 def test_calls_in_other_threads_and_in_backward_passes_are_not_of_the_step(calls):

@@ -174,26 +174,6 @@ def test_autocast_decides_in_compiled_code(what: str, is_decorated: bool, tmp_pa
     assert_divided_by(run(tmp_path, called, step, lambda loss: loss.item()), "bf16")
 
 
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.filterwarnings("ignore")  # of dynamo
-def test_autocast_decides_in_a_container_that_is_compiled_in_place(tmp_path: Path) -> None:
-    model = a_model()
-    model.compile(backend="aot_eager")
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return functional.cross_entropy(model(x), y)
-
-    assert_divided_by(run(tmp_path, model, step), "bf16")
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.filterwarnings("ignore")  # of dynamo
-def test_compiled_code_without_autocast_is_fp32(tmp_path: Path) -> None:
-    model = torch.compile(a_model(), backend="aot_eager")
-    assert_divided_by(run(tmp_path, model, lambda x, y: functional.cross_entropy(model(x), y)), "fp32")
-
-
 def test_fp16_with_a_gradient_scaler(tmp_path: Path) -> None:
     model = a_model()
     scaler = torch.amp.GradScaler("cpu")
@@ -316,19 +296,6 @@ def test_fp32_products_on_cuda_are_tf32_where_the_switch_allows_it() -> None:
             peaks = Peaks(torch.device("cuda"), None, None)
             assert peaks.seconds({"fp32": 10**12}) == 10**12 / PEAKS[name]
             assert peaks.seconds({"bf16": 10**12}) == 10**12 / PEAKS["bf16"], "says nothing about other types"
-
-
-def test_the_tf32_switch_says_nothing_about_a_cpu() -> None:
-    with tf32(is_allowed=True):
-        assert Peaks(torch.device("cpu"), None, None).seconds({"fp32": 10**12}) == 10**12 / PEAKS["fp32"]
-
-
-def test_a_switch_that_is_turned_on_the_way_is_seen() -> None:
-    peaks = Peaks(torch.device("cuda"), None, None)
-    with tf32(is_allowed=False):
-        before = peaks.seconds({"fp32": 10**12})
-    with tf32(is_allowed=True):
-        assert peaks.seconds({"fp32": 10**12}) == 10**12 / PEAKS["tf32"] != before
 
 
 def test_a_type_without_a_peak_makes_mfu_unknown_not_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

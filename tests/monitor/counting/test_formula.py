@@ -65,19 +65,6 @@ def test_nothing_is_said_about_two_sizes_that_were_always_equal_and_differ_now()
     assert value(fit, 5, 6) is None
 
 
-def test_nothing_is_said_about_another_module():
-    fit = fitted(linear, [(2,), (9,), (4,), (7,)])
-
-    assert fit.formula.values([("teacher", (5,))]) is None
-    assert fit.formula.values([("model", (5,)), ("teacher", (5,))]) is None
-
-
-def test_nothing_is_said_about_more_calls_than_were_counted():
-    fit = fitted(linear, [(2,), (9,), (4,), (7,)])
-
-    assert fit.formula.values([("model", (5,)), ("model", (5,))]) is None
-
-
 def test_calls_of_one_module_add_up():
     fit = FormulaFit()
     for sizes in [(2, 3), (9, 2), (4, 5), (7, 8), (3, 3)]:

@@ -184,14 +184,6 @@ def test_a_loop_that_trains_nothing_gets_an_estimate_after_two_counts(tmp_path, 
     assert "model_flops" in rows[-1].steps
 
 
-def test_without_initial_profiling_the_first_count_comes_later(tmp_path, model, counted):
-    run = Run(tmp_path, model, config={"initial_profiling": False, "recalibration_frequency": 20})
-    run.train(range(30))
-    run.monitor.close()
-
-    assert counted[0] >= 20
-
-
 def test_without_calibration_only_the_first_steps_are_counted(tmp_path, model, counted):
     run = Run(tmp_path, model, config={"calibration_enabled": False, "recalibration_frequency": 0})
     run.train(range(150))
@@ -206,9 +198,3 @@ def test_provenance_is_written_once(tmp_path, model):
 
     (provenance,) = run.records("provenance")
     assert (provenance.method, provenance.exact) == ("step", True)
-
-
-def test_hybrid_counts_as_often_as_profiler(tmp_path, model):
-    run = Run(tmp_path, model, mode="hybrid", config={"flops_profile_freq": 7})
-    assert run.monitor._started_run.counter._schedule.every == 7
-    run.monitor.close()
