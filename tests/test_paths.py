@@ -1,4 +1,4 @@
-"""Every path of the repository that a page, conftest.py or the list of the campaign names is there."""
+"""Every path of the repository that a page or conftest.py names is there."""
 
 import re
 from collections.abc import Iterator
@@ -33,15 +33,6 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     assert list(missing(page)) == []
 
 
-def test_every_file_that_is_sorted_or_left_out_by_name_exists() -> None:
+def test_every_file_that_is_sorted_by_name_exists() -> None:
     named = re.findall(r'"((?:tests|benchmarks)/[^"]*\.py)"', (ROOT / "conftest.py").read_text("utf-8"))
-    lines = (ROOT / "tests" / "campaign.txt").read_text("utf-8").splitlines()
-    named += [line.partition("::")[0] for line in lines if line and not line.startswith("#")]
     assert [path for path in named if not (ROOT / path).is_file()] == []
-
-
-def test_every_test_that_is_left_out_by_name_exists() -> None:
-    for line in (ROOT / "tests" / "campaign.txt").read_text("utf-8").splitlines():
-        file, _, test = line.partition(" 1/")[0].partition("[")[0].partition("::")
-        if test and not line.startswith("#"):
-            assert f"def {test.rpartition('::')[2]}(" in (ROOT / file).read_text("utf-8"), line
