@@ -1,10 +1,9 @@
 /* A stand-in for the driver's libnvidia-ml.so.1, so that the real nvidia-ml-py can be driven without a GPU.
-   Its GPUs are set up by fake_set and fake_uuid; fake_fail makes a function return an error, and fake_hang makes it wait.
+   Its GPUs are set up by fake_set and fake_uuid; fake_fail makes a function return an error.
    -DDRIVER=450 and so on leaves out what drivers before a version did not have. */
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #ifndef DRIVER
 #define DRIVER 580
@@ -12,26 +11,23 @@
 
 typedef int R;
 enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, SIZE = 7, LOST = 15, VERSION = 25 };
-enum { INIT, UUID, PCI, MIG_MODE, CLOCK, REASONS, POWER, ENERGY, PROCESSES, GPM_SUPPORT, GPM_SAMPLE, GPM_METRICS, FUNCTIONS };
-enum { HAS_GPM, TENSOR, SM, DRAM, SM_CLOCK, REASON_BITS, MILLIWATTS, MILLIJOULES, IS_LOST, IS_DIVIDED, HAS_METRICS, VALUES };
+enum { INIT, UUID, PCI, MIG_MODE, CLOCK, POWER, ENERGY, GPM_SUPPORT, GPM_SAMPLE, GPM_METRICS, FUNCTIONS };
+enum { HAS_GPM, TENSOR, SM, DRAM, SM_CLOCK, MILLIWATTS, MILLIJOULES, IS_LOST, IS_DIVIDED, HAS_METRICS, VALUES };
 
 struct device { int index, is_instance, instance_id; struct device *gpu; char uuid[96], pci[32]; double values[VALUES]; };
-struct process { unsigned pid; unsigned long long memory; unsigned gi, ci; };
 struct sample { int filled, device, instance; struct timespec at; };
 struct metric { unsigned id; R status; double value; struct { char *a, *b, *c; } info; };
 struct metrics { unsigned version, count; struct sample *first, *second; struct metric metrics[]; };
 
 static struct device gpus[16], instances[16];
 static int gpu_count, instance_count, inits, sample_count;
-static int failures[FUNCTIONS], hangs[FUNCTIONS], calls[FUNCTIONS];
-static struct process processes[16];
-static int process_count;
+static int failures[FUNCTIONS], calls[FUNCTIONS];
 
 /* What the tests set. */
 void fake_reset(void) {
     memset(gpus, 0, sizeof gpus); memset(instances, 0, sizeof instances);
-    memset(failures, 0, sizeof failures); memset(hangs, 0, sizeof hangs); memset(calls, 0, sizeof calls);
-    gpu_count = instance_count = process_count = inits = sample_count = 0;
+    memset(failures, 0, sizeof failures); memset(calls, 0, sizeof calls);
+    gpu_count = instance_count = inits = sample_count = 0;
 }
 int fake_gpu(const char *uuid, const char *pci) {
     struct device *d = &gpus[gpu_count];
@@ -46,18 +42,13 @@ void fake_instance(int gpu, int id, const char *uuid) {
 }
 void fake_set(int gpu, int what, double value) { gpus[gpu].values[what] = value; }
 void fake_instance_set(int place, int what, double value) { instances[place].values[what] = value; }
-void fake_process(unsigned pid, unsigned long long memory) {
-    processes[process_count].pid = pid; processes[process_count++].memory = memory;
-}
 void fake_fail(int function, int error) { failures[function] = error; }
-void fake_hang(int function, int hang) { hangs[function] = hang; }
 int fake_calls(int function) { return calls[function]; }
 int fake_inits(void) { return inits; }
 int fake_samples(void) { return sample_count; }
 
 static R start(int function, struct device *d) {
     calls[function]++;
-    while (hangs[function]) usleep(1000);
     if (function != INIT && !inits) return UNINITIALIZED;
     if (d && d->gpu->values[IS_LOST]) return LOST;
     return failures[function];
@@ -108,31 +99,12 @@ R nvmlDeviceGetGpuInstanceId(struct device *d, unsigned *id) { *id = d->instance
 R nvmlDeviceGetClockInfo(struct device *d, unsigned type, unsigned *mhz) {
     START(CLOCK, d); if (d->is_instance || type != 1) return INVALID; *mhz = d->values[SM_CLOCK]; return OK;
 }
-static R reasons(struct device *d, unsigned long long *bits) {
-    START(REASONS, d); if (d->is_instance) return INVALID; *bits = d->values[REASON_BITS]; return OK;
-}
-R nvmlDeviceGetCurrentClocksThrottleReasons(struct device *d, unsigned long long *bits) { return reasons(d, bits); }
-#if DRIVER >= 535
-R nvmlDeviceGetCurrentClocksEventReasons(struct device *d, unsigned long long *bits) { return reasons(d, bits); }
-#endif
 R nvmlDeviceGetPowerUsage(struct device *d, unsigned *mw) { START(POWER, d); *mw = d->values[MILLIWATTS]; return OK; }
 #if DRIVER >= 384
 R nvmlDeviceGetTotalEnergyConsumption(struct device *d, unsigned long long *mj) {
     START(ENERGY, d); *mj = d->values[MILLIJOULES]; return OK;
 }
 #endif
-#if DRIVER >= 510
-R nvmlDeviceGetComputeRunningProcesses_v3(struct device *d, unsigned *count, struct process *found) {
-    START(PROCESSES, d);
-    unsigned room = *count;
-    *count = process_count;
-    if (!process_count) return OK;
-    if ((int)room < process_count) return SIZE;
-    memcpy(found, processes, process_count * sizeof *found);
-    return OK;
-}
-#endif
-
 #if DRIVER >= 525
 #include <stdlib.h>
 struct support { unsigned version, supported; };

@@ -10,11 +10,11 @@ from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".c")
 FUNCTIONS = (
-    *("init", "uuid", "pci", "mig_mode", "clock", "reasons", "power", "energy", "processes"),
+    *("init", "uuid", "pci", "mig_mode", "clock", "power", "energy"),
     *("gpm_support", "gpm_sample", "gpm_metrics"),
 )
 VALUES = (
-    *("has_gpm", "tensor", "sm", "dram", "sm_clock", "reason_bits", "milliwatts", "millijoules"),
+    *("has_gpm", "tensor", "sm", "dram", "sm_clock", "milliwatts", "millijoules"),
     *("is_lost", "is_divided"),
 )
 LOADED_H100 = {
@@ -47,7 +47,6 @@ class StandInNvml:
         self.library = ctypes.CDLL(str(library))
         self.library.fake_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double]
         self.library.fake_instance_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double]
-        self.library.fake_process.argtypes = [ctypes.c_uint, ctypes.c_ulonglong]
         self.library.fake_reset()
         self._instances = 0
 
@@ -69,14 +68,8 @@ class StandInNvml:
         for name, value in values.items():
             self.library.fake_set(index, VALUES.index(name), value)
 
-    def process(self, pid: int, memory: int) -> None:
-        self.library.fake_process(pid, memory)
-
     def fail(self, function: str, error: int) -> None:
         self.library.fake_fail(FUNCTIONS.index(function), error)
-
-    def hang(self, function: str, *, hang: bool = True) -> None:
-        self.library.fake_hang(FUNCTIONS.index(function), hang)
 
     def calls(self, function: str) -> int:
         return int(self.library.fake_calls(FUNCTIONS.index(function)))

@@ -29,7 +29,6 @@ NOT_RUN = {
     "README.md": ["installs packages"],
     "README.zh-CN.md": ["installs packages"],
     "docs/accuracy.md": ["takes minutes and installs other tools", "takes hours"],
-    "docs/counters.md": ["takes ten minutes and needs gcc"],
     "docs/doctor.md": ["takes long, and needs an accelerator"],
     "docs/index.md": ["installs packages"],
     "docs/overhead.md": ["takes half an hour and installs other tools", "needs a checkout of another commit"],

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from flopwatch.hardware.counters.protocol import DeviceIdentity
-from flopwatch.hardware.counters.sampler import CounterSampler, Notify
+from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.models.presets import Preset
 from flopwatch.monitor.counters import device as device_counters
 from flopwatch.testing import FakeCounters
@@ -56,8 +56,8 @@ def hybrid(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping
     """Bare against mode hybrid with fake counters, so that the cost of a driver is not in it."""
     source = FakeCounters("fake", [{"tensor_active": 0.4, "sm_clock_mhz": 1500.0, "power_watts": 300.0}])
 
-    def sampler(device: DeviceIdentity, notify: Notify) -> CounterSampler:
-        return CounterSampler(device, notify, probes=[source])
+    def sampler(device: DeviceIdentity, notify: Callable[[str], object]) -> CounterSampler:
+        return CounterSampler(device, notify, open_source=source.open)
 
     cast(Any, device_counters).CounterSampler = sampler
     watched = Watched(training, folder / "hybrid", mode="hybrid")

@@ -44,8 +44,6 @@ METRIC_FORMULAS = {
     "counters/sm_clock_mhz": "mean of the readings",
     "counters/power_watts": "energy / time between the readings, or else the mean of the readings; sum over ranks",
     "counters/energy_joules": "last − first reading of the counter; sum over ranks",
-    "counters/throttled_percent": "100 × readings with the most frequent reason / readings",
-    "counters/other_memory_gib": "maximum of the readings / 2³⁰",
     "ranks/reporting": "count",
     "ranks/longest_input_wait_percent": "maximum over ranks",
     "ranks/longest_input_wait_rank": "rank of the maximum",

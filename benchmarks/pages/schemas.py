@@ -15,8 +15,8 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
-from flopwatch.cli.doctor.document import Examined
-from flopwatch.cli.doctor.findings import CheckResult
+from flopwatch.cli.doctor.examine import CheckResult, Examined
+from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.flops import ConventionFlops, FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trial import TrialResult
@@ -113,14 +113,14 @@ class GpuChecks(TypedDict):
 
     Attributes:
         is_complete: False if the checks were ended before the last one.
-        seconds: Time of all checks.
+        device: What torch reports about the accelerator.
     """
 
     format: Format
     kind: Literal["flopwatch doctor --gpu"]
     is_complete: bool
     versions: Mapping[str, str]
-    seconds: float
+    device: DeviceFacts
     checks: list[CheckResult]
 
 
@@ -200,7 +200,7 @@ KINDS: Mapping[str, Written] = {
         _as_written(SweepSummary, left_out=("rows",), trials=get_type_hints(SweepSummary)["rows"], format=Format),
     ),
     "fit": Written("`flopwatch fit --json`", _as_written(Found, folder=str)),
-    "doctor": Written("`flopwatch doctor --json`", _as_written(Examined, failures=list[str])),
+    "doctor": Written("`flopwatch doctor --json`", _as_written(Examined, is_working=bool)),
     "doctor_gpu": Written("the file of `flopwatch doctor --gpu`", GpuChecks),
 }
 

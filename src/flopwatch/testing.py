@@ -131,7 +131,7 @@ class RecordingSink:
 class FakeCounters:
     """Hardware counters with readings that you choose. Its arguments make the source absent, fail or hang.
 
-    It is a source and its own probe, so it can be passed as `probes=[FakeCounters(...)]`.
+    Its method `open` takes the place of what opens a source: `CounterSampler(device, open_source=counters.open)`.
 
     >>> counters = FakeCounters("fake", [{"tensor_active": 0.5}, {"tensor_active": 0.25}])
     >>> counters.open().sample().tensor_active
@@ -145,7 +145,6 @@ class FakeCounters:
         fails_after: Number of readings that the source gives before it raises or hangs.
         hangs: Whether `sample` blocks until `release` is called.
         clock: Gives the time of the readings.
-        interval_seconds: The least time between two samples.
 
     Attributes:
         opened: Number of calls of `open`.
@@ -164,10 +163,8 @@ class FakeCounters:
         fails_after: int = 0,
         hangs: bool = False,
         clock: Clock = monotonic_seconds,
-        interval_seconds: float = 0.0,
     ) -> None:
         self.name = name
-        self.interval_seconds = interval_seconds
         self.opened = self.sampled = self.closed = 0
         self.is_hanging = False
         self._readings = [CounterReading(name, 0.0, **values) for values in readings]

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,7 @@ from jsonschema.exceptions import best_match
 
 import flopwatch as package
 from flopwatch import TrainingMonitor
-from flopwatch.cli.doctor import checks, examine, extras, gpu_checks, gpu_times
-from support.fake_accelerator import FakeAccelerator
+from flopwatch.cli.doctor import gpu
 from support.make_trace import steps_on_device, write_trace
 from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
@@ -151,13 +150,11 @@ def test_the_output_about_a_trace_matches(flopwatch, tmp_path):
 
 
 def test_the_output_about_a_machine_and_the_file_about_an_accelerator_match(flopwatch, tmp_path, monkeypatch):
-    monkeypatch.setattr(extras, "_is_complete", lambda extra: False)  # importing them takes long
-    monkeypatch.setattr(examine, "CHECKS", {"a layer": checks.count_of_a_layer})
     _, out, _ = flopwatch("doctor", "--json")
     assert problem("doctor", json.loads(out)) is None
 
-    monkeypatch.setattr(examine, "TorchAccelerator", FakeAccelerator)
-    monkeypatch.setattr(examine, "run_all", partial(gpu_checks.run_all, checks={"memory": gpu_times.memory}))
+    monkeypatch.setattr(gpu, "_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "CHECKS", {"memory": gpu.memory})
     file = tmp_path / "found.json"
     flopwatch("doctor", "--gpu", "--output", str(file))
     assert problem("doctor_gpu", json.loads(file.read_text())) is None

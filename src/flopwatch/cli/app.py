@@ -33,14 +33,10 @@ _COMMANDS = {
     "doctor": ("doctor", "Check that all works on this machine, and name what is missing."),
 }
 """The module in `flopwatch.cli` that has a function of the command's name, and the line in `flopwatch --help`."""
-_FORMER_NAMES = {"selftest": "doctor"}
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
 class _Commands(click.Group):
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, _FORMER_NAMES.get(cmd_name, cmd_name))
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # click's own order is that of the alphabet
 

@@ -46,20 +46,10 @@ _WARNINGS: Templates = {
     "FLOP/s ({device}, {dtype}, {source}) is wrong for this training; pass dtype=, or the dense peak as "
     "peak_flops_per_s=312e12 (--peak-tflops 312) if it is 312 TFLOP/s",
     "counters_absent": "hardware counters were asked for: {why}; `flopwatch doctor` shows what is missing",
-    "counters_not_counted": "the device computes more than is counted: {counters} by its counters ({source}), "
-    "{counted} by the FLOPs of the steps on tensor cores. A likely reason is a kernel that flopwatch does not count, "
-    "such as one of your own; MFU and HFU are too low then. Tell its FLOPs with flopwatch.register_formula",
-    "counters_peak_type": "counters and count disagree: {counters} by the counters ({source}), {counted} by the FLOPs "
-    "of the steps on tensor cores. A likely reason is the compute type, whose peak both MFU and the counters' figure "
-    "rely on: the products seem to run not in {dtype}, but in {likely}; pass dtype= if you know it",
-    "counters_tensor_cores_busy": "the tensor cores are busy in {busy} of the cycles ({source}), but the peak is that "
-    "of {dtype}, whose products do not run there; pass dtype= with the type that the products run in",
-    "counters_other_process": "the device computes more than is counted: {counters} by its counters ({source}), "
-    "{counted} by the FLOPs of the steps on tensor cores. A likely reason is another process on this device, where "
-    "others hold {held} of memory; it also slows this training down",
-    "counters_throttled": "the device's clock is held down to {clock} of that of its peak ({source}; {reason} in "
-    "{often} of the readings), so MFU is lower than the {busy} of the cycles in which its tensor cores are busy; look "
-    "at power limit and cooling",
+    "counters_disagree": "hardware counters and count disagree: {counters} of the device by its counters ({source}), "
+    "{counted} by the FLOPs of the steps on tensor cores. Likely reasons are a kernel that is not counted (tell its "
+    "FLOPs with flopwatch.register_formula), another process on this device, or products in another type than {dtype}, "
+    "on whose peak MFU and the counters' figure rely (pass dtype=)",
     "step_logged_twice": "step {step} was logged twice, and both count as optimizer steps. With gradient "
     "accumulation, pass each batch to micro_batch() and log the step once, after optimizer.step()",
     "folder_in_use": "process {pid} is writing the log of another run in {output_dir}, so the rows of both runs are "

@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import fmean
 from typing import TypeGuard
 
-MEANS = ("tensor_active", "sm_active", "dram_active", "sm_clock_mhz", "power_watts", "flops_per_s")
+MEANS = ("tensor_active", "sm_active", "dram_active", "sm_clock_mhz", "power_watts")
 """Fields of a reading whose mean is the value of a window."""
 
 
@@ -16,7 +16,7 @@ class CounterReading:
     """One reading of a device's counters. None means that the source does not know the value.
 
     Attributes:
-        source: Where it comes from: `nvml-gpm`, `nvml`, `dcgm`, `amdsmi`, `perf`, `rapl`, or several joined by `+`.
+        source: Where it comes from: `nvml-gpm`, or `nvml` without activity.
         seconds: Time of the reading on a clock that never goes back.
         tensor_active: Share of the cycles since the last reading in which the tensor (matrix) pipes were busy.
         sm_active: Share of these cycles in which a compute unit had work.
@@ -24,9 +24,6 @@ class CounterReading:
         sm_clock_mhz: Clock of the compute units now.
         power_watts: Power that the device draws now.
         energy_joules: Energy since a moment that the source chooses; it only grows.
-        throttled: Reasons why the clock is held down now, such as `power cap`; empty if it is not.
-        other_memory_bytes: Memory of the device that other processes hold.
-        flops_per_s: FLOP/s since the last reading, from a counter of arithmetic instructions (CPUs).
     """
 
     source: str
@@ -37,9 +34,6 @@ class CounterReading:
     sm_clock_mhz: float | None = None
     power_watts: float | None = None
     energy_joules: float | None = None
-    throttled: tuple[str, ...] | None = None
-    other_memory_bytes: int | None = None
-    flops_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +41,10 @@ class CounterWindow:
     """The readings of one logging window: means over the time for which a value is known, None if it never is.
 
     Attributes:
-        source: The source of the newest reading; several joined by `,` if it changed within the window.
+        source: The source of the readings.
         readings: Number of readings.
         seconds: Time between the first and the last reading, the last one of the window before included.
         energy_joules: Energy used in these seconds.
-        throttled: Share of the readings in which the clock was held down, by reason, the most frequent first; empty if
-            it never was.
-        other_memory_bytes: The most that other processes held.
     """
 
     source: str
@@ -64,10 +55,7 @@ class CounterWindow:
     dram_active: float | None = None
     sm_clock_mhz: float | None = None
     power_watts: float | None = None
-    flops_per_s: float | None = None
     energy_joules: float | None = None
-    throttled: tuple[tuple[str, float], ...] | None = None
-    other_memory_bytes: int | None = None
 
 
 def window_of(readings: Sequence[CounterReading], before: CounterReading | None = None) -> CounterWindow | None:
@@ -83,15 +71,12 @@ def window_of(readings: Sequence[CounterReading], before: CounterReading | None 
     weights = _seconds_of_each(readings, before)
     means = {name: _mean([getattr(reading, name) for reading in readings], weights) for name in MEANS}
     whole = [before, *readings] if before is not None else list(readings)
-    memory = [reading.other_memory_bytes for reading in readings if reading.other_memory_bytes is not None]
     return CounterWindow(
-        ",".join(dict.fromkeys(reading.source for reading in readings)),
+        readings[-1].source,
         len(readings),
         whole[-1].seconds - whole[0].seconds,
         **means,
         energy_joules=_energy_used(whole),
-        throttled=_throttled(readings),
-        other_memory_bytes=max(memory, default=None),
     )
 
 
@@ -119,18 +104,9 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 
 
 def _energy_used(readings: Sequence[CounterReading]) -> float | None:
-    """Energy between the first and the last reading; None if the source changed or its counter began again."""
+    """Energy between the first and the last reading; None if its counter began again."""
     first, last = readings[0], readings[-1]
     known = [reading.energy_joules for reading in readings if _is_known(reading.energy_joules)]
-    if first is last or first.source != last.source or not (_is_known(first.energy_joules) and known == sorted(known)):
+    if first is last or not (_is_known(first.energy_joules) and known == sorted(known)):
         return None
     return known[-1] - known[0] if _is_known(last.energy_joules) else None
-
-
-def _throttled(readings: Sequence[CounterReading]) -> tuple[tuple[str, float], ...] | None:
-    known = [reading.throttled for reading in readings if reading.throttled is not None]
-    if not known:
-        return None
-    names = [name for reasons in known for name in reasons]
-    shares = {name: names.count(name) / len(known) for name in names}
-    return tuple(sorted(shares.items(), key=lambda found: (-found[1], found[0])))

@@ -86,8 +86,6 @@ _ALL = (
     Metric("counters/sm_clock_mhz", "MHz", "Mean clock of the compute units."),
     Metric("counters/power_watts", "W", "Mean power of all devices together."),
     Metric("counters/energy_joules", "J", "Energy of all devices in the window, pauses included.", basic=True),
-    Metric("counters/throttled_percent", "%", "Share of the readings in which the clock was held down."),
-    Metric("counters/other_memory_gib", "GiB", "Most memory of the logging rank's device that other processes held."),
     Metric("ranks/reporting", "ranks", "Ranks that reported; if not all, values are the logging rank's.", basic=True),
     Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of that rank.", basic=True),
     Metric("ranks/longest_input_wait_rank", "rank", "The rank that waits longest for its input.", basic=True),

@@ -1,6 +1,5 @@
 """NVIDIA's real bindings, nvidia-ml-py, with a compiled stand-in for the driver's library."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import time
 
 import pytest
 
-from flopwatch.hardware.counters.nvml import NvmlProbe
+from flopwatch.hardware.counters.nvml import open_nvml_counters
 from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
 from flopwatch.testing import FakeClock
 from testbeds.stand_in_nvml import LOADED_H100, connected
@@ -21,35 +20,30 @@ LOST, RESET_REQUIRED, MISMATCH, UNKNOWN, VERSION, UNSET = 15, 16, 18, 999, 25, 1
 
 VALUE_OF = {
     "clock": "sm_clock_mhz",
-    "reasons": "throttled",
     "power": "power_watts",
     "energy": "energy_joules",
-    "processes": "other_memory_bytes",
 }
 
 
-def opened(device=H100, *, gpm=False, clock=None):
-    return NvmlProbe(gpm=gpm, **({} if clock is None else {"clock": clock})).open(device)
+def opened(device=H100, **options):
+    return open_nvml_counters(device, **options)
 
 
-def reason(device=H100, *, gpm=False):
+def reason(device=H100):
     with pytest.raises(CountersUnavailableError) as error:
-        opened(device, gpm=gpm)
+        opened(device)
     return str(error.value)
 
 
 def h100(nvml, **values):
-    nvml.process(os.getpid(), 4 << 30)
     return nvml.gpu(UUID, **{**LOADED_H100, **values})
 
 
 def test_hopper_has_activity_clock_power_and_energy_in_our_units(nvml):
     h100(nvml)
-    counters = opened(gpm=True)
+    counters = opened()
     clock = counters.sample()
     assert (clock.source, clock.sm_clock_mhz, clock.power_watts, clock.energy_joules) == ("nvml-gpm", 1755, 650, 5000)
-    assert clock.throttled == ()
-    assert clock.other_memory_bytes == 0
     counters.close()
     assert nvml.inits == nvml.samples == 0
 
@@ -57,7 +51,7 @@ def test_hopper_has_activity_clock_power_and_energy_in_our_units(nvml):
 def test_activity_is_a_share_between_two_samples_100_ms_apart(nvml):
     h100(nvml)
     clock = FakeClock()
-    counters = opened(gpm=True, clock=clock)
+    counters = opened(clock=clock)
     clock.advance(0.05)
     assert counters.sample().tensor_active is None
     clock.advance(0.2)
@@ -69,27 +63,10 @@ def test_activity_is_a_share_between_two_samples_100_ms_apart(nvml):
 
 def test_gpus_before_hopper_have_no_activity(nvml):
     h100(nvml, has_gpm=0)
-    assert "Hopper and newer" in reason(gpm=True)
     counters = opened()
     assert counters.name == "nvml"
     assert counters.sample().tensor_active is None
     assert counters.sample().energy_joules == 5000
-
-
-@pytest.mark.parametrize(
-    ("bits", "reasons"),
-    [
-        (0x00, ()),
-        (0x01 | 0x02 | 0x10 | 0x100, ()),  # idle, clocks of applications, sync boost, display
-        (0x04, ("power cap",)),
-        (0x08 | 0x40, ("hardware slowdown", "hardware thermal slowdown")),
-        (0x20, ("software thermal slowdown",)),
-        (0x08 | 0x80, ("hardware slowdown", "power brake")),
-    ],
-)
-def test_only_reasons_that_hold_the_clock_down_are_told(nvml, bits, reasons):
-    h100(nvml, reason_bits=bits)
-    assert opened().sample().throttled == reasons
 
 
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, VERSION, NOT_FOUND_SYMBOL])
@@ -130,10 +107,12 @@ def test_a_driver_that_cannot_be_initialised_says_why(nvml, error, told):
     assert told in reason()
 
 
-def test_activity_that_only_administrators_may_read_says_so(nvml):
+def test_without_the_permission_to_read_activity_the_other_values_are_read(nvml):
     h100(nvml)
     nvml.fail("gpm_sample", NO_PERMISSION)
-    assert "NVreg_RestrictProfilingToAdminUsers=0" in reason(gpm=True)
+    counters = opened()
+    assert (counters.name, counters.sample().energy_joules) == ("nvml", 5000)
+    counters.close()
     assert nvml.inits == 0
 
 
@@ -145,7 +124,7 @@ def test_activity_that_only_administrators_may_read_says_so(nvml):
 def test_a_gpu_that_is_lost_while_it_runs_ends_the_source(nvml, function, error, told):
 
     h100(nvml)
-    counters = opened(gpm=True)
+    counters = opened()
     counters.sample()
     nvml.fail(function, error)
     time.sleep(0.1)
@@ -154,36 +133,29 @@ def test_a_gpu_that_is_lost_while_it_runs_ends_the_source(nvml, function, error,
     counters.close()
 
 
-def test_activity_that_is_refused_later_ends_the_source_with_activity(nvml):
-
+def test_activity_that_is_refused_later_is_unknown_from_there_on(nvml):
     h100(nvml)
-    counters = opened(gpm=True)
+    counters = opened()
     nvml.fail("gpm_metrics", NOT_SUPPORTED)
     time.sleep(0.1)
-    with pytest.raises(CountersUnavailableError):
-        counters.sample()
+    assert (counters.sample().tensor_active, counters.sample().power_watts) == (None, 650)
 
 
 @pytest.mark.parametrize(
-    ("driver", "unknown", "has_gpm"),
-    [
-        (525, [], True),
-        (510, [], False),
-        (470, ["other_memory_bytes"], False),
-        (418, ["other_memory_bytes"], False),
-        (375, ["energy_joules", "other_memory_bytes"], False),
-    ],
+    ("driver", "unknown", "name"),
+    [(525, [], "nvml-gpm"), (510, [], "nvml"), (418, [], "nvml"), (375, ["energy_joules"], "nvml")],
 )
-def test_older_drivers_lack_functions_and_these_values_are_unknown(nvml_library, driver, unknown, has_gpm):
+def test_older_drivers_lack_functions_and_these_values_are_unknown(nvml_library, driver, unknown, name):
     with connected(nvml_library(driver)) as nvml:
-        h100(nvml, reason_bits=4)
-        reading = opened().sample()
+        h100(nvml)
+        counters = opened()
+        reading = counters.sample()
+        assert counters.name == name
         assert [name for name in VALUE_OF.values() if getattr(reading, name) is None] == unknown
-        assert reading.throttled == ("power cap",)
-        if has_gpm:
-            assert opened(gpm=True).name == "nvml-gpm"
-        else:
-            reason(gpm=True)
+
+
+def test_only_nvidias_gpus_are_read(nvml):
+    assert reason(DeviceIdentity("rocm", "AMD Instinct MI300X")).endswith("of NVIDIA GPUs only")
 
 
 def eight_gpus(nvml):
@@ -238,7 +210,7 @@ def test_a_mig_instance_has_its_own_activity_and_no_energy(nvml, torch_reports):
 
     divided(nvml)
     uuid = {"the instance": INSTANCES[1], "the GPU": UUID, "nothing": None}[torch_reports]
-    counters = opened(DeviceIdentity("cuda", "H100 MIG 1g.10gb", uuid, visible_as=f"MIG-{INSTANCES[1]}"), gpm=True)
+    counters = opened(DeviceIdentity("cuda", "H100 MIG 1g.10gb", uuid, visible_as=f"MIG-{INSTANCES[1]}"))
     time.sleep(0.1)
     reading = counters.sample()
     assert reading.tensor_active == pytest.approx(0.11)
@@ -258,45 +230,11 @@ def test_the_only_instance_of_a_gpu_is_the_one(nvml):
     assert opened(H100).sample().energy_joules is None
 
 
-def test_memory_of_other_processes_is_without_ours_and_our_children(nvml):
-    h100(nvml)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        nvml.process(child.pid, 1 << 30)
-        nvml.process(os.getppid(), 3 << 30)
-        nvml.process(1, 2 << 30)
-        assert opened().sample().other_memory_bytes == 5 << 30
-        child.communicate(b"\n")
-
-
-@pytest.mark.parametrize("why", ["our process is not listed, as in a container", "a process's memory is unknown"])
-def test_memory_of_others_is_unknown_if(nvml, why):
-    nvml.gpu(UUID, **LOADED_H100)
-    unknown = 2**64 - 1
-    if "container" in why:
-        nvml.process(4_000_000, 1 << 30)
-    else:
-        nvml.process(os.getpid(), 1 << 30)
-        nvml.process(1, unknown)
-    assert opened().sample().other_memory_bytes is None
-
-
-def test_processes_are_asked_every_five_seconds_because_they_cost_most(nvml):
-    h100(nvml)
-    clock = FakeClock(100.0)
-    counters = opened(clock=clock)
-    asked = []
-    for _ in range(10):
-        counters.sample()
-        asked.append(nvml.calls("processes"))
-        clock.advance(1.25)
-    assert [two - one for one, two in itertools.pairwise(asked)] == [0, 0, 0, 2, 0, 0, 0, 2, 0]
-
-
 PRINT = """
-from flopwatch.hardware.counters.nvml import NvmlProbe
+from flopwatch.hardware.counters.nvml import open_nvml_counters
 from flopwatch.hardware.counters.protocol import DeviceIdentity
 try:
-    print(NvmlProbe(gpm=False).open(DeviceIdentity("cuda", "x", "none")).name)
+    print(open_nvml_counters(DeviceIdentity("cuda", "x", "none")).name)
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -1,6 +1,5 @@
 """The sampling thread: windows, sources that fail or hang, forks, and the end of the interpreter."""
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -9,11 +8,10 @@ import time
 import pytest
 
 from flopwatch.hardware.counters.protocol import DeviceIdentity
-from flopwatch.hardware.counters.sampler import CounterSampler
+from flopwatch.hardware.counters.sampler import CounterSampler, read_once
 from flopwatch.testing import FakeClock, FakeCounters
 
 DEVICE = DeviceIdentity("cuda", "Fake GPU", uuid="1234")
-KINDS = ("present", "absent", "fails at start", "fails later", "hangs")
 
 
 def until(happens, seconds=20.0):
@@ -30,62 +28,28 @@ def next_window(sampler):
     return windows[-1]
 
 
-def source(name, kind):
-    return {
-        "present": lambda: FakeCounters(name),
-        "absent": lambda: FakeCounters(name, absent=f"there is no {name}"),
-        "fails at start": lambda: FakeCounters(name, raises=RuntimeError("broken")),
-        "fails later": lambda: FakeCounters(name, raises=RuntimeError("lost"), fails_after=2),
-        "hangs": lambda: FakeCounters(name, hangs=True, fails_after=1),
-    }[kind]()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=3)), ids=", ".join)
-def test_the_next_source_takes_over_with_one_message(kinds):
-    names = ("first", "second", "third")
-    sources = [source(name, kind) for name, kind in zip(names, kinds, strict=True)]
-    tried = kinds.index("present") + 1 if "present" in kinds else 3
-    readable = [name for name, kind in zip(names[:tried], kinds, strict=False) if kind in (KINDS[0], *KINDS[3:])]
-    messages, windows, clock = [], [], FakeClock()
-    sampler = CounterSampler(
-        DEVICE, lambda *message: messages.append(message), probes=sources, interval_seconds=0.0005, clock=clock
-    )
-
-    def settled():
-        for one in sources:
-            if one.is_hanging and one.name not in sampler.reasons:
-                clock.advance(5)
-        windows.append(sampler.take())
-        if "present" in kinds:
-            return windows[-1] is not None and windows[-1].source == names[tried - 1]
-        return any(code == "counters_absent" for code, _ in messages)
-
-    try:
-        until(settled)
-        windows.append(sampler.take())
-        seen = [name for window in windows if window is not None for name in window.source.split(",")]
-        assert [name for name, _ in itertools.groupby(seen)] == readable
-        changes = [text for code, text in messages if code == "counters_changed"]
-        assert [text.split(".")[0].removeprefix("hardware counters come from ") for text in changes] == [
-            name for name in readable if name != "first"
-        ]
-        absences = [text for code, text in messages if code == "counters_absent"]
-        assert len(absences) == ("present" not in kinds)
-        assert sampler.source == (names[tried - 1] if "present" in kinds else None)
-        passed_over = names[: tried - 1] if "present" in kinds else names
-        assert tuple(sampler.reasons) == passed_over
-        for name in passed_over:
-            assert name in messages[-1][1]
-    finally:
-        for one in sources:
-            one.release()
-        sampler.close()
+@pytest.mark.parametrize(
+    ("counters", "why"),
+    [
+        (FakeCounters(absent="it is not installed"), "it is not installed"),
+        (FakeCounters(raises=RuntimeError("lost\nfor ever")), "RuntimeError: lost"),
+        (FakeCounters(raises=OSError("lost"), fails_after=3), "OSError: lost"),
+        (FakeCounters(raises=SystemExit(3)), "SystemExit: 3"),
+    ],
+)
+def test_a_source_that_is_absent_or_fails_is_given_up_and_told_once(counters, why):
+    told = []
+    sampler = CounterSampler(DEVICE, told.append, open_source=counters.open, interval_seconds=0.001)
+    until(lambda: told)
+    time.sleep(0.05)
+    assert (told, sampler.why_absent, sampler.source) == ([why], why, None)
+    assert counters.sampled <= 4
+    sampler.close()
 
 
 def test_a_window_has_the_means_of_its_readings():
     counters = FakeCounters("fake", [{"tensor_active": 0.2}, {"tensor_active": 0.4}])
-    sampler = CounterSampler(DEVICE, probes=[counters], interval_seconds=0.001)
+    sampler = CounterSampler(DEVICE, open_source=counters.open, interval_seconds=0.001)
     until(lambda: counters.sampled >= 3)
     sampler.close()
     window = sampler.take()
@@ -97,7 +61,7 @@ def test_a_window_has_the_means_of_its_readings():
 @pytest.mark.slow
 def test_energy_is_counted_from_the_last_reading_of_the_window_before():
     counters = FakeCounters("fake", [{"energy_joules": 10.0 * place} for place in range(100_000)])
-    sampler = CounterSampler(DEVICE, probes=[counters], interval_seconds=0.001)
+    sampler = CounterSampler(DEVICE, open_source=counters.open, interval_seconds=0.001)
     first = next_window(sampler)
     later = [next_window(sampler) for _ in range(5)]
     sampler.close()
@@ -106,25 +70,16 @@ def test_energy_is_counted_from_the_last_reading_of_the_window_before():
 
 
 def test_without_a_reading_since_the_last_call_there_is_no_window():
-    sampler = CounterSampler(DEVICE, probes=[FakeCounters()], interval_seconds=1000)
+    sampler = CounterSampler(DEVICE, open_source=FakeCounters().open, interval_seconds=1000)
     next_window(sampler)
     assert sampler.take() is None
     sampler.close()
 
 
-def test_a_source_that_wants_longer_intervals_gets_them():
-    slow = FakeCounters(interval_seconds=1000)
-    sampler = CounterSampler(DEVICE, probes=[slow], interval_seconds=0.0001)
-    next_window(sampler)
-    time.sleep(0.05)
-    sampler.close()
-    assert slow.sampled == 1
-
-
 @pytest.mark.parametrize(("window_seconds", "interval"), [(0.1, 0.5), (3.0, 0.6), (5.0, 1.0), (3600.0, 1.0)])
 def test_a_window_has_five_readings_within_the_shortest_and_the_longest_interval(window_seconds, interval):
     clock = FakeClock()
-    sampler = CounterSampler(DEVICE, probes=[FakeCounters()], clock=clock)
+    sampler = CounterSampler(DEVICE, open_source=FakeCounters().open, clock=clock)
     for _ in range(2):
         clock.advance(window_seconds)
         sampler.take()
@@ -132,52 +87,28 @@ def test_a_window_has_five_readings_within_the_shortest_and_the_longest_interval
     sampler.close()
 
 
-def test_a_device_that_no_source_knows_is_told_once():
-    messages = []
-    sampler = CounterSampler(DeviceIdentity("xpu", "Max 1550"), lambda *message: messages.append(message))
-    until(lambda: messages)
-    sampler.close()
-    assert messages == [("counters_absent", "no hardware counters are read. No source knows this device")]
-
-
-def test_sources_with_the_same_reason_stand_together():
-    messages = []
-    sources = [FakeCounters(name, absent="no driver") for name in ("one", "two")]
-    sampler = CounterSampler(DEVICE, lambda *message: messages.append(message), probes=sources)
-    until(lambda: messages)
-    sampler.close()
-    assert messages[0][1] == "no hardware counters are read. one, two: no driver"
-
-
-def test_a_notice_that_raises_does_not_end_the_sampling():
-    def raises(*_):
+def test_a_notice_that_raises_is_not_the_end_of_the_program():
+    def raises(why):
         raise ValueError("a broken sink")
 
-    sampler = CounterSampler(DEVICE, raises, probes=[FakeCounters("a", absent="gone"), FakeCounters("b")])
-    assert next_window(sampler).source == "b"
+    sampler = CounterSampler(DEVICE, raises, open_source=FakeCounters(absent="gone").open)
+    until(lambda: sampler.why_absent)
     sampler.close()
 
 
-def test_a_source_that_leaves_the_thread_is_passed_over():
-    sources = [FakeCounters("a", raises=SystemExit(3)), FakeCounters("b")]
-    sampler = CounterSampler(DEVICE, probes=sources)
-    assert next_window(sampler).source == "b"
-    sampler.close()
-
-
-def test_a_source_that_cannot_be_closed_is_passed_over():
+def test_a_source_that_cannot_be_closed_is_given_up():
     class Stuck(FakeCounters):
         def close(self):
             raise SystemExit(3)
 
-    sampler = CounterSampler(DEVICE, probes=[Stuck("a", raises=RuntimeError("lost")), FakeCounters("b")])
-    assert next_window(sampler).source == "b"
+    sampler = CounterSampler(DEVICE, open_source=Stuck(raises=RuntimeError("lost")).open)
+    until(lambda: sampler.why_absent == "RuntimeError: lost")
     sampler.close()
 
 
 def test_a_hanging_source_holds_up_neither_take_nor_close():
     hanging = FakeCounters(hangs=True)
-    sampler = CounterSampler(DEVICE, probes=[hanging])
+    sampler = CounterSampler(DEVICE, open_source=hanging.open)
     until(lambda: hanging.is_hanging)
     assert sampler.take() is None
     sampler.close()
@@ -187,7 +118,7 @@ def test_a_hanging_source_holds_up_neither_take_nor_close():
     assert sampler.take() is None
 
 
-def test_a_driver_that_hangs_while_it_is_opened_is_passed_over():
+def test_a_driver_that_hangs_while_it_is_opened_is_given_up():
     opening = threading.Event()
 
     class Hanging(FakeCounters):
@@ -196,17 +127,18 @@ def test_a_driver_that_hangs_while_it_is_opened_is_passed_over():
             self._released.wait()
             return self
 
-    clock, hanging = FakeClock(), Hanging("a")
-    sampler = CounterSampler(DEVICE, probes=[hanging, FakeCounters("b")], clock=clock)
+    clock, hanging, told = FakeClock(), Hanging(), []
+    sampler = CounterSampler(DEVICE, told.append, open_source=hanging.open, clock=clock)
     assert opening.wait(20)
     clock.advance(4.9)
     assert sampler.take() is None
-    assert not sampler.reasons
+    assert not told
     clock.advance(0.2)
-    assert sampler.take() is None  # it may be the main thread that did not let the other one run
+    assert sampler.take() is None
+    assert not told  # it may be the main thread that did not let the other one run
     clock.advance(1.1)
-    assert next_window(sampler).source == "b"
-    assert sampler.reasons == {"a": "it did not answer for 5 s"}
+    assert sampler.take() is None
+    assert told == [sampler.why_absent] == ["the driver did not answer for 5 s"]
     hanging.release()
     sampler.close()
 
@@ -214,7 +146,7 @@ def test_a_driver_that_hangs_while_it_is_opened_is_passed_over():
 def test_a_main_thread_that_was_busy_or_stopped_does_not_make_a_source_hang():
     """For 60 s no other thread ran, as while a large object is pickled, while a source was being read."""
     clock, slow = FakeClock(), FakeCounters("a", hangs=True, fails_after=1)
-    sampler = CounterSampler(DEVICE, probes=[slow, FakeCounters("b")], interval_seconds=0.001, clock=clock)
+    sampler = CounterSampler(DEVICE, open_source=slow.open, interval_seconds=0.001, clock=clock)
     until(lambda: slow.is_hanging)
     clock.advance(60.0)
     sampler.take()
@@ -223,13 +155,13 @@ def test_a_main_thread_that_was_busy_or_stopped_does_not_make_a_source_hang():
     clock.advance(60.0)
     sampler.take()
     until(lambda: slow.sampled > 5)
-    assert (next_window(sampler).source, sampler.reasons) == ("a", {})
+    assert (next_window(sampler).source, sampler.why_absent) == ("a", "")
     sampler.close()
 
 
 def test_readings_that_nobody_takes_are_dropped_from_the_oldest_on():
     counters = FakeCounters()
-    sampler = CounterSampler(DEVICE, probes=[counters], interval_seconds=0)
+    sampler = CounterSampler(DEVICE, open_source=counters.open, interval_seconds=0)
     until(lambda: counters.sampled > 6000)
     sampler.close()
     assert sampler.take().readings == 5000
@@ -241,7 +173,7 @@ from flopwatch.hardware.counters.protocol import DeviceIdentity
 from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.testing import FakeCounters
 counters = FakeCounters(hangs={hangs})
-sampler = CounterSampler(DeviceIdentity("cuda", "x"), probes=[counters], interval_seconds=0.001)
+sampler = CounterSampler(DeviceIdentity("cuda", "x"), open_source=counters.open, interval_seconds=0.001)
 while not counters.sampled:
     time.sleep(0.001)
 {then}
@@ -268,3 +200,12 @@ def test_the_process_ends_and_a_forked_child_does_not_sample(hangs, then):
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_reading_or_the_reason_why_there_is_none():
+    window, why = read_once(DEVICE, FakeCounters(readings=[{"power_watts": 300.0}]).open)
+    assert (window.power_watts, why) == (300.0, "")
+    assert read_once(DEVICE, FakeCounters(absent="no driver").open) == (None, "no driver")
+    hanging = FakeCounters(hangs=True)
+    assert read_once(DEVICE, hanging.open, seconds=0.1) == (None, "the driver did not answer for 0.1 s")
+    hanging.release()

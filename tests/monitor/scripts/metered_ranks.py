@@ -23,7 +23,7 @@ class Meter(FakeCounters):
 def main(folder):
     dist.init_process_group("gloo")
     device_counters.CounterSampler = lambda device, notify: CounterSampler(
-        device, notify, probes=[Meter("meter")], interval_seconds=0.01
+        device, notify, open_source=Meter("meter").open, interval_seconds=0.01
     )
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))
     monitor = flopwatch.TrainingMonitor(folder, model=model, mode="hybrid", log_every=10, strict=True, quiet=True)

@@ -1,101 +1,148 @@
-"""Runs `flopwatch doctor` and `flopwatch doctor --gpu`: looks, checks, and prints what was found. Loads torch."""
+"""Runs `flopwatch doctor`: looks at the machine, counts one step, and prints what was found. Loads torch."""
 
-import itertools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
 
-import click
 import torch
 
-from flopwatch.cli import STANDARD_OUTPUT, print_json, say
-from flopwatch.cli.doctor import gpu_file, machine
-from flopwatch.cli.doctor.accelerator import Accelerator, TorchAccelerator
-from flopwatch.cli.doctor.checks import CHECKS
-from flopwatch.cli.doctor.document import Examined, examined_document, gpu_document
-from flopwatch.cli.doctor.extras import Imports, find_extras
-from flopwatch.cli.doctor.findings import CheckResult, run_check
-from flopwatch.cli.doctor.gpu_checks import CHECKS as GPU_CHECKS
-from flopwatch.cli.doctor.gpu_checks import run_all
-from flopwatch.cli.doctor.problems import find_problems, here
-from flopwatch.errors import InputError
+from flopwatch.cli import print_json
+from flopwatch.cli.doctor import machine
+from flopwatch.cli.doctor.machine import Device, Extra, Problem
+from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.flops.count import count_flops
+from flopwatch.numbers import flop_rate
+from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
+from flopwatch.text import first_line, plural
+
+Outcome = Literal["passed", "failed", "not possible"]
+MARKS: Mapping[str, doc.Cell] = {
+    "passed": doc.Cell("ok", "ok"),
+    "failed": doc.Cell("FAIL", "failed"),
+    "not possible": doc.Cell("–", "soft"),
+}
+_LONGEST = 400
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What a check has found, in which time; `figures` are the numbers behind the sentence."""
+
+    outcome: Outcome
+    said: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
+
+
+class NotPossibleError(Exception):
+    """A check cannot be made on this machine; the message says why."""
+
+
+def passed_if(is_right: bool, said: str, **figures: Any) -> CheckResult:
+    return CheckResult("passed" if is_right else "failed", said, figures)
+
+
+def run_check(name: str, check: Callable[[], CheckResult], clock: Clock = monotonic_seconds) -> CheckResult:
+    """Run a check. Whatever it raises is its result: an exception that says so means that it is not possible."""
+    began = clock()
+    try:
+        found = check()
+    except NotPossibleError as reason:
+        found = CheckResult("not possible", first_line(reason, _LONGEST))
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong on this machine is the result of the check
+        found = CheckResult("failed", f"{type(error).__name__}: {first_line(error, _LONGEST)}")
+    return replace(found, name=name, seconds=clock() - began)
+
+
+def counted_step() -> CheckResult:
+    """A linear layer's FLOPs: 2 x samples x inputs x outputs forward, and as many for the weights' gradient."""
+    counted, expected = count_flops(torch.nn.Linear(64, 32), torch.randn(8, 64)).model_flops, 2 * (2 * 8 * 64 * 32)
+    said = f"{counted:,} FLOPs counted, {expected:,} by hand"
+    return passed_if(counted == expected, said, counted_flops=counted, expected_flops=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """All that `flopwatch doctor` has found on a machine."""
+
+    versions: Mapping[str, str]
+    devices: Sequence[Device]
+    counters: str
+    counted_step: CheckResult
+    extras: Sequence[Extra]
+    problems: Sequence[Problem]
+
+    @property
+    def is_working(self) -> bool:
+        return not any(problem.is_failure for problem in self.problems)
 
 
 def examine() -> Examined:
-    with _one_thread():
-        checks = [run_check(name, check) for name, check in CHECKS.items()]
-    imports = Imports()  # after the checks, one of which measures times
-    return Examined(
-        machine.versions(),
-        machine.limits(),
-        machine.devices(),
-        machine.counters(),
-        find_extras(imports),
-        machine.programs(),
-        find_problems(here()),
-        checks,
-    )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Threads that share a tiny model wait for each other most of the time, even more beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    step = run_check("one counted step", counted_step)
+    problems = machine.problems()
+    if step.outcome == "failed":
+        problems.insert(0, Problem(f"{step.name}: {step.said}", is_failure=True))
+    return Examined(machine.versions(), machine.devices(), machine.counters(), step, machine.extras(), problems)
 
 
 def show_machine(*, as_json: bool) -> int:
     """Print what `flopwatch doctor` finds; returns its exit status."""
     found = examine()
     if as_json:
-        print_json({"failures": found.failures, **asdict(found)})
+        print_json({"is_working": found.is_working, **asdict(found)})
     else:
-        print_document(examined_document(found))
-    return int(bool(found.failures))
+        print_document(_document(found))
+    return int(not found.is_working)
 
 
-def show_gpu(output: str, *, as_json: bool, accelerator: Accelerator | None = None) -> int:
-    """Run the checks of an accelerator, write their file and print them; returns the exit status."""
-    used = TorchAccelerator() if accelerator is None else accelerator
-    if output == STANDARD_OUTPUT or not Path(output).expanduser().absolute().parent.is_dir():
-        raise InputError(f"cannot write {output!r}; name a file in a folder that exists, or print with --json")
-    versions, results, found = machine.versions(), list[CheckResult](), dict[str, Any]()
-    try:
-        with _progress(len(GPU_CHECKS)) as tell:
-            for result in run_all(used, tell):
-                results.append(result)
-                # After each check, so that the others are not lost if the device hangs.
-                found = gpu_file.content(versions, results, is_complete=len(results) == len(GPU_CHECKS))
-                gpu_file.write(output, found)
-    except KeyboardInterrupt:
-        say(f"Stopped after {len(results)} of {len(GPU_CHECKS)} checks; what they found is in {output}", err=True)
-        raise click.Abort from None
-    if as_json:
-        print_json(found)
-    else:
-        print_document(gpu_document(used.facts.name, results, output, gpu_file.ISSUES))
-    return int(any(result.outcome == "failed" for result in results))
+def _document(found: Examined) -> doc.Document:
+    step = found.counted_step
+    devices = [*_devices(found.devices), doc.Text(f"Hardware counters: {found.counters}")]
+    sections = [
+        doc.Section("Versions", [doc.Facts([*found.versions.items()])]),
+        doc.Section("Devices", devices),
+        doc.Section("One counted step", [doc.Grid([""] * 2, [(MARKS[step.outcome], doc.Cell(step.said))])]),
+        doc.Section("Extras", [doc.Grid([""] * 3, [*map(_row, found.extras)])]),
+        # The end of the output is what a terminal shows.
+        doc.Section("Problems", [*chain.from_iterable(map(_problem, found.problems)), _verdict(found)]),
+    ]
+    return doc.Document("", sections)
 
 
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal which check runs. The result is called with the name of each check before it."""
-    if not sys.stderr.isatty():
-        yield lambda name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _devices(devices: Sequence[Device]) -> Iterator[doc.Part]:
+    for device in devices:
+        facts = device.facts
+        parts = [facts.kind, "" if facts.memory_gib is None else f"{facts.memory_gib:.1f} GiB"]
+        several = f"{device.count} x " if device.count > 1 else ""
+        yield doc.Text(f"{several}{facts.name} ({', '.join(filter(None, parts))})", "strong")
+        if not device.peaks:
+            yield doc.Text(device.why_unknown.partition("\n")[0], "warn")
+        of_source: dict[tuple[str, str], list[str]] = {}
+        for peak in device.peaks:
+            of_source.setdefault((peak.kind, peak.source), []).append(f"{peak.dtype} {flop_rate(peak.flops_per_s)}")
+        sources = (((kind, ", ".join(peaks)), ("from", source)) for (kind, source), peaks in of_source.items())
+        yield doc.Facts([*chain.from_iterable(sources)])
 
-    columns = BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=count)
-        begun = itertools.count()
-        yield lambda name: progress.update(task, completed=next(begun), description=name)
+
+def _row(extra: Extra) -> tuple[doc.Cell, ...]:
+    is_only = len(extra.versions) == 1
+    said = ", ".join(own if is_only else f"{package} {own}" for package, own in extra.versions.items())
+    name = doc.Cell(extra.name, is_name=True)
+    return name, doc.Cell(extra.command, is_name=True) if extra.command else doc.Cell(said), doc.Cell(extra.use, "soft")
+
+
+def _problem(problem: Problem) -> Iterator[doc.Part]:
+    yield doc.Text(f"{problem.what}{':' if problem.command else '.'}", "failed" if problem.is_failure else "warn")
+    if problem.command:
+        yield doc.Text(problem.command, "command")
+
+
+def _verdict(found: Examined) -> doc.Text:
+    failures = sum(problem.is_failure for problem in found.problems)
+    if failures:
+        return doc.Text(f"With {plural(failures, 'problem')}, flopwatch does not work as it should here.", "failed")
+    limits = f", with {plural(len(found.problems), 'limit')}" if found.problems else ""
+    return doc.Text(f"flopwatch works here{limits}.", "ok")

@@ -1,37 +1,21 @@
-"""Counters of NVIDIA GPUs through NVML: activity of Hopper and newer (GPM); clock, energy and throttling of all.
+"""Counters of NVIDIA GPUs through NVML: activity of Hopper and newer (GPM); clock, power and energy of all.
 
 Never run on a GPU; the tests drive nvidia-ml-py with a stand-in for the driver's library.
 """
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.guard import caught
 from flopwatch.hardware.counters.nvml_device import NvmlDevice, explain, find_device, open_nvml
-from flopwatch.hardware.counters.protocol import CounterSource, CountersUnavailableError, DeviceIdentity
-from flopwatch.process import read_stat
+from flopwatch.hardware.counters.protocol import CountersUnavailableError, DeviceIdentity
 from flopwatch.records.counters import CounterReading
-
-THROTTLE_REASONS: Final = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
-"""The bits of NVML's clock event reasons (nvml.h) that hold the clock down.
-
-An idle GPU, clocks that the user has set, and a sync boost group are not among them.
-"""
 
 _SHORTEST_GPM_SECONDS = 0.1
 """NVIDIA asks for at least this time between two GPM samples."""
-_SECONDS_BETWEEN_PROCESSES = 5.0
-"""The list of processes costs as much as all other values together."""
-
 _Values = dict[str, Any]
 
 
@@ -88,36 +72,33 @@ class Gpm:
         return self._nvml.nvmlGpmMigSampleGet(self._found.gpu, self._found.gpu_instance, sample)
 
 
-class NvmlProbe:
-    """Opens NVML for a device; with `gpm`, only if the GPU counts the activity of its tensor cores."""
-
-    def __init__(self, *, gpm: bool, clock: Clock = monotonic_seconds) -> None:
-        self.name = "nvml-gpm" if gpm else "nvml"
-        self._clock = clock
-
-    def open(self, device: DeviceIdentity) -> CounterSource:
-        nvml = open_nvml()
+def open_nvml_counters(device: DeviceIdentity, clock: Clock = monotonic_seconds) -> "NvmlCounters":
+    """Open NVML for a device, with the activity of the GPU if its driver shows that."""
+    if device.kind != "cuda":
+        raise CountersUnavailableError("flopwatch reads the hardware counters of NVIDIA GPUs only")
+    nvml = open_nvml()
+    try:
+        found = find_device(nvml, device)
         try:
-            found = find_device(nvml, device)
-            gpm = Gpm(nvml, found, self._clock) if self.name == "nvml-gpm" else None
-            return NvmlCounters(nvml, found, gpm, self._clock)
-        except nvml.NVMLError as error:
-            nvml.nvmlShutdown()
-            raise CountersUnavailableError(explain(nvml, error)) from error
-        except BaseException:
-            nvml.nvmlShutdown()
-            raise
+            gpm: Gpm | None = Gpm(nvml, found, clock)
+        except (nvml.NVMLError, CountersUnavailableError) as error:
+            caught("activity of the GPU", error)
+            gpm = None
+        return NvmlCounters(nvml, found, gpm, clock)
+    except nvml.NVMLError as error:
+        nvml.nvmlShutdown()
+        raise CountersUnavailableError(explain(nvml, error)) from error
+    except BaseException:
+        nvml.nvmlShutdown()
+        raise
 
 
 class NvmlCounters:
     """Reads one device. What the driver, the GPU or a permission does not provide is asked once, and then left out."""
 
-    interval_seconds = 0.0
-
     def __init__(self, nvml: Any, found: NvmlDevice, gpm: Gpm | None, clock: Clock) -> None:
         self.name = "nvml" if gpm is None else "nvml-gpm"
         self._nvml, self._gpm, self._clock = nvml, gpm, clock
-        self._processes_at = -_SECONDS_BETWEEN_PROCESSES
         self._never = {
             nvml.NVML_ERROR_NOT_SUPPORTED,
             nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -133,7 +114,6 @@ class NvmlCounters:
             nvml.NVML_ERROR_DRIVER_NOT_LOADED,
             nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
         }
-        self._essential = None if gpm is None else gpm.read
         self._reads = self._what_to_read(found)
 
     def sample(self) -> CounterReading:
@@ -143,10 +123,9 @@ class NvmlCounters:
             try:
                 values.update(read(now))
             except self._nvml.NVMLError as error:
-                is_final = error.value in self._never
-                if error.value in self._fatal or (is_final and read is self._essential):
+                if error.value in self._fatal:
                     raise CountersUnavailableError(explain(self._nvml, error)) from error
-                if is_final:
+                if error.value in self._never:
                     self._reads.remove(read)
         if not self._reads:
             raise CountersUnavailableError("NVML gives none of the values for this device")
@@ -161,64 +140,11 @@ class NvmlCounters:
 
     def _what_to_read(self, found: NvmlDevice) -> list[Callable[[float], _Values]]:
         nvml, gpu = self._nvml, found.gpu
-        reasons = _reasons_function(nvml, gpu)
-        reads: list[Callable[[float], _Values]] = [
-            lambda _: {"sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))},
-            lambda _: {"throttled": throttle_reasons(reasons(gpu))},
-        ]
+        reads: list[Callable[[float], _Values]] = [] if self._gpm is None else [self._gpm.read]
+        reads.append(lambda _: {"sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))})
         if found.gpu_instance is None:  # the driver knows power and energy only of the GPU with all its instances
             reads += [
                 lambda _: {"power_watts": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3},
                 lambda _: {"energy_joules": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3},
             ]
-        reads.append(lambda now: self._processes(found.handle, now))
-        return reads if self._essential is None else [self._essential, *reads]
-
-    def _processes(self, handle: Any, now: float) -> _Values:
-        if now - self._processes_at < _SECONDS_BETWEEN_PROCESSES:
-            return {}
-        self._processes_at = now
-        # By its version, because without it nvidia-ml-py raises an error of another class on drivers before 510.
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
-        return {"other_memory_bytes": memory_of_others({process.pid: process.usedGpuMemory for process in running})}
-
-
-def _reasons_function(nvml: Any, gpu: Any) -> Any:
-    """The function for the reasons of the clock; before driver 535 it has another name, which CUDA 14 will drop."""
-    with suppress(nvml.NVMLError):
-        nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-        return nvml.nvmlDeviceGetCurrentClocksEventReasons
-    return nvml.nvmlDeviceGetCurrentClocksThrottleReasons
-
-
-def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The reasons that hold the clock down, of NVML's bits.
-
-    >>> throttle_reasons(0x01), throttle_reasons(0x44)
-    ((), ('power cap', 'hardware thermal slowdown'))
-    """
-    return tuple(reason for bit, reason in THROTTLE_REASONS.items() if bits & bit)
-
-
-def memory_of_others(bytes_by_pid: dict[int, int | None]) -> int | None:
-    """Memory of the processes that neither are this one nor were started by it.
-
-    None if the driver does not list this process, because in a container it may report the host's pids, and this
-    process would then be taken for another one. None also if the memory of another process is unknown.
-    """
-    own = os.getpid()
-    if own not in bytes_by_pid:
-        return None
-    others = [held for pid, held in bytes_by_pid.items() if not _belongs_to(own, pid)]
-    return None if None in others else sum(held for held in others if held is not None)
-
-
-def _belongs_to(own: int, pid: int) -> bool:
-    for _ in range(20):  # generations
-        if pid == own:
-            return True
-        stat = read_stat(pid)
-        if stat is None or stat.parent <= 1:
-            return False
-        pid = stat.parent
-    return False
+        return reads

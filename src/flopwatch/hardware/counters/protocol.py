@@ -32,31 +32,15 @@ class CounterSource(Protocol):
 
     Attributes:
         name: The name that stands in `CounterReading.source`.
-        interval_seconds: The least time between two samples; a sampler with a longer interval keeps to its own.
     """
 
     name: str
-    interval_seconds: float
 
     def sample(self) -> CounterReading:
         """Read the counters now. Raises `CountersUnavailableError` or any other exception if it cannot."""
 
     def close(self) -> None:
         """Release what the source holds; never raises."""
-
-
-class CounterProbe(Protocol):
-    """Finds out whether a source is there.
-
-    Attributes:
-        name: Name of the source, as in `CounterReading.source`.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def open(self, device: DeviceIdentity) -> CounterSource:
-        """Open the source. Raises `CountersUnavailableError`, or any other exception, if it is not there."""
 
 
 class CountersUnavailableError(Exception):

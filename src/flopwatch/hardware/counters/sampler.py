@@ -1,16 +1,18 @@
-"""Samples a device's counters in a thread of its own, and passes to the next source when one fails or hangs."""
+"""Samples a device's counters in a thread of its own, until the source fails or hangs."""
 
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock, Thread
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.guard import Guard
-from flopwatch.hardware.counters.chain import probes_for, why_not
-from flopwatch.hardware.counters.protocol import CounterProbe, CounterSource, DeviceIdentity
+from flopwatch.guard import Guard, caught
+from flopwatch.hardware.counters.nvml import open_nvml_counters
+from flopwatch.hardware.counters.protocol import CounterSource, CountersUnavailableError, DeviceIdentity
 from flopwatch.records.counters import CounterReading, CounterWindow, window_of
+from flopwatch.text import first_line
 
 _MOST_READINGS = 5000
 """Readings that wait for `take`; those of more than an hour at one per second. Older ones are dropped."""
@@ -21,8 +23,7 @@ SHORTEST_INTERVAL_SECONDS = 0.5
 """With shorter intervals, the thread would take more than 0.05 % of a core (docs/counters.md)."""
 LONGEST_INTERVAL_SECONDS = 1.0
 
-Notify = Callable[[str, str], object]
-"""Gets a code, `counters_changed` or `counters_absent`, and a sentence."""
+OpenSource = Callable[[DeviceIdentity], CounterSource]
 
 
 class CounterSampler:
@@ -32,53 +33,57 @@ class CounterSampler:
     the processor some 0.2 ms, because the thread has slept and its code has left the caches, and activity and energy
     are counted by the device, so that a longer interval loses nothing of them.
 
-    The sources are tried in the order of `probes`, in that thread. A source that is absent, that fails, or that does
-    not answer for `hang_seconds` is not used again, and the next one takes over; each change is told once. A source
-    that hangs is noticed by `take`, which leaves its thread behind and starts another one. After a fork, the child
-    does not sample, and its `take` returns None.
+    A source that is absent, that fails, or that does not answer for `hang_seconds` is given up. That it hangs is
+    noticed by `take`, which leaves the thread behind. After a fork, the child does not sample, and its `take` returns
+    None.
 
     Attributes:
-        source: Name of the source that is read now; None if none is.
-        reasons: Why each source that was tried before it is not used, in one line, by name.
+        source: Name of the source while it is read; otherwise None.
+        why_absent: Why nothing is read any more, in one line; empty before that.
         interval_seconds: The interval now.
     """
 
     def __init__(
         self,
         device: DeviceIdentity,
-        notify: Notify | None = None,
+        notify: Callable[[str], object] | None = None,
         *,
-        probes: Sequence[CounterProbe] | None = None,
+        open_source: OpenSource = open_nvml_counters,
         interval_seconds: float = SHORTEST_INTERVAL_SECONDS,
         hang_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
         """Start the thread; nothing is read on the caller's thread.
 
-        `interval_seconds` is the shortest interval. `notify` is called in the sampling thread.
+        `interval_seconds` is the shortest interval. `notify` gets `why_absent`, once, in the sampling thread or in
+        `take`.
         """
         self.source: str | None = None
-        self.reasons: dict[str, str] = {}
-        self._device = device
-        self._notify = notify
-        self._probes = tuple(probes_for(device) if probes is None else probes)
+        self.why_absent = ""
+        self._device, self._notify, self._open_source = device, notify, open_source
         self._least_interval = self.interval_seconds = interval_seconds
-        self._hang_seconds = hang_seconds
-        self._clock = clock
-        self._pid = os.getpid()
+        self._hang_seconds, self._clock, self._pid = hang_seconds, clock, os.getpid()
         self._taken_at = clock()
         self._readings: deque[CounterReading] = deque(maxlen=_MOST_READINGS)
         self._before: CounterReading | None = None
+        self._busy_since: float | None = None
+        """Since when the source works on an answer; None while the thread sleeps."""
         self._suspected: tuple[float, float] | None = None
         """Since when the source is read that seemed to hang, and when this was noticed."""
-        self._turn = _Turn(self, 0)
-        self._turn.start()
+        self._is_over = False
+        self._sleep = Lock()  # released to end the sleep; a timed wait for a lock is the cheapest one
+        self._sleep.acquire()
+        self._thread = Thread(target=self._run, name="flopwatch-counters", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._give_up(first_line(error))
 
     def take(self) -> CounterWindow | None:
         """The readings since the last call, together; None if there are none. Takes microseconds and never waits."""
         if os.getpid() != self._pid:
             return None
-        self._pass_over_if_hanging()
+        self._give_up_if_hanging()
         self._adapt_interval()
         taken = []
         with suppress(IndexError):
@@ -91,110 +96,74 @@ class CounterSampler:
     def close(self) -> None:
         """End the thread, or leave it behind if its source does not answer."""
         if os.getpid() == self._pid:
-            self._turn.end()
-            self._turn.join(_SECONDS_TO_CLOSE)
+            self._end()
+            if self._thread.ident is not None:
+                self._thread.join(_SECONDS_TO_CLOSE)
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._sleep.release()
+
+    def _give_up(self, why: str) -> None:
+        self._end()
+        self.source, self.why_absent = None, why
+        if self._notify is not None:
+            with Guard("the notice of hardware counters"):
+                self._notify(why)
+
+    def _give_up_if_hanging(self) -> None:
+        since, now = self._busy_since, self._clock()
+        if since is None or self._is_over or now - since < self._hang_seconds:
+            return
+        if self._suspected is None or self._suspected[0] != since:
+            self._suspected = since, now
+        # All threads may have been stopped, or this one has not let the other run, as while it pickles a large object.
+        if now - self._suspected[1] >= _SECONDS_TO_ANSWER_AFTER_ALL:
+            self._give_up(f"the driver did not answer for {self._hang_seconds:g} s")
 
     def _adapt_interval(self) -> None:
         before, self._taken_at = self._taken_at, self._clock()
         fifth = (self._taken_at - before) / _READINGS_PER_WINDOW
         self.interval_seconds = max(self._least_interval, min(fifth, LONGEST_INTERVAL_SECONDS))
 
-    def _pass_over_if_hanging(self) -> None:
-        turn, now = self._turn, self._clock()
-        since, index = turn.busy_since, turn.index
-        if since is None or turn.ended or now - since < self._hang_seconds:
-            return
-        if self._suspected is None or self._suspected[0] != since:
-            self._suspected = since, now
-        # All threads may have been stopped, or this one has not let the other run, as while it pickles a large object.
-        if now - self._suspected[1] < _SECONDS_TO_ANSWER_AFTER_ALL:
-            return
-        turn.end()
-        self.reasons[self._probes[index].name] = f"it did not answer for {self._hang_seconds:g} s"
-        self._turn = _Turn(self, index + 1)
-        self._turn.start()
-
-    def _tell(self, code: str, message: str) -> None:
-        if self._notify is not None:
-            with Guard("the notice of hardware counters"):
-                self._notify(code, message)
-
-
-class _Turn:
-    """One sampling thread, which tries the sources from `index` on. It is left behind if a source hangs."""
-
-    def __init__(self, sampler: CounterSampler, index: int) -> None:
-        self.index = index
-        self.busy_since: float | None = None
-        self.ended = False
-        self._sampler = sampler
-        self._sleep = Lock()  # released to end the sleep; a timed wait for a lock is the cheapest one
-        self._sleep.acquire()
-        self._thread = Thread(target=self._run, name="flopwatch-counters", daemon=True)
-
-    def start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the process may have no more threads
-            self._sampler._tell("counters_absent", f"no hardware counters are read, because {error}")
-
-    def join(self, seconds: float) -> None:
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._sleep.release()
-
     def _run(self) -> None:
-        sampler = self._sampler
-        while self.index < len(sampler._probes) and not self.ended:
-            self._use(sampler._probes[self.index])
-            if not self.ended:
-                self.index += 1
-        if not self.ended:
-            sampler.source = None
-            sampler._tell("counters_absent", f"no hardware counters are read. {_listed(sampler.reasons)}")
-
-    def _use(self, probe: CounterProbe) -> None:
-        """Sample with one source until it fails or the turn ends."""
-        sampler = self._sampler
+        """In the sampling thread, read until the source fails or the sampler is closed."""
         source: CounterSource | None = None
-        self.busy_since = sampler._clock()
+        self._busy_since = self._clock()
         try:
-            source = probe.open(sampler._device)
-            self._read(source)
-            if self.index and not self.ended:
-                told = f"hardware counters come from {source.name}. {_listed(sampler.reasons)}"
-                sampler._tell("counters_changed", told)
-            self._sample_until_ended(source)
+            source = self._open_source(self._device)
+            while not self._is_over:
+                self._busy_since = self._clock()
+                reading = source.sample()
+                self._busy_since = None
+                if not self._is_over:
+                    self.source = source.name
+                    self._readings.append(reading)
+                    self._sleep.acquire(timeout=self.interval_seconds)
         except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread without a report
-            if not self.ended:
-                sampler.reasons[probe.name] = why_not(error)
-        self.busy_since = sampler._clock()
+            if not self._is_over:
+                self._give_up(why_not(error))
         if source is not None:
-            with suppress(BaseException):  # its library may do anything, and the next source waits
+            with suppress(BaseException):  # the driver's library may do anything
                 source.close()
-        self.busy_since = None
-
-    def _sample_until_ended(self, source: CounterSource) -> None:
-        while not self.ended:
-            self.busy_since = None
-            if not self._sleep.acquire(timeout=max(self._sampler.interval_seconds, source.interval_seconds)):
-                self.busy_since = self._sampler._clock()
-                self._read(source)
-
-    def _read(self, source: CounterSource) -> None:
-        reading = source.sample()
-        if not self.ended:
-            self._sampler.source = source.name
-            self._sampler._readings.append(reading)
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
-    """Sources with their reasons; sources with the same reason stand together."""
-    names: dict[str, list[str]] = {}
-    for name, reason in tuple(reasons.items()):
-        names.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items()) or "No source knows this device"
+def why_not(error: BaseException) -> str:
+    """Why a source is not used, in one line."""
+    caught("hardware counters", error)
+    said = first_line(error)
+    return said if isinstance(error, CountersUnavailableError) else f"{type(error).__name__}: {said}"
+
+
+def read_once(
+    device: DeviceIdentity, open_source: OpenSource = open_nvml_counters, *, seconds: float = 5.0
+) -> tuple[CounterWindow | None, str]:
+    """The first reading of a device's counters, or None and why there is none; waits at most so many seconds."""
+    sampler, ends = CounterSampler(device, open_source=open_source), time.monotonic() + seconds
+    while (window := sampler.take()) is None and not sampler.why_absent and time.monotonic() < ends:
+        time.sleep(0.005)
+    sampler.close()
+    if window is not None:
+        return window, ""
+    return None, sampler.why_absent or f"the driver did not answer for {seconds:g} s"

@@ -3,30 +3,102 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from flopwatch.errors import InputError
 from flopwatch.hardware import read_device
-from flopwatch.hardware.counters.sampler import CounterSampler
+from flopwatch.hardware.counters.sampler import LONGEST_INTERVAL_SECONDS, CounterSampler
 from flopwatch.hardware.identity import identify
 from flopwatch.hardware.peak_clock import peak_clock_mhz
 from flopwatch.language import Said
 from flopwatch.monitor import notices
 from flopwatch.monitor.config import ModeName, MonitorConfig
-from flopwatch.monitor.counters.alarm import Compared, CounterAlarm, Disagreement
-from flopwatch.monitor.counters.values import FLOP_RATE, counter_values, joined
+from flopwatch.monitor.counters.values import FLOP_RATE, counter_values, joined, weighted_mean
 from flopwatch.monitor.counting.costs import StepCosts
 from flopwatch.monitor.measured_step import seconds_of
 from flopwatch.monitor.notices import NoticeText, Notify
 from flopwatch.monitor.ranks.reports import Window
-from flopwatch.numbers import byte_size, flop_rate, percent
+from flopwatch.numbers import flop_rate
 from flopwatch.records.counters import CounterWindow
 from flopwatch.records.run import Number
 
 _SWITCHED_OFF = Said("mode hybrid was asked for, and hardware counters are switched off")
 _ABSENT = Said("mode hybrid was asked for, and there are no hardware counters")
+
+_TOLERANCE, _LEAST_POINTS = 0.25, 3.0
+"""Counted FLOP/s and those by counters agree up to this factor, either way, or if they differ by fewer points of the
+peak. Over 608 production trainings they were within 2 points of each other after a correction for tiles (arXiv
+2605.20799); without it, the cores may be busy with padding up to 15 % in trainings whose sizes are no multiples of a
+tile."""
+_SPAN_SECONDS, _SPAN_READINGS, _CONFIRMED_BY = 5.0, 10, 3
+"""Windows are compared together until they have these, because both ends are uncertain; so many spans must agree."""
+_COVERED = 0.9
+"""Windows whose steps take less than this share of the counters' time are left out: other work is in the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One device in some seconds: what the steps did by count, and by its counters.
+
+    Attributes:
+        seconds: Time between the first and the last reading; `steps_seconds` is that of the timed steps.
+        counted_flops_per_s: Executed FLOPs per second of step time, in types of the tensor cores.
+    """
+
+    seconds: float
+    steps_seconds: float
+    readings: int
+    peak_flops_per_s: float
+    counted_flops_per_s: float
+    counter_flops_per_s: float
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the counters saw the steps and little else; readings come up to an interval after the steps' ends."""
+        interval = self.seconds / max(self.readings, 1)
+        allowed = max((1 - _COVERED) * self.seconds, min(interval, LONGEST_INTERVAL_SECONDS))
+        return self.seconds > 0 and abs(self.steps_seconds - self.seconds) <= allowed
+
+    @property
+    def disagrees(self) -> int:
+        """1 if the counters show plainly more than the count, -1 if plainly less, otherwise 0.
+
+        >>> [Compared(10, 10, 50, 989e12, 400e12, shown).disagrees for shown in (430e12, 800e12)]
+        [0, 1]
+        """
+        more = self.counter_flops_per_s - self.counted_flops_per_s
+        is_close = 100 * abs(more) < _LEAST_POINTS * self.peak_flops_per_s
+        low, high = sorted((self.counter_flops_per_s, self.counted_flops_per_s))
+        return 0 if is_close or high <= (1 + _TOLERANCE) * low else 1 if more > 0 else -1
+
+
+class CounterAlarm:
+    """Confirms a disagreement over several spans, and gives it once."""
+
+    def __init__(self) -> None:
+        self._span: list[Compared] = []
+        self._last = self._confirmed = 0
+        self._is_given = False
+
+    def add(self, window: Compared) -> Compared | None:
+        """Add a window; return what disagrees if this window confirms it, and it was not given before."""
+        if self._is_given or not window.is_comparable:
+            return None
+        self._span.append(window)
+        seconds = sum(each.seconds for each in self._span)
+        readings = sum(each.readings for each in self._span)
+        if seconds < _SPAN_SECONDS or readings < _SPAN_READINGS:
+            return None
+        counted, shown = (
+            weighted_mean(self._span, name, "seconds") or 0.0 for name in ("counted_flops_per_s", "counter_flops_per_s")
+        )
+        span = replace(window, seconds=seconds, counted_flops_per_s=counted, counter_flops_per_s=shown)
+        self._confirmed = self._confirmed + 1 if span.disagrees == self._last else 1
+        self._span, self._last = [], span.disagrees
+        self._is_given = bool(span.disagrees) and self._confirmed >= _CONFIRMED_BY
+        return span if self._is_given else None
 
 
 class DeviceCounters:
@@ -44,7 +116,7 @@ class DeviceCounters:
         self._sampler: CounterSampler | None = None
         self._device: torch.device | None = None
         self._peak_clock_mhz: float | None = None
-        self._told: deque[tuple[str, str]] = deque()
+        self._told: deque[str] = deque()
         self._alarm = CounterAlarm()
 
     def start(self, device: torch.device) -> None:
@@ -55,7 +127,7 @@ class DeviceCounters:
         self._device, self._peak_clock_mhz = device, None
         with suppress(InputError):  # torch does not say what device it is
             self._peak_clock_mhz = peak_clock_mhz(read_device(device))
-        self._sampler = CounterSampler(identify(device), lambda code, message: self._told.append((code, message)))
+        self._sampler = CounterSampler(identify(device), self._told.append)
 
     def take(self) -> tuple[CounterWindow, ...]:
         """The readings since the last call, if there are any; tells what the sampling thread has to say."""
@@ -63,7 +135,7 @@ class DeviceCounters:
             return ()
         window = self._sampler.take()
         while self._told:
-            self._tell(*self._told.popleft())
+            self._tell(self._told.popleft())
         return () if window is None else (window,)
 
     def close(self) -> None:
@@ -72,13 +144,11 @@ class DeviceCounters:
             self._sampler.close()
             self._sampler = None
 
-    def _tell(self, code: str, message: str) -> None:
-        if code != "counters_absent":
-            self._notify("info", code, message)
-        elif self._config.mode == "hybrid":
-            self._notify(*notices.notice("hybrid_without_counters", why=message, mode=self._become_other(_ABSENT)))
+    def _tell(self, why_absent: str) -> None:
+        if self._config.mode == "hybrid":
+            self._notify(*notices.notice("hybrid_without_counters", why=why_absent, mode=self._become_other(_ABSENT)))
         else:
-            self._notify(*notices.notice("counters_absent", why=message))
+            self._notify(*notices.notice("counters_absent", why=why_absent))
 
     def _become_other(self, why: str) -> ModeName:
         mode: ModeName = "profiler" if self._config.fallback_to_profiler else "smart"
@@ -96,59 +166,27 @@ class DeviceCounters:
         return replace(window, counter_values=values)
 
     def disagreement(self, window: Window, values: Mapping[str, Number], costs: StepCosts) -> NoticeText | None:
-        """The notice that counters and count disagree, when it is confirmed, once per likely reason; else None.
+        """The notice that counters and count disagree, once, when it is confirmed; else None.
 
         `values` are those of the window's row, of all ranks if they have reported.
         """
-        seen, peak = joined(window.counters), costs.peak
+        seen, peak, shown = joined(window.counters), costs.peak, values.get(FLOP_RATE)
         counted = values.get("perf/hardware_flops_per_second_per_device")
-        if seen is None or peak is None or counted is None or seen.flops_per_s is not None:
-            return None  # a CPU's counter of instructions also counts what is no matrix product
-        clock = values.get("counters/sm_clock_mhz")
+        if seen is None or peak is None or not counted or shown is None:
+            return None
         mean_peak = values.get("perf/peak_flops_per_second_per_device", peak.flops_per_s)
         found = self._alarm.add(
             Compared(
                 seen.seconds,
                 seconds_of(step for step in window.steps if not step.is_warm_up),
                 seen.readings,
-                peak.dtype,
                 costs.tensor_peak(mean_peak) or mean_peak,
                 counted * costs.tensor_share,
-                values.get(FLOP_RATE),
-                values.get("counters/tensor_active"),
-                None if clock is None or not self._peak_clock_mhz else clock / self._peak_clock_mhz,
-                seen.throttled or (),
-                None if costs.peaks.ranks > 1 else seen.other_memory_bytes,
-                costs.tensor_peaks(),
-                costs.uses_tensor_cores,
-                costs.is_type_seen,
+                shown,
             )
         )
-        return None if found is None else _notice_of(found, seen.source)
-
-
-def _notice_of(found: Disagreement, source: str) -> NoticeText:
-    seen = found.compared
-    counters, counted = flop_rate(seen.counter_flops_per_s), flop_rate(seen.counted_flops_per_s)
-    if found.kind == "throttled":
-        reason, often = seen.throttled[0]
-        return notices.notice(
-            "counters_throttled",
-            source=source,
-            busy=percent(seen.tensor_active),
-            clock=percent(seen.clock_share),
-            reason=reason,
-            often=percent(often),
-        )
-    if found.kind == "other_process":
-        held = byte_size(seen.other_memory_bytes)
-        return notices.notice("counters_other_process", source=source, counters=counters, counted=counted, held=held)
-    if found.kind == "not_counted":
-        return notices.notice("counters_not_counted", source=source, counters=counters, counted=counted)
-    if seen.counter_flops_per_s is None:
-        busy = percent(seen.tensor_active)
-        return notices.notice("counters_tensor_cores_busy", source=source, busy=busy, dtype=seen.dtype)
-    likely = found.likely_type or Said("another type, or outside of the tensor cores")
-    return notices.notice(
-        "counters_peak_type", source=source, counters=counters, counted=counted, dtype=seen.dtype, likely=likely
-    )
+        if found is None:
+            return None
+        counters, counted_rate = flop_rate(found.counter_flops_per_s), flop_rate(found.counted_flops_per_s)
+        facts = {"counters": counters, "counted": counted_rate, "source": seen.source, "dtype": peak.dtype}
+        return notices.notice("counters_disagree", **facts)

@@ -11,7 +11,6 @@ OF_RANKS = (
     POWER,
     FLOP_RATE,
     *("counters/tensor_active", "counters/sm_active", "counters/dram_active", "counters/sm_clock_mhz"),
-    "counters/throttled_percent",
 )
 """The metrics that a rank reports: energy and power are added over ranks, the others averaged."""
 _SUMS = (ENERGY, POWER)
@@ -27,15 +26,12 @@ def joined(windows: Sequence[CounterWindow]) -> CounterWindow | None:
     if len(windows) < 2:
         return windows[0] if windows else None
     energy = [window.energy_joules for window in windows]
-    memory = [window.other_memory_bytes for window in windows if window.other_memory_bytes is not None]
     return CounterWindow(
-        ",".join(dict.fromkeys(name for window in windows for name in window.source.split(","))),
+        windows[-1].source,
         sum(window.readings for window in windows),
         sum(window.seconds for window in windows),
         **{name: weighted_mean(windows, name, "readings") for name in MEANS},
         energy_joules=None if None in energy else sum(filter(None, energy)),
-        throttled=_throttled(windows),
-        other_memory_bytes=max(memory, default=None),
     )
 
 
@@ -46,33 +42,19 @@ def weighted_mean(items: Sequence[object], name: str, weight: str) -> float | No
     return sum(value * each for value, each in known) / whole if whole else None
 
 
-def _throttled(windows: Sequence[CounterWindow]) -> tuple[tuple[str, float], ...] | None:
-    known = [window for window in windows if window.throttled is not None]
-    if not known:
-        return None
-    shares: dict[str, float] = {}
-    readings = sum(window.readings for window in known)
-    for window in known:
-        for name, share in window.throttled or ():
-            shares[name] = shares.get(name, 0.0) + share * window.readings / readings
-    return tuple(sorted(shares.items(), key=lambda found: (-found[1], found[0])))
-
-
 def flops_by_counters(
     window: CounterWindow, tensor_peak_flops_per_s: float | None, peak_clock_mhz: float | None
 ) -> float | None:
     """FLOP/s of a device by its counters; None if a part is unknown.
 
     The share of cycles in which the tensor cores were busy, times the peak of the types in use, times the clock over
-    the clock of the peak (the OFU of arXiv 2605.20799). A counter of arithmetic instructions, as CPUs have it, is used
-    as it is. Tensor cores are also busy with the padding of tiles, so the figure is somewhat higher than the FLOPs.
+    the clock of the peak (the OFU of arXiv 2605.20799). Tensor cores are also busy with the padding of tiles, so the
+    figure is somewhat higher than the FLOPs.
 
     >>> window = CounterWindow("nvml-gpm", 50, 10.0, tensor_active=0.5, sm_clock_mhz=1464.0)
     >>> flops_by_counters(window, tensor_peak_flops_per_s=989.4e12, peak_clock_mhz=1830.0) / 1e12
     395.76
     """
-    if window.flops_per_s is not None:
-        return window.flops_per_s
     active, clock = window.tensor_active, window.sm_clock_mhz  # a device that computes has no clock of 0
     if active is None or not clock or tensor_peak_flops_per_s is None or not peak_clock_mhz:
         return None
@@ -88,13 +70,11 @@ def counter_values(
 ) -> dict[str, Number]:
     """The metrics of one rank's window; unknown ones are left out.
 
-    Ranks that share a device share its energy, its power and its FLOP/s; other processes' memory is unknown then.
+    Ranks that share a device share its energy, its power and its FLOP/s.
     """
     if window is None:
         return {}
     peak = None if tensor_peak_flops_per_s is None else tensor_peak_flops_per_s * ranks_on_device
-    rate, memory = flops_by_counters(window, peak, peak_clock_mhz), window.other_memory_bytes
-    held = None if window.throttled is None else 100 * max((share for _, share in window.throttled), default=0.0)
     values: dict[str, float | None] = {
         "counters/tensor_active": window.tensor_active,
         "counters/sm_active": window.sm_active,
@@ -102,9 +82,7 @@ def counter_values(
         "counters/sm_clock_mhz": window.sm_clock_mhz,
         POWER: _share(mean_watts(window), ranks_on_device),
         ENERGY: _share(window.energy_joules or None, ranks_on_device),
-        "counters/throttled_percent": held,
-        "counters/other_memory_gib": None if memory is None or ranks_on_device > 1 else memory / 2**30,
-        FLOP_RATE: _share(rate, ranks_on_device),
+        FLOP_RATE: _share(flops_by_counters(window, peak, peak_clock_mhz), ranks_on_device),
     }
     return {key: value for key, value in values.items() if value is not None}
 

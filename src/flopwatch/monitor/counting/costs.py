@@ -104,17 +104,6 @@ class StepCosts:
     def _types_in_use(self) -> set[str]:
         return {self.peaks.name(name) for name in (self._main_type, *self._types) if name is not None}
 
-    @property
-    def uses_tensor_cores(self) -> bool:
-        """Whether products ran in a type that may run on the tensor cores of an NVIDIA device, as fp64 does on some."""
-        return not self._types_in_use.isdisjoint((*TENSOR_TYPES, "fp64"))
-
-    @property
-    def is_type_seen(self) -> bool:
-        """Whether the compute types are those of the products that ran, and their peaks not given by the user."""
-        peak = self.peak
-        return bool(self._types) and self._config.dtype is None and peak is not None and peak.kind != "override"
-
     def tensor_peak(self, mean_flops_per_s: float | None) -> float | None:
         """The peak of the tensor cores in the types that run on them; None if the main type does not, or is unknown.
 
@@ -136,11 +125,6 @@ class StepCosts:
     @property
     def _on_tensor_cores(self) -> dict[str, int]:
         return {name: flops for name, flops in self._newest.items() if self.peaks.name(name) in TENSOR_TYPES}
-
-    def tensor_peaks(self) -> dict[str, float]:
-        """The peaks of one device in the usual types of tensor cores, as far as they are known."""
-        found = {name: self.peaks.known(name) for name in ("tf32", "bf16", "fp16", "fp8")}
-        return {name: peak.flops_per_s for name, peak in found.items() if peak is not None and peak.kind != "override"}
 
     def set_model(self, model: nn.Module) -> None:
         self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
@@ -378,11 +362,6 @@ class Peaks:
             self.why_unknown[name] = why
             return None
         return shared_peak(peak, self.ranks)
-
-    def known(self, name: str) -> Peak | None:
-        """The peak for this type, whatever the user has set; None if it is unknown, which is not reported."""
-        peak, _ = self._ask(name)
-        return None if peak is None else shared_peak(peak, self.ranks)
 
     def name(self, compute_type: str) -> str:
         """The compute type whose peak is used for products in this one: tf32 if torch computes fp32 products in it."""
