@@ -130,8 +130,8 @@ def _devices(devices: Sequence[Device]) -> Iterator[doc.Part]:
 def _row(extra: Extra) -> tuple[doc.Cell, ...]:
     is_only = len(extra.versions) == 1
     said = ", ".join(own if is_only else f"{package} {own}" for package, own in extra.versions.items())
-    name = doc.Cell(extra.name, is_name=True)
-    return name, doc.Cell(extra.command, is_name=True) if extra.command else doc.Cell(said), doc.Cell(extra.use, "soft")
+    name = doc.Cell(extra.name)
+    return name, doc.Cell(extra.command) if extra.command else doc.Cell(said), doc.Cell(extra.use, "soft")
 
 
 def _problem(problem: Problem) -> Iterator[doc.Part]:
