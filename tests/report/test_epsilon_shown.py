@@ -64,7 +64,7 @@ def test_json_has_epsilon_unrounded_for_each_trial_and_each_group():
     content = json.loads(sweep_json(summary))
 
     assert content["groups"][0]["privacy_spent"][0]["spent"]["epsilon"] == 1.83831
-    assert [row["epsilon"] for row in content["trials"]] == [1.83831, None]
+    assert [row["measured"]["epsilon"] for row in content["trials"]] == [1.83831, None]
 
 
 def test_an_epsilon_that_is_not_known_is_a_dash_and_its_reason():

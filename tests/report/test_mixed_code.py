@@ -20,7 +20,7 @@ def result(number, **environment):
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        ({"sources": {"mine:Plain": "aaa"}}, {"sources": {"mine:Plain": "bbb"}}, "different versions of mine:Plain"),
+        ({"sources": {"mine:Plain": "aaa"}}, {"sources": {"mine:Plain": "bbb"}}, "different code of mine:Plain"),
         ({"git": "0a46"}, {"git": "77fe+"}, "different git"),
         ({"flopwatch": "0.1.0"}, {"flopwatch": "0.2.0"}, "different flopwatch"),
     ],

@@ -35,7 +35,7 @@ def test_what_is_not_finite_is_null_in_json():
     broken_but_ok = replace(odd, outcome="ok", name="second")
     content = json.loads(sweep_json(summary_of(odd, broken_but_ok)), parse_constant=refuse)
     assert content["failures"][0]["evidence"] == {"load": None}
-    assert content["trials"][0]["step_seconds"] is None
+    assert content["trials"][0]["measured"]["seconds"] is None
 
 
 def test_json_keeps_text_as_it_was():

@@ -205,20 +205,17 @@ def _why_no_epsilon(result: TrialResult) -> str:
 
 
 def make_row(cell: TrialCell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
-    of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
     return TrialRow(
-        **{name: getattr(cell, name) for name in of_cell},
-        **{name: getattr(spec, name) for name in ("checkpointing", "batch_size", "seq_len")},
-        model=spec.model if takes_setting(spec, "model") else "",
-        dtype=spec.dtype if takes_setting(spec, "dtype") else "",
         name=cell.trial,
         group=group,
+        model=spec.model if takes_setting(spec, "model") else "",
+        dtype=spec.dtype if takes_setting(spec, "dtype") else "",
+        checkpointing=spec.checkpointing,
         reason=result.reason if result else "planned, but has no result yet",
         total_seconds=positive(result.seconds) if result else None,
-        step_seconds=cell.seconds,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
-        epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
+        measured=cell,
     )
 
 

@@ -219,15 +219,6 @@ def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, 
     return tuple(Environment(dict(settings), count) for settings, count in seen.most_common() if settings)
 
 
-def environment_facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
-    """Count the trials by version, device and host, and by the version of each file of the user (`code of FILE`)."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for result in results:
-        for name, value in _facts_of(result).items():
-            found[name][value] += 1
-    return found
-
-
 def _facts_of(result: TrialResult) -> dict[str, str]:
     known = {name: str(value) for name in _SHOWN if (value := result.environment.get(name)) not in (None, "")}
     sources = result.environment.get("sources")
@@ -235,20 +226,18 @@ def _facts_of(result: TrialResult) -> dict[str, str]:
     return known | {f"{_CODE}{name}": str(digest)[:12] for name, digest in digests}
 
 
-def counted_values(counts: Counter[str]) -> str:
-    return listed([f"{value} ({count:,})" for value, count in counts.most_common()], 3)
-
-
 def group_warnings(results: Iterable[TrialResult]) -> Iterator[str]:
     ran = [result for result in results if result.outcome == "ok"]
-    facts = environment_facts(ran)
-    mixed = {name: counted_values(counts) for name, counts in facts.items() if len(counts) > 1}
-    yield from (f"the compared trials ran with different {name}: {mixed[name]}" for name in _DECISIVE if name in mixed)
-    if "host" in mixed and not mixed.keys() & set(_DECISIVE):
+    facts: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, value in (fact for result in ran for fact in _facts_of(result).items()):
+        facts[name][value] += 1
+    mixed = [name for name, counts in facts.items() if len(counts) > 1]
+    decisive = [name for name in mixed if name in _DECISIVE or name.startswith(_CODE)]
+    for name in decisive:
+        values = listed([f"{value} ({count:,})" for value, count in facts[name].most_common()], 3)
+        yield f"the compared trials ran with different {name}: {values}"
+    if "host" in mixed and not decisive:
         yield f"the trials ran on {len(facts['host'])} hosts, and even equal hosts may differ by a few percent"
-    for name, values in mixed.items():
-        if name.startswith(_CODE):
-            yield f"the compared trials ran different versions of {name.removeprefix(_CODE)}: {values}"
     yield from _peak_warnings(ran)
     if shared := sum(result.measured.memory.host_method == "rss" for result in ran):
         yield (

@@ -85,9 +85,8 @@ class TrainerTotals:
         failed: Number of trials that ran and ended in any other way.
         not_run: Number of all other trials: inferred to run out of memory, unsupported, skipped, cancelled or missing.
         success_rate: `ok / tried`; None if no trial ran.
-        mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known; `peaks` is their number.
-        shared_mean_peak_bytes: Mean peak memory over the configurations that every trainer ran, for a fair comparison;
-            `shared_peaks` is their number.
+        mean_peak_bytes: Mean peak memory over the configurations that every trainer ran; `shared_peaks` is their
+            number.
     """
 
     trainer: str
@@ -99,8 +98,6 @@ class TrainerTotals:
     not_run: int
     success_rate: float | None
     mean_peak_bytes: float | None
-    peaks: int
-    shared_mean_peak_bytes: float | None
     shared_peaks: int
     by_outcome: Mapping[str, int]
 
@@ -236,29 +233,23 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One row in the table of all trials."""
+    """One row in the table of all trials.
+
+    Attributes:
+        group: Place of its group among the groups.
+        measured: What it measured, and how it ended.
+    """
 
     name: str
     group: int
-    trainer: str
     model: str
     dtype: str
     checkpointing: bool
-    batch_size: int
-    seq_len: int
-    outcome: str
     reason: str
     total_seconds: float | None
-    step_seconds: float | None
-    is_unstable: bool
-    tokens_per_s: float | None
-    samples_per_s: float | None
-    peak_bytes: int | None
-    mfu: float | None
-    hfu: float | None
     command: str
     trace: str | None
-    epsilon: float | None = None
+    measured: TrialCell
 
 
 @dataclass(frozen=True, slots=True)

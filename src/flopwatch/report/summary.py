@@ -137,7 +137,7 @@ def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpe
     specs = {cells.trainer_name(spec): spec for spec in missing} | specs
     # Mean peaks of trainers are comparable only over the configurations that every trainer ran.
     ran = [{_configuration(result) for result in found if _peak(result)} for found in by_trainer.values()]
-    shared = set.intersection(*ran) if len(ran) > 1 else set()
+    shared = set.intersection(*filter(None, ran)) if any(ran) else set()
     names = cells.trainer_order((name, spec.trainer) for name, spec in specs.items())
     return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name], shared) for name in names)
 
@@ -148,8 +148,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
     tried = [result for result in ran if result.outcome != "invalid" or result.unix_time is not None]
     ok = sum(result.outcome == "ok" for result in tried)
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
-    peaks = [peak for result in tried if (peak := _peak(result))]
-    shared_peaks = [peak for result in tried if (peak := _peak(result)) and _configuration(result) in shared]
+    peaks = [peak for result in tried if (peak := _peak(result)) and _configuration(result) in shared]
     return TrainerTotals(
         trainer=cells.trainer_name(spec),
         privacy=cells.privacy_of(spec, *results),
@@ -160,9 +159,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
         not_run=len(results) - len(tried) + missing,
         success_rate=ok / len(tried) if tried else None,
         mean_peak_bytes=fmean(peaks) if peaks else None,
-        peaks=len(peaks),
-        shared_mean_peak_bytes=fmean(shared_peaks) if shared_peaks else None,
-        shared_peaks=len(shared) if shared_peaks else 0,  # several seeds or options are one configuration
+        shared_peaks=len(shared) if peaks else 0,  # several seeds or options are one configuration
         by_outcome=Counter(str(result.outcome) for result in results) + Counter(missing=missing),
     )
 

@@ -14,7 +14,16 @@ from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput_metric
-from flopwatch.report.records import Choice, Environment, Failure, Group, PrivacyClass, SweepSummary, TrainerTotals
+from flopwatch.report.records import (
+    Choice,
+    Environment,
+    Failure,
+    Group,
+    PrivacyClass,
+    SweepSummary,
+    TrainerTotals,
+    TrialRow,
+)
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import listed, plural
 
@@ -208,18 +217,13 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
         (_number("failed"), lambda one: amount(one.failed)),
         (_number("not run"), lambda one: amount(one.not_run)),
-        (_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes)),
-        (_number("mean peak, shared", "shared"), lambda one: byte_size(one.shared_mean_peak_bytes)),
+        *([(_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes))] if shared else []),
     ]
-    note = (
-        "Success is the share of ok trials among those that ran. A trainer that ran only small configurations has a "
-        "small mean peak."
-    )
+    notes = ["Success is the share of ok trials among those that ran."]
     if shared:
-        of_all = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
-        note += f" To compare trainers, use the last column: it is the mean over {of_all} that every trainer ran."
-    table = table_of(summary.trainers, columns if shared else columns[:-1], note=note)
-    return doc.Section("Trainers", [table], "trainers")
+        configurations = plural(shared, "configuration")
+        notes.append(f"The mean peak is over {configurations}, those that all trainers with a known peak ran.")
+    return doc.Section("Trainers", [table_of(summary.trainers, columns, note=" ".join(notes))], "trainers")
 
 
 def _number(head: str, short: str | None = None) -> doc.Head:
@@ -337,7 +341,7 @@ _FIELDS = (
     doc.Field("batch_size", "batch", "count"),
     doc.Field("seq_len", "sequence", "count"),
     doc.Field("outcome", "outcome", "words"),
-    doc.Field("step_seconds", "step", "seconds", mark="is_unstable"),
+    doc.Field("seconds", "step", "seconds", mark="is_unstable"),
     doc.Field("tokens_per_s", "tokens/s", "rate"),
     doc.Field("peak_bytes", "peak", "bytes"),
     doc.Field("mfu", "MFU", "share"),
@@ -353,7 +357,11 @@ MOST_WITH_COMMANDS = 2000
 
 def _all_trials(summary: SweepSummary) -> doc.Section:
     left_out = ("trace", "command") if len(summary.rows) > MOST_WITH_COMMANDS else ()
-    rows = [["" if one.name in left_out else getattr(row, one.name) for one in _FIELDS] for row in summary.rows]
+
+    def value(row: TrialRow, name: str) -> Any:
+        return "" if name in left_out else getattr(row if hasattr(row, name) else row.measured, name)
+
+    rows = [[value(row, one.name) for one in _FIELDS] for row in summary.rows]
     tones = {name: outcome_class(name) for name in summary.totals.by_outcome}
     hint = "Click a heading to sort, or a row to see its reason and command."
     return doc.Section("All trials", [doc.Records(_FIELDS, rows, "outcome", tones, hint)], "all-trials")
