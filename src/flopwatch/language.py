@@ -82,6 +82,11 @@ def _row(pair: Said) -> Callable[[Iterable[str | None]], str]:
     return in_a_row
 
 
+def in_words(templates: Templates, code: Any) -> str:
+    """What a table says about a code; a code that it does not have stays as it is."""
+    return Said(templates[code]) if code in templates else str(code)
+
+
 def _text(value: Any, spec: str) -> str:
     return value if isinstance(value, str) and not spec else format(value, spec)
 

@@ -123,7 +123,7 @@ def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
             ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: give it now with --peak-tflops"],
         ),
         (Story(knows_flops=False), ["FLOPs were not yet counted when this was logged"]),
-        (Story(knows_tokens=False), ["the shape of the batch was not logged: pass batch= or attention_mask="]),
+        (Story(knows_tokens=False), ["the shape of the batch was not logged: a TrainingMonitor in the loop logs it"]),
         (
             Story(knows_peak=False, knows_flops=False, knows_tokens=False),
             ["has no peak FLOP/s for", "MFU is unknown: it cannot be calculated without model FLOPs and peak"],

@@ -238,10 +238,10 @@ def test_a_damaged_trace_of_the_run_is_a_note_and_one_that_is_named_is_an_error(
 @pytest.mark.parametrize(
     ("story", "words"),
     [
-        (Story(knows_flops=False), "the FLOPs of this run are unknown.*flopwatch explain"),
+        (Story(knows_flops=False), "The FLOPs of this run are unknown.*flopwatch explain"),
         (
             Story(knows_peak=False),
-            "the peak FLOP/s of the device is unknown.*--peak-tflops X.*flopwatch peak --measure",
+            "The peak FLOP/s of the device is unknown.*--peak-tflops X.*flopwatch peak --measure",
         ),
         (Story(), "does not have the times that show where the peak went.*wait for the next row"),
     ],

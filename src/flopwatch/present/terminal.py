@@ -90,7 +90,7 @@ class _Terminal(doc.Renderer[RenderableType]):
                 yield from self.paragraph(text, hang=hang)
                 continue
             yield from self.paragraph(text.text, "bold", hang)
-            for line in text.detail.splitlines():
+            for line in _(text.detail).splitlines():
                 yield from self.paragraph(line, hang=" " * len(hang))
             if place < len(part.texts):
                 yield Text()

@@ -5,12 +5,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flopwatch.decode import Stored
+from flopwatch.language import Templates
 from flopwatch.numbers import percent
 from flopwatch.present.notebook import html_table
 
 Method = Literal["trace", "step", "estimate", "flops_fn"]
 AttentionConvention = Literal["full", "causal"]
 Confidence = Literal["high", "medium", "low"]
+
+
+PEAK_WORDS: Templates = {
+    "datasheet": "datasheet",
+    "derived": "derived",
+    "measured": "measured",
+    "override": "override",
+    "high": "high",
+    "medium": "medium",
+    "low": "low",
+}
+"""Kinds of peaks, and how sure they are, for people."""
 
 
 @dataclass(frozen=True, slots=True)

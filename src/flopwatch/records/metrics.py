@@ -246,11 +246,12 @@ class Goodput:
             left_out = self.lost_seconds["between"]
             if left_out < _LEAST_TOLD_SHARE * self.wall_seconds:
                 return None
-            return (
-                f"{left_out:,.1f} s between the passes of steps are left out of it: they may be work, or waits for "
-                "batches that were not timed."
+            return Said(
+                "{seconds:,.1f} s between the passes of steps are left out of it: they may be work, or waits for "
+                "batches that were not timed.",
+                seconds=left_out,
             )
-        return None if self.knows_input_wait else "The input wait is unknown and counts as productive."
+        return None if self.knows_input_wait else Said("The input wait is unknown and counts as productive.")
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
         known = [(name, seconds) for name, seconds in self.lost_seconds.items() if seconds > 0]

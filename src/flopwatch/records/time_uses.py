@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
+from flopwatch.language import Said
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -30,6 +32,10 @@ class Use:
     verdict: str = ""
     of_trace: str = ""
     without_peak: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "measured", "advice", "verdict", "without_peak"):
+            object.__setattr__(self, name, Said(getattr(self, name)))
 
     @property
     def in_steps(self) -> bool:

@@ -1,10 +1,11 @@
 """What a log says: the verdict or why there is none, what to try next and, without an MFU, where the time went."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal
 
+from flopwatch.language import Said, Templates, ands, counted, sentences
 from flopwatch.numbers import duration, percent
 from flopwatch.present.document import Bar, Bars, Grid, Head, numbers
 from flopwatch.records.metrics import goodput_of
@@ -25,7 +26,6 @@ from flopwatch.runs.waterfall import (
     use_of_cores,
     waterfall_of,
 )
-from flopwatch.text import plural
 
 LEAST_STEPS = 20
 """The first steps are warm-up, and the median that tells stalled steps from others needs some more."""
@@ -47,11 +47,11 @@ _LEAST_EXCESS_POINTS = 1.0
 LEAST_DRAWN_POINTS = 0.05
 """A smaller loss would be printed as 0.0 points; all of them share one line of `flopwatch why`."""
 _LARGEST = 3
-_WHOLE_MFU = "MFU of the whole run"
+_WHOLE_MFU = Said("MFU of the whole run")
 _SLOW = ("achievable", "below_peak", "slow_matmuls", "other_kernels")
 """Losses of which even a good run has some. What is usual is taken off in this order."""
 
-_IF_PASSES_ARE_NOT_TIMED = {
+_IF_PASSES_ARE_NOT_TIMED: Templates = {
     "below_peak": "Slow passes or waiting for input cost {points}: the input wait between the passes of a step was not "
     "measured, and is part of this.",
     "idle": "Idle time costs {points}: the device waits for Python or for input. The input wait between the passes of "
@@ -103,7 +103,7 @@ class Conclusion:
 def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     if waterfall is None:
         missing = what_is_missing(log)
-        return Conclusion(f"{missing[0].upper()}{missing[1:]}.")
+        return Conclusion(missing)
     verdict = verdict_of(log, waterfall)
     losses = tuple(loss for loss in waterfall.largest() if abs(loss.points) >= LEAST_DRAWN_POINTS)
     # The advice of this loss says the same.
@@ -115,7 +115,7 @@ def conclusion_of(log: RunLog, waterfall: Waterfall | None) -> Conclusion:
     named = [loss for key in verdict.losses for loss in waterfall.losses if loss.key == key]
     if verdict.key == "peak_too_low":
         named = [loss for loss in waterfall.losses if loss.points < 0]
-    advice = " ".join(loss.advice for loss in named if loss.advice)
+    advice = sentences(loss.advice for loss in named)
     return Conclusion(verdict.sentence, verdict, advice, losses, notes)
 
 
@@ -124,28 +124,37 @@ def what_is_missing(log: RunLog) -> str:
     if not log.rows:
         config = log.starts[-1].config if log.starts else {}
         steps, seconds = config.get("log_every", "log_every"), config.get("log_seconds", "log_seconds")
-        when = f"the first one is written after {steps} steps or {seconds} s, and after 6 steps at the earliest"
-        ended = "the run ended before its first one"
-        earlier = f". {note.rstrip('.')}" if (note := earlier_run_note(log.earlier_step)) else ""
-        return f"the log has no row of metrics yet; {when if log.summary is None else ended}{earlier}"
+        text = Said("The log has no row of metrics yet; the run ended before its first one.")
+        if log.summary is None:
+            text = Said(
+                "The log has no row of metrics yet; the first one is written after {steps} steps or {seconds} s, and "
+                "after 6 steps at the earliest."
+            )
+        return sentences([text.filled(steps=steps, seconds=seconds), earlier_run_note(log.earlier_step)])
     if not total(log, "total/model_flops"):
-        return f"the FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {place}` says why"
+        unknown = Said(
+            "The FLOPs of this run are unknown, so there is no MFU to explain; `flopwatch explain {path}` says why."
+        )
+        return unknown.filled(path=place)
     if provenance is None or provenance.peak is None:
         dtype = f" --dtype {provenance.dtypes[0]}" if provenance is not None and provenance.dtypes else ""
-        return (
-            "the peak FLOP/s of the device is unknown, so there is no MFU; give the dense figure of the datasheet "
-            f"(`flopwatch why {place} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
-            f"(`flopwatch peak --measure{dtype}`), and repeat the command"
+        return Said(
+            "The peak FLOP/s of the device is unknown, so there is no MFU; give the dense figure of the datasheet "
+            "(`flopwatch why {path} --peak-tflops X`), or measure what the device reaches, on the machine of the run "
+            "(`flopwatch peak --measure{dtype}`), and repeat the command.",
+            path=place,
+            dtype=dtype,
         )
-    known, then = seconds_of(log), "yet; wait for the next row"
+    known, then = seconds_of(log), Said("yet; wait for the next row")
     if log.summary is not None:
-        then = "before the run ended; run it again for more steps"
+        then = Said("before the run ended; run it again for more steps")
+    text = Said("The log has no step that was timed and whose FLOPs are known {then}.")
     if not known.get("wall") or "model_at_peak" not in known:
-        return (
-            "the log does not have the times that show where the peak went (time/wall_seconds and "
-            f"time/model_at_peak_seconds); they were not logged {then}"
+        text = Said(
+            "The log does not have the times that show where the peak went (time/wall_seconds and "
+            "time/model_at_peak_seconds); they were not logged {then}."
         )
-    return f"the log has no step that was timed and whose FLOPs are known {then}"
+    return text.filled(then=then)
 
 
 def steps_of(log: RunLog) -> int:
@@ -168,23 +177,30 @@ def verdict_of(log: RunLog, waterfall: Waterfall, least_seconds: float = LEAST_S
     steps, uses = steps_of(log), seconds_of(log)
     seconds = uses.get("train") or 0.0
     if steps < LEAST_STEPS:
-        return f"No verdict: the run has {plural(steps, 'step')}, and a verdict needs {LEAST_STEPS}."
+        few = Said("No verdict: the run has {steps}, and a verdict needs {least}.")
+        return few.filled(steps=counted(steps, "{n} step", "{n} steps"), least=LEAST_STEPS)
     if seconds < least_seconds or not isfinite(seconds):
         spent = duration(seconds if isfinite(seconds) else 0.0)
-        return f"No verdict: the run has spent {spent} in steps, and a verdict needs {duration(least_seconds)}."
+        short = Said("No verdict: the run has spent {spent} in steps, and a verdict needs {least}.")
+        return short.filled(spent=spent, least=duration(least_seconds))
     step_mfu = waterfall.step_mfu_percent or 0.0
     if waterfall.points("below_peak") < -_LEAST_EXCESS_POINTS or step_mfu > 100:
-        need = percent(step_mfu / 100) if step_mfu > 100 else "more than 100 %, with recomputation and padding,"
-        return RunVerdict("peak_too_low", f"The peak is too low to judge this run: its steps reach {need} of it.")
+        said = Said(
+            "The peak is too low to judge this run: its steps reach more than 100 %, with recomputation and padding, "
+            "of it."
+        )
+        if step_mfu > 100:
+            said = Said("The peak is too low to judge this run: its steps reach {share} of it.")
+        return RunVerdict("peak_too_low", said.filled(share=percent(step_mfu / 100)))
     times_passes = bool(uses.get("passes_timed"))
     found = _verdict(waterfall, _gains(waterfall, _good_share(log)), _verdicts(log, times_passes))
-    inexact = "The FLOPs are not exact, so this verdict relies on the measured times."
+    inexact = Said("The FLOPs are not exact, so this verdict relies on the measured times.")
     goodput = goodput_of(uses)
     has_note = (
         goodput is not None and not goodput.knows_input_wait
     )  # of `_limits`, which says how long the waits can be
     bound = "" if has_note else _bound_of_waits(found, waterfall, times_passes)
-    return replace(found, reservation=" ".join(filter(None, (inexact if exactness_of(log)[0] is False else "", bound))))
+    return replace(found, reservation=sentences([inexact if exactness_of(log)[0] is False else "", bound]))
 
 
 def _bound_of_waits(verdict: RunVerdict, waterfall: Waterfall, times_passes: bool) -> str:
@@ -195,9 +211,11 @@ def _bound_of_waits(verdict: RunVerdict, waterfall: Waterfall, times_passes: boo
     places = [loss for loss in waterfall.losses if loss.key in keys and loss.points >= LEAST_DRAWN_POINTS]
     if {loss.key for loss in places} <= set(verdict.losses):
         return ""  # the verdict has said how much it is
-    return (
-        f"If batches are fetched where flopwatch does not see it, this wait is part of {named(places)}: after warm-up "
-        f"at most {_points(sum(loss.points for loss in places))}."
+    return Said(
+        "If batches are fetched where flopwatch does not see it, this wait is part of {losses}: after warm-up at most "
+        "{points}.",
+        losses=named(places),
+        points=_points(sum(loss.points for loss in places)),
     )
 
 
@@ -215,42 +233,58 @@ def _gains(waterfall: Waterfall, good_share: float) -> list[tuple[float, Loss]]:
     return sorted(gains, key=lambda gain: -gain[0])
 
 
-def _verdicts(log: RunLog, times_passes: bool) -> dict[str, str]:
-    """The sentences about each loss, by its key, with `{points}`."""
-    verdicts = {key: use.verdict for key, use in USES.items()}
-    if cores := use_of_cores(log):
-        verdicts["below_peak"] = f"Slow forward and backward passes cost {{points}}. {cores}"
-    return verdicts if times_passes else {**verdicts, **_IF_PASSES_ARE_NOT_TIMED}
+def _verdicts(log: RunLog, times_passes: bool) -> Callable[[Loss], str]:
+    """The sentences about a loss."""
+    cores = use_of_cores(log)
+
+    def said(loss: Loss) -> str:
+        template = USES[loss.key].verdict
+        if not times_passes:
+            template = _IF_PASSES_ARE_NOT_TIMED.get(loss.key, template)
+        elif cores and loss.key == "below_peak":
+            template = Said("Slow forward and backward passes cost {points}. {cores}")
+        return Said(template, points=_points(loss.points), cores=cores)
+
+    return said
 
 
-def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], verdicts: Mapping[str, str]) -> RunVerdict:
+def _verdict(waterfall: Waterfall, gains: list[tuple[float, Loss]], said: Callable[[Loss], str]) -> RunVerdict:
     together = sum(gain for gain, _ in gains)
     if not gains or (gains[0][0] < _LEAST_POINTS and together < _LEAST_POINTS_TOGETHER):
         return RunVerdict(
             "healthy",
-            f"Nothing large is left to gain: MFU is {percent(waterfall.mfu_percent / 100)}, forward and backward pass "
-            f"are about as fast as well-tuned ones, and no other loss costs {_LEAST_POINTS:g} points or more.",
+            Said(
+                "Nothing large is left to gain: MFU is {mfu}, forward and backward pass are about as fast as "
+                "well-tuned ones, and no other loss costs {least:g} points or more.",
+                mfu=percent(waterfall.mfu_percent / 100),
+                least=_LEAST_POINTS,
+            ),
         )
     (gain, first), (next_gain, second) = gains[0], (*gains, (0.0, gains[0][1]))[1]
     keys = (first.key, second.key)
     if gain < _LEAST_POINTS:
         return RunVerdict(
             "many_losses",
-            f"No single loss stands out: many small ones cost {together:.0f} points together, the largest are "
-            f"{' and '.join(f'{loss.name} ({_points(loss.points)})' for _, loss in gains[:2])}.",
+            Said(
+                "No single loss stands out: many small ones cost {together:.0f} points together, the largest are "
+                "{losses}.",
+                together=together,
+                losses=ands(
+                    Said("{loss} ({points})", loss=loss.name, points=_points(loss.points)) for _, loss in gains[:2]
+                ),
+            ),
             keys[: len(gains)],
         )
     if next_gain >= max(_NEARLY_EQUAL * gain, _LEAST_POINTS):
-        both = " ".join(verdicts[loss.key].format(points=_points(loss.points)) for loss in (first, second))
-        return RunVerdict("two_losses", f"{both} About as much could be gained from either.", keys)
+        equal = Said("About as much could be gained from either.")
+        return RunVerdict("two_losses", sentences([said(first), said(second), equal]), keys)
     is_largest = first.points >= max(other.points for other in waterfall.losses)
-    rank = "Nothing else costs more." if is_largest else "This is the most that the run could gain."
-    said = verdicts[first.key].format(points=_points(first.points))
-    return RunVerdict(first.key, f"{said} {rank}", (first.key,))
+    rank = Said("Nothing else costs more.") if is_largest else Said("This is the most that the run could gain.")
+    return RunVerdict(first.key, sentences([said(first), rank]), (first.key,))
 
 
-def _points(points: float) -> str:
-    return f"{points:.0f} points" if points >= 9.5 else f"{points:.1f} points"
+def _points(points: float) -> Said:
+    return Said("{points} points", points=f"{points:.0f}" if points >= 9.5 else f"{points:.1f}")
 
 
 def waterfall_bars(waterfall: Waterfall) -> Bars:
@@ -262,24 +296,35 @@ def waterfall_bars(waterfall: Waterfall) -> Bars:
     small = [loss for loss in waterfall.losses if abs(loss.points) < LEAST_DRAWN_POINTS]
     shown = [loss for loss in waterfall.losses if loss not in small]
     if small:
-        name = f"{len(small)} smaller loss{'es' if len(small) > 1 else ''}"
+        name = counted(len(small), "{n} smaller loss", "{n} smaller losses")
         shown.append(Loss("", name, sum(loss.points for loss in small), sum(loss.seconds for loss in small)))
     level = 100.0
-    bars = [Bar("peak", 0.0, level, "100 %", "whole")]
+    bars = [Bar(Said("peak"), 0.0, level, "100 %", "whole")]
     for loss in shown:
         above, level = level, level - loss.points
-        tip = "\n".join(filter(None, (loss.evidence, loss.advice)))
+        tip = Said("{evidence}\n{advice}", evidence=loss.evidence, advice=loss.advice) if loss.advice else loss.evidence
         tone: Literal["loss", "large loss"] = "large loss" if loss in large else "loss"
         bars.append(Bar(loss.name, min(above, level), max(above, level), _signed(-loss.points), tone, tip))
     bars.append(Bar(_WHOLE_MFU, 0.0, mfu, percent(mfu / 100), "rest"))
     whole = max(bar.high for bar in bars)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for loss in waterfall.losses:
-        lost = f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100).replace('%', 'points')}"
-        rows.append((loss.name, lost, duration(loss.seconds), loss.evidence, loss.advice))
+        lost = _lost(loss).removesuffix(" %")
+        rows.append(
+            (loss.name, Said("{points} points", points=lost), duration(loss.seconds), loss.evidence, loss.advice)
+        )
     rows.append((_WHOLE_MFU, percent(mfu / 100), "", "", ""))
-    columns: list[Head | str] = ["lost to", *numbers("points of MFU", "time"), "evidence", "what to try"]
+    columns: list[Head | str] = [
+        Said("lost to"),
+        *numbers("points of MFU", "time"),
+        Said("evidence"),
+        Said("what to try"),
+    ]
     return Bars([bar._replace(low=bar.low / whole, high=bar.high / whole) for bar in bars], behind=Grid(columns, rows))
+
+
+def _lost(loss: Loss) -> str:
+    return f"{'−' if loss.points >= 0 else '+'}{percent(abs(loss.points) / 100)}"
 
 
 def _signed(points: float) -> str:
@@ -287,13 +332,12 @@ def _signed(points: float) -> str:
 
 
 def losses_in_pairs(log: RunLog) -> list[tuple[str, str]]:
-    """The table behind the bars, as a notebook shows it: each loss with its share of the peak; empty if unknown."""
+    """As a notebook shows it: each loss with its share of the peak; empty if unknown."""
     waterfall = waterfall_of(log)
     if waterfall is None:
         return []
-    table = waterfall_bars(waterfall).behind
-    rows = [(str(name), str(lost).replace("points", "%")) for name, lost, *_ in (table.rows if table else ())]
-    return [("peak of the devices", "100 %"), *rows]
+    losses = [(loss.name, _lost(loss)) for loss in waterfall.losses]
+    return [(Said("peak of the devices"), "100 %"), *losses, (_WHOLE_MFU, percent(waterfall.mfu_percent / 100))]
 
 
 _LEAST_SHARE = 0.01

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import isfinite
 
+from flopwatch.language import Said, commas, semicolons
 from flopwatch.numbers import energy, flop_rate, percent
 from flopwatch.records.run import Number
 from flopwatch.runs.comparison import total
@@ -59,9 +60,9 @@ def _possible(value: Number | None) -> Number | None:
 def energy_per_work(found: Counters) -> list[str]:
     """Energy per token, sample and step, in words; without what is unknown."""
     each = [
-        (found.joules_per_token, f"{energy(found.joules_per_token)} per token"),
-        (found.joules_per_sample, f"{energy(found.joules_per_sample)} per sample"),
-        (found.joules_per_step, f"{energy(found.joules_per_step)} per step"),
+        (found.joules_per_token, Said("{energy} per token", energy=energy(found.joules_per_token))),
+        (found.joules_per_sample, Said("{energy} per sample", energy=energy(found.joules_per_sample))),
+        (found.joules_per_step, Said("{energy} per step", energy=energy(found.joules_per_step))),
     ]
     return [words for joules, words in each if joules is not None]
 
@@ -73,17 +74,24 @@ def counter_sentences(found: Counters) -> list[str]:
     ['Measured energy of the devices: 4.20 MJ (nvml); 310 J per step.', 'FLOP/s of a device in the newest window: \
 400.0 TFLOP/s counted, 420.0 TFLOP/s by its counters (nvml), 1.05 times as many.']
     """
-    said = []
+    said: list[str] = []
     if found.energy_joules is not None:
         whole = f"{energy(found.energy_joules)} ({found.source})"
-        together = "; ".join(filter(None, [whole, ", ".join(energy_per_work(found))]))
-        said.append(f"Measured energy of the devices: {together}.")
+        together = semicolons([whole, commas(energy_per_work(found))])
+        said.append(Said("Measured energy of the devices: {energy}.", energy=together))
     if found.flops_per_s is not None and found.counted_flops_per_s:
         times = found.flops_per_s / found.counted_flops_per_s
         said.append(
-            f"FLOP/s of a device in the newest window: {flop_rate(found.counted_flops_per_s)} counted, "
-            f"{flop_rate(found.flops_per_s)} by its counters ({found.source}), {times:.2f} times as many."
+            Said(
+                "FLOP/s of a device in the newest window: {counted} counted, {seen} by its counters ({source}), "
+                "{times:.2f} times as many.",
+                counted=flop_rate(found.counted_flops_per_s),
+                seen=flop_rate(found.flops_per_s),
+                source=found.source,
+                times=times,
+            )
         )
     elif found.tensor_active is not None:
-        said.append(f"The tensor cores were busy in {percent(found.tensor_active)} of the cycles ({found.source}).")
+        busy = Said("The tensor cores were busy in {share} of the cycles ({source}).")
+        said.append(busy.filled(share=percent(found.tensor_active), source=found.source))
     return said

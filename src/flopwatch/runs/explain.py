@@ -11,6 +11,7 @@ from math import isclose
 from typing import Any
 
 from flopwatch.decode import Stored
+from flopwatch.language import Said, Templates, commas, semicolons
 from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, RunStart
 from flopwatch.runs import RunLog, provenance_at, step_cells
@@ -118,12 +119,15 @@ def explain_window(log: RunLog, row: Row, logged: Row | None = None) -> Explanat
     return _explained(log, row, counted, left_out, is_window=True, logged=logged)
 
 
+_NOT_KNOWN = Said("FLOPs not known")
+
+
 def _why_left_out(cells: Cells, *, needs_flops: bool) -> str | None:
     if cells.get("seconds") is None:
-        return "not timed"
+        return Said("not timed")
     if cells.get("warm_up"):
-        return "warm-up, or counted as they ran"
-    return "FLOPs not known" if needs_flops and "model_flops" not in cells else None
+        return Said("warm-up, or counted as they ran")
+    return _NOT_KNOWN if needs_flops and "model_flops" not in cells else None
 
 
 def _explained(
@@ -188,7 +192,9 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
         return replace(provenance, peak=None)
     if isclose(row.peak["flops_per_s"], provenance.peak["flops_per_s"], rel_tol=1e-9):
         return provenance
-    source = f"mean of the peaks of these steps' dtypes, weighted by FLOPs; {provenance.peak['source']}"
+    source = Said(
+        "mean of the peaks of these steps' dtypes, weighted by FLOPs; {source}", source=str(provenance.peak["source"])
+    )
     return replace(provenance, peak={**provenance.peak, **row.peak, "source": source})
 
 
@@ -217,30 +223,46 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
         reasons["model_flops"] = _why_no_flops(provenance, left_out)
     if sums["seconds"] is None:
         reasons["seconds"] = (
-            "no step of the window was timed outside warm-up"
+            Said("no step of the window was timed outside warm-up")
             if left_out
-            else "the start of the step was not measured: wrap the step in `with monitor.step():` to time the first one"
+            else Said(
+                "the start of the step was not measured: wrap the step in `with monitor.step():` to time the first one"
+            )
         )
     if provenance is None or provenance.peak is None:
         device = next((start.environment.get("device") for start in reversed(log.starts)), None)
-        reasons["peak"] = (
-            f"flopwatch has no peak FLOP/s for {device or 'this device'}: give it now with --peak-tflops, or measure "
-            "it with `flopwatch peak --measure`"
+        reasons["peak"] = Said(
+            "flopwatch has no peak FLOP/s for {device}: give it now with --peak-tflops, or measure it with `flopwatch "
+            "peak --measure`",
+            device=str(device) if device else Said("this device"),
         )
     if sums["tokens"] is None and sums["seconds"] is not None:
-        reasons["tokens"] = "the shape of the batch was not logged: pass batch= or attention_mask= to log_step"
+        reasons["tokens"] = Said(
+            "the shape of the batch was not logged: a TrainingMonitor in the loop logs it, if batch= or "
+            "attention_mask= is passed to its log_step"
+        )
     return reasons
 
 
 def _why_no_flops(provenance: Provenance | None, left_out: Mapping[int, str]) -> str:
-    notes = f" ({'; '.join(provenance.notes)})" if provenance is not None and provenance.notes else ""
+    if left_out and provenance is not None and provenance.method is not None and _NOT_KNOWN not in left_out.values():
+        return Said("all steps of the window are left out: {why}", why=commas(sorted(set(left_out.values()))))
+    why = Said("the shape of the batch was not logged, or its FLOPs could not be counted")
     if provenance is None or provenance.method is None:
-        return "FLOPs were not yet counted when this was logged" + notes
-    if left_out and "FLOPs not known" not in left_out.values():
-        return "all steps of the window are left out: " + ", ".join(sorted(set(left_out.values())))
-    return "the shape of the batch was not logged, or its FLOPs could not be counted" + notes
+        why = Said("FLOPs were not yet counted when this was logged")
+    notes = semicolons(provenance.notes) if provenance is not None else ""
+    return Said("{why} ({notes})", why=why, notes=notes) if notes else why
 
 
+WHAT_RAN: Templates = {
+    "script": "script",
+    "arguments": "arguments",
+    "working folder": "working folder",
+    "git commit": "git commit",
+    "user": "user",
+    "job": "job",
+    "packages": "packages",
+}
 _SHORT_COMMIT = 12
 _LONGEST = 2000
 
@@ -256,7 +278,8 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
     git, commit, arguments = facts.get("git"), "", facts.get("arguments")
     if isinstance(git, Mapping):
         branch = f" ({git['branch']})" if git.get("branch") else ""
-        commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}{', with changes' if git.get('dirty') else ''}"
+        commit = f"{str(git.get('commit'))[:_SHORT_COMMIT]}{branch}"
+        commit = commas([commit, Said("with changes") if git.get("dirty") else ""])
     found = {
         "script": facts.get("script"),
         "arguments": shlex.join(map(str, arguments)) if isinstance(arguments, list | tuple) else "",
@@ -266,7 +289,11 @@ def what_ran(start: RunStart | None) -> list[tuple[str, str]]:
         "job": _pairs(facts.get("job")),
         "packages": _pairs(facts.get("packages")),
     }
-    return [(label, one_line(str(text), _LONGEST)) for label, text in found.items() if text]
+    return [
+        (label, text if isinstance(text, Said) else one_line(str(text), _LONGEST))
+        for label, text in found.items()
+        if text
+    ]
 
 
 def _pairs(values: Any) -> str:

@@ -10,6 +10,7 @@ run is not a slow one.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flopwatch.language import Said, ands, commas, semicolons
 from flopwatch.numbers import number, step_time
 from flopwatch.records.time_uses import IN_STEPS, MAY_HAVE_WAITS, USES
 
@@ -142,7 +143,7 @@ def _rare_places(run: RunTime) -> list[str]:
 
 
 def _in_quotes(keys: Sequence[str]) -> str:
-    return " and ".join(f'"{_name(key)}"' for key in dict.fromkeys(keys))
+    return ands(Said('"{loss}"', loss=_name(key)) for key in dict.fromkeys(keys))
 
 
 def _folded(amounts: Mapping[str, float], folds: Mapping[str, str]) -> dict[str, float]:
@@ -217,30 +218,39 @@ def _name(key: str) -> str:
 
 
 def _sentence(found: PerStep, a: RunTime, b: RunTime) -> str:
-    per_step = f"Per step, the whole run took {_ms(found.a_ms)} in A and {_ms(found.b_ms)} in B"
+    times = {"a": _ms(found.a_ms), "b": _ms(found.b_ms)}
     told = [cause for cause in found.causes if abs(cause.change_ms) >= LEAST_SHARE * found.a_ms]
     if not told:
-        return f"{per_step}: no part changed by {100 * LEAST_SHARE:g} % of that or more."
+        same = Said(
+            "Per step, the whole run took {a} in A and {b} in B: no part changed by {least:g} % of that or more."
+        )
+        return same.filled(**times, least=100 * LEAST_SHARE)
     parts = {part.key: part for part in found.parts}
     first, *others = [_words(cause, parts, a, b) for cause in told[:2]]
-    return f"{per_step}. Most of the change: {first}{''.join(f'; next, {other}' for other in others)}."
+    said = Said("Per step, the whole run took {a} in A and {b} in B. Most of the change: {change}.")
+    if others:
+        first = semicolons([first, Said("next, {change}", change=others[0])])
+    return said.filled(**times, change=first)
 
 
 def _words(cause: Cause, parts: Mapping[str, PartChange], a: RunTime, b: RunTime) -> str:
     if cause.key == STEP_SIZE:
         of_a, of_b = ({kind: flops / run.steps for kind, flops in run.flops.items()} for run in (a, b))
         factor = size_factor(of_a, of_b)
-        became = (
-            f"became larger, with {number(factor)} times" if factor > 1 else f"became smaller, with {factor:.2f} of"
-        )
-        return f"steps {became} the FLOPs, which makes {_ms(abs(cause.change_ms))} of {_name(PASSES)}"
+        resized = Said("steps became smaller, with {times} of the FLOPs, which makes {time} of {part}")
+        if factor > 1:
+            resized = Said("steps became larger, with {times} times the FLOPs, which makes {time} of {part}")
+        times = number(factor) if factor > 1 else f"{factor:.2f}"
+        return resized.filled(times=times, time=_ms(abs(cause.change_ms)), part=_name(PASSES))
     part = parts[cause.key]
-    verb = "grew" if cause.change_ms > 0 else "shrank"
     # What larger or smaller steps make of the growth is a cause of its own, and would be told twice.
     if cause.key == PASSES and abs(part.change_ms - cause.change_ms) > _NEARLY_ALL * abs(part.change_ms):
-        became = "slower" if cause.change_ms > 0 else "faster"
-        return f"{part.name} became {became} at the same work, by {_ms(abs(cause.change_ms))}"
-    return f"{part.name} {verb} from {_ms(part.a_ms)} to {_ms(part.b_ms)}"
+        became = Said("{part} became faster at the same work, by {time}")
+        if cause.change_ms > 0:
+            became = Said("{part} became slower at the same work, by {time}")
+        return became.filled(part=part.name, time=_ms(abs(cause.change_ms)))
+    changed = Said("{part} grew from {a} to {b}") if cause.change_ms > 0 else Said("{part} shrank from {a} to {b}")
+    return changed.filled(part=part.name, a=_ms(part.a_ms), b=_ms(part.b_ms))
 
 
 def _ms(milliseconds: float) -> str:
@@ -248,23 +258,28 @@ def _ms(milliseconds: float) -> str:
 
 
 def _notes(a: RunTime, b: RunTime) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     for key, target in _folds(a, b).items():
         which = "A" if key in a.measured else "B"
-        notes.append(f'Only {which} measured "{_name(key)}", so it is part of "{_name(target)}" in both.')
+        once = Said('Only {which} measured "{loss}", so it is part of "{other}" in both.')
+        notes.append(once.filled(which=which, loss=_name(key), other=_name(target)))
         if key == "input_wait" and (rare := _rare_places(b if which == "A" else a)):
             other = "B" if which == "A" else "A"
-            notes.append(f"In {other}, some of the input wait may be part of {_in_quotes(rare)} too.")
+            also = Said("In {other}, some of the input wait may be part of {losses} too.")
+            notes.append(also.filled(other=other, losses=_in_quotes(rare)))
     if "input_wait" not in {*a.measured, *b.measured}:
         places = _in_quotes((_place_of_waits(a, b), *_rare_places(a), *_rare_places(b)))
         notes.append(
-            f"The input wait of both runs is unknown. After warm-up, it is part of {places}, at most all of it."
+            Said(
+                "The input wait of both runs is unknown. After warm-up, it is part of {losses}, at most all of it.",
+                losses=places,
+            )
         )
-    once = [key for key in _ONCE if a.seconds.get(key) or b.seconds.get(key)]
-    if a.steps != b.steps and once:
-        names = ", ".join(_name(key) for key in once)
-        notes.append(
-            f"A has {a.steps:,} steps and B {b.steps:,}. What a run does once ({names}) is spread over "
-            f"{max(a.steps, b.steps):,} steps in both."
+    in_one = [key for key in _ONCE if a.seconds.get(key) or b.seconds.get(key)]
+    if a.steps != b.steps and in_one:
+        spread = Said(
+            "A has {a:,} steps and B {b:,}. What a run does once ({names}) is spread over {longer:,} steps in both."
         )
+        names = commas(_name(key) for key in in_one)
+        notes.append(spread.filled(a=a.steps, b=b.steps, names=names, longer=max(a.steps, b.steps)))
     return tuple(notes)

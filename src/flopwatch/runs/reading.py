@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
 from flopwatch.files import LineFollower
+from flopwatch.language import Said
 from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary, marked
 from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 
@@ -246,9 +247,10 @@ def earlier_run_note(step: int | None) -> str:
     """What a reader must know about the earlier run in the same file, which ends at `step`; empty without one."""
     if step is None:
         return ""
-    return (
-        f"The log also has an earlier run, up to step {step:,}, which is left out here: the newest session did not "
-        "continue its steps, so it began a run of its own. Give each run a folder of its own."
+    return Said(
+        "The log also has an earlier run, up to step {step:,}, which is left out here: the newest session did not "
+        "continue its steps, so it began a run of its own. Give each run a folder of its own.",
+        step=step,
     )
 
 

@@ -13,13 +13,14 @@ from math import isfinite
 from typing import Any
 
 from flopwatch.decode import is_amount
+from flopwatch.language import Said, ands, counted, semicolons, sentences
 from flopwatch.numbers import duration, flop_rate, percent, step_time
 from flopwatch.records.metrics import AT_PEAK, METRICS, Goodput, goodput_of
 from flopwatch.records.time_uses import IN_STEPS, LOSSES, MAY_HAVE_WAITS, OF_TRACES, Use
 from flopwatch.runs.reading import RunLog, earlier_run_note, provenance_at
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.traces.files import traces_of_log
-from flopwatch.text import one_line, plural
+from flopwatch.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,12 @@ def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChang
     changes.sort(key=lambda loss: -abs(loss.change))
     gained = b.mfu_percent - a.mfu_percent
     in_a, in_b = (percent(run.mfu_percent / 100) for run in (a, b))
-    said = f"{'rose' if gained > 0 else 'fell'} from {in_a} to {in_b}"
+    said = Said("MFU of the whole run fell from {a} to {b}.")
+    if gained > 0:
+        said = Said("MFU of the whole run rose from {a} to {b}.")
     if abs(gained) < min(_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE * a.mfu_percent):
-        said = f"changed little, from {in_a} to {in_b}"
-    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), f"MFU of the whole run {said}.")
+        said = Said("MFU of the whole run changed little, from {a} to {b}.")
+    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), said.filled(a=in_a, b=in_b))
 
 
 def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
@@ -138,9 +141,15 @@ def divided_wall_time(log: RunLog, traces: Sequence[TraceSplit] = (), **changed_
         return None
     unread = list(filter(None, [earlier_run_note(log.earlier_step)]))
     if log.torn_lines:
-        lines, verb = plural(log.torn_lines, "line"), "is" if log.torn_lines == 1 else "are"
-        why = "a process that is killed or is still writing leaves one such line"
-        unread.append(f"{lines} of the log cannot be read and {verb} left out; {why}.")
+        unread.append(
+            counted(
+                log.torn_lines,
+                "{n} line of the log cannot be read and is left out; a process that is killed or is still writing "
+                "leaves one such line.",
+                "{n} lines of the log cannot be read and are left out; a process that is killed or is still writing "
+                "leaves one such line.",
+            )
+        )
     facts = _facts(log)
     traces, older = traces_of_log(log, traces)
     useful, wall = seconds.setdefault("model_at_peak", 0.0), goodput.wall_seconds
@@ -214,8 +223,11 @@ def _consistent(logged: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
     if excess < _LEAST_REPORTED_EXCESS * seconds["wall"]:
         return seconds, []
     return seconds, [
-        f"The logged times add up to {duration(excess)} more than the wall time, as if the machine's clock had been "
-        "set back; here their sum counts as the wall time."
+        Said(
+            "The logged times add up to {excess} more than the wall time, as if the machine's clock had been set "
+            "back; here their sum counts as the wall time.",
+            excess=duration(excess),
+        )
     ]
 
 
@@ -263,16 +275,25 @@ def use_of_cores(log: RunLog) -> str:
     said = []
     if threads < cores:
         said.append(
-            f"torch computes with {plural(threads, 'thread')}, and the peak is that of {cores} cores: with "
-            f"OMP_NUM_THREADS={cores} or torch.set_num_threads({cores}) it uses all of them."
+            counted(
+                threads,
+                "torch computes with {n} thread, and the peak is that of {cores} cores: with OMP_NUM_THREADS={cores} "
+                "or torch.set_num_threads({cores}) it uses all of them.",
+                "torch computes with {n} threads, and the peak is that of {cores} cores: with OMP_NUM_THREADS={cores} "
+                "or torch.set_num_threads({cores}) it uses all of them.",
+                cores=cores,
+            )
         )
     used = seconds.get("processor", 0.0) / wall
     if 0 < used < _FULLY_USED * min(threads, cores):
         said.append(
-            f"On average its process ran on {used:.2f} cores: other processes use this machine too, or the training "
-            "waits."
+            Said(
+                "On average its process ran on {used:.2f} cores: other processes use this machine too, or the "
+                "training waits.",
+                used=used,
+            )
         )
-    return " ".join(said)
+    return sentences(said)
 
 
 def exactness_of(log: RunLog) -> tuple[bool | None, tuple[str, ...]]:
@@ -291,54 +312,78 @@ _LONGEST_REASON = 300
 def how_to_trace(log: RunLog) -> str:
     """Who traces the run; a run that has ended cannot be traced any more. Begins a sentence."""
     if log.summary is not None:
-        return "In the next run, while it trains, `flopwatch trace RUN_DIR`"
-    return f"While the training runs, `flopwatch trace {in_shell(str(log.path.parent))}`"
+        return Said("In the next run, while it trains, `flopwatch trace RUN_DIR`")
+    return Said("While the training runs, `flopwatch trace {path}`", path=in_shell(str(log.path.parent)))
 
 
 def undivided_note(trace: str) -> str:
-    return (
-        f'Without a trace, "{LOSSES["below_peak"].name}" is one loss. {trace} divides it into slow matmuls, other '
-        "kernels, idle time and communication."
+    return Said(
+        'Without a trace, "{loss}" is one loss. {trace} divides it into slow matmuls, other kernels, idle time and '
+        "communication.",
+        loss=LOSSES["below_peak"].name,
+        trace=trace,
     )
 
 
 def _limits(waterfall: Waterfall, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
     notes = []
     if not facts["knows_input_wait"]:
-        places, where = [loss for loss in waterfall.losses if loss.key in MAY_HAVE_WAITS], "other losses"
+        places, where = [loss for loss in waterfall.losses if loss.key in MAY_HAVE_WAITS], Said("other losses")
         if facts["times_passes"] and places:
-            where = f"{named(places)}, after warm-up at most {duration(sum(loss.seconds for loss in places))}"
-        notes.append(f"The input wait of this run was not measured, so it is part of {where}. {_MEASURE_WAIT}")
+            longest = duration(sum(loss.seconds for loss in places))
+            where = Said("{losses}, after warm-up at most {longest}", losses=named(places), longest=longest)
+        unknown = Said("The input wait of this run was not measured, so it is part of {where}.", where=where)
+        notes.append(sentences([unknown, _MEASURE_WAIT]))
     if not seconds.get("divided") and not waterfall.points("optimizer"):
         notes.append(
-            "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
-            "closure, runs in another thread or is no method of a torch.optim.Optimizer."
+            Said(
+                "The time of the optimizer is unknown, so it is part of other losses; this happens if its step gets a "
+                "closure, runs in another thread or is no method of a torch.optim.Optimizer."
+            )
         )
     is_exact, reasons = facts["exact"]
     if is_exact is False:
-        why = f": {one_line(reasons[0], _LONGEST_REASON).rstrip('.')}" if reasons else ""
-        notes.append(f"The FLOPs are not exact{why}. MFU and the losses inside steps are as uncertain as they are.")
+        why = Said("The FLOPs are not exact.")
+        if reasons:
+            reason = reasons[0]
+            if not isinstance(reason, Said):  # it may be of any length, in a damaged log
+                reason = one_line(reason, _LONGEST_REASON).rstrip(".")
+            why = Said("The FLOPs are not exact: {why}.", why=reason)
+        notes.append(sentences([why, Said("MFU and the losses inside steps are as uncertain as they are.")]))
     if len(facts["peaks"]) > 1:
         rates = ", ".join(flop_rate(rate) for rate in facts["peaks"])
-        notes.append(f"The peak has changed during this run ({rates}). Each step counts at the peak of its own time.")
+        changed = Said("The peak has changed during this run ({rates}). Each step counts at the peak of its own time.")
+        notes.append(changed.filled(rates=rates))
     if not waterfall.traced and waterfall.points("below_peak") >= _LEAST_UNDIVIDED_POINTS:
         notes.append(undivided_note(facts["trace"]))
+    return [*notes, *_about_the_device(facts)]
+
+
+def _about_the_device(facts: Mapping[str, Any]) -> list[str]:
+    notes: list[str] = []
     if facts["peak_kind"] == "measured":
         notes.append(
-            f"The peak is no datasheet's figure; it was measured on such a device: {facts['peak_source']}. MFU "
-            "compares the training with these matrix products."
+            Said(
+                "The peak is no datasheet's figure; it was measured on such a device: {source}. MFU compares the "
+                "training with these matrix products.",
+                source=facts["peak_source"],
+            )
         )
     if facts["cores"]:
         notes.append(facts["cores"])
     if facts["is_cpu"] and facts["peak_kind"] == "derived":
-        note = f"The peak is that of the whole CPU: {facts['peak_source']}. Few trainings come near it"
-        measure = "; `flopwatch peak --measure` measures what matrix products reach on this machine"
-        notes.append(f"{note}{'' if facts['achievable_flops_per_s'] else measure}.")
+        note = Said("The peak is that of the whole CPU: {source}. Few trainings come near it.")
+        if not facts["achievable_flops_per_s"]:
+            note = Said(
+                "The peak is that of the whole CPU: {source}. Few trainings come near it; `flopwatch peak --measure` "
+                "measures what matrix products reach on this machine."
+            )
+        notes.append(note.filled(source=facts["peak_source"]))
     return notes
 
 
 def named(losses: Sequence[Loss]) -> str:
-    return " and ".join(f'"{loss.name}"' for loss in losses)
+    return ands(Said('"{loss}"', loss=loss.name) for loss in losses)
 
 
 def _divide(
@@ -395,11 +440,13 @@ def _fitted(wanted: Mapping[str, float], room: float) -> tuple[dict[str, float],
         if given > 0:
             fitted[name] -= given
             excess -= given
-    notes = []
+    notes: list[str] = []
     if room < 0:
         notes.append(
-            "The executed FLOPs would take longer at the peak than the steps took, so the peak is too low: check "
-            "`flopwatch peak`, or pass peak_flops_per_s."
+            Said(
+                "The executed FLOPs would take longer at the peak than the steps took, so the peak is too low: check "
+                "`flopwatch peak`, or pass peak_flops_per_s."
+            )
         )
     return fitted, notes
 
@@ -440,10 +487,13 @@ def _divide_by_traces(
     split |= {"below_peak": 0.0, "optimizer": parts.get("optimizer", 0.0) + split.get("optimizer", 0.0)}
     if 0.8 < 1 / share < 1.25:
         return split, []
-    doubt = (
-        f"The traced steps show {percent(1 / share)} of the time that they divide, so the losses known from the trace"
+    doubt = Said(
+        "The traced steps show {share} of the time that they divide, so the losses known from the trace are "
+        "approximate; a newer trace may be better.",
+        share=percent(1 / share),
     )
-    return split, [f"{doubt} are approximate; a newer trace may be better."]
+    notes: list[str] = [doubt]
+    return split, notes
 
 
 def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -> dict[str, float]:
@@ -461,24 +511,32 @@ def _without_measured(traced: Mapping[str, float], parts: Mapping[str, float]) -
 def _loss(use: Use, seconds: float, wall_seconds: float, facts: Mapping[str, Any]) -> Loss:
     points = 100 * seconds / wall_seconds
     if seconds < 0:  # only `below_peak` can be, if the peak is too low
-        more = f"At this peak, the executed FLOPs take {duration(-seconds)} more than the steps took."
+        more = Said(
+            "At this peak, the executed FLOPs take {excess} more than the steps took.", excess=duration(-seconds)
+        )
         return Loss(use.key, use.name, points, seconds, more, _TOO_LOW)
     steps, tokens, real_tokens = facts["steps"], facts["tokens"], facts["real_tokens"]
-    each = f" ({step_time(seconds / steps)} per step)" if steps and use.in_steps else ""
-    evidence = f"{duration(seconds)} of {duration(wall_seconds)}{each} {use.measured}"
+    evidence = Said("{seconds} of {wall} {measured}")
+    if steps and use.in_steps:
+        evidence = Said("{seconds} of {wall} ({each} per step) {measured}")
+    each = step_time(seconds / steps) if steps else ""
+    said: str = evidence.filled(
+        seconds=duration(seconds), wall=duration(wall_seconds), each=each, measured=use.measured
+    )
     if use.key == "padding" and tokens and real_tokens is not None:
-        evidence += f"; {percent(1 - real_tokens / tokens)} of all tokens are padding"
-    advice = use.advice.replace("{path}", in_shell(facts["path"])).replace("{trace}", facts["trace"])
+        padding = Said("{share} of all tokens are padding", share=percent(1 - real_tokens / tokens))
+        said = semicolons([said, padding])
+    advice: str = Said(use.advice, path=in_shell(facts["path"]), trace=facts["trace"])
     if use.key in ("idle", "below_peak") and not facts["times_passes"]:
-        advice = f"{_MEASURE_WAIT} {advice}"
-    return Loss(use.key, use.name, points, seconds, f"{evidence}.", advice)
+        advice = sentences([_MEASURE_WAIT, advice])
+    return Loss(use.key, use.name, points, seconds, Said("{sentence}.", sentence=said), advice)
 
 
-_MEASURE_WAIT = (
+_MEASURE_WAIT = Said(
     "To measure the input wait, pass the batches of a TrainingMonitor through monitor.batches(), or fetch them in "
     "`with monitor.input_wait():`."
 )
-_TOO_LOW = "Check the peak with `flopwatch peak`, or pass peak_flops_per_s."
+_TOO_LOW = Said("Check the peak with `flopwatch peak`, or pass peak_flops_per_s.")
 
 
 def in_shell(path: str) -> str:

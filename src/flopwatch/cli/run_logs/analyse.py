@@ -58,7 +58,7 @@ def explain(
     log = with_peak(logged, peak_to_use(peak_tflops))
     if step is None and not log.rows:
         if as_json:
-            raise InputError(f"in {str(log.path)!r}, {what_is_missing(log)}")
+            raise InputError(f"{log.path}: {what_is_missing(log)}")
         show(where_the_time_went(log, (), ())[1])
         return
     explanation = explain_window(log, log.rows[-1], logged.rows[-1]) if step is None else explain_step(log, step)

@@ -3,30 +3,31 @@
 `why` says where the rest of the peak went, or where the time went if MFU is unknown; `explain` how an MFU was computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
-from flopwatch.language import _
+from flopwatch.language import Said, Templates, _, ands, commas, counted, in_words, semicolons, sentences
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
 from flopwatch.present.notebook import html_table
 from flopwatch.records import metrics
+from flopwatch.records.flops import PEAK_WORDS
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
 from flopwatch.runs.counters import counter_sentences, counters_of
-from flopwatch.runs.explain import Explanation, Quotient
+from flopwatch.runs.explain import WHAT_RAN, Explanation, Quotient
 from flopwatch.runs.reading import RunLog, earlier_run_note
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Loss, Waterfall, exactness_of, waterfall_of
-from flopwatch.text import one_line, plural
+from flopwatch.text import one_line
 
 _LONGEST_NAME = 200
-_STATES = {
+_STATES: Templates = {
     "running": "still running",
     "running or killed": "still running, or killed",
     "killed": "killed, or its log is cut",
@@ -51,18 +52,24 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         **_counters_json(log),
         "notes": [*waterfall.notes, *problems],
     }
-    losses = [_item(f"{loss.name}: {loss.points:.1f} points", loss, said.next_step) for loss in said.losses]
-    next_step = [Text(f"Next: {said.next_step}")] if said.next_step else []
+    name = Said("{loss}: {points:.1f} points")
+    losses = [_item(name.filled(loss=loss.name, points=loss.points), loss, said.next_step) for loss in said.losses]
+    next_step = [Text(Said("Next: {step}", step=said.next_step))] if said.next_step else []
     reservation = [Text(said.reservation)] if said.reservation else []
     peak = log.provenances[-1].peak if log.provenances else None
     on_what = ""
     if peak is not None:
         world_size = log.starts[-1].world_size if log.starts else 1
-        ranks = f"{world_size} ranks, " if world_size > 1 else ""
-        rate = f"{peak.get('dtype')} peak {flop_rate(peak.get('flops_per_s'))} ({peak.get('kind')})"
-        on_what = " on " + one_line(f"{ranks}{peak.get('device')}, {rate}")
+        ranks = counted(world_size, "{n} rank", "{n} ranks") if world_size > 1 else ""
+        rate = Said(
+            "{dtype} peak {rate} ({kind})",
+            dtype=str(peak.get("dtype")),
+            rate=flop_rate(peak.get("flops_per_s")),
+            kind=in_words(PEAK_WORDS, peak.get("kind")),
+        )
+        on_what = commas([ranks, one_line(str(peak.get("device"))), rate])
     parts = [
-        Text(f"{plural(steps, 'step')} in {duration(waterfall.wall_seconds)}{on_what}{_unless_ended(log)}", "soft"),
+        Text(_where(counted(steps, "{n} step", "{n} steps"), waterfall.wall_seconds, on_what, log), "soft"),
         Text(_difference(log, waterfall)),
         Section("", [advice.waterfall_bars(waterfall)]),
         Section("", [Text(said.sentence, "strong" if said.verdict else ""), *next_step, *reservation]),
@@ -70,17 +77,26 @@ def why(log: RunLog, traces: Sequence[TraceSplit], problems: Sequence[str]) -> t
         *_counters(log),
         *_notes([*said.notes, *problems]),
     ]
-    of_what = f"the MFU of {one_line(str(log.path.parent))} is {percent(waterfall.mfu_percent / 100)}"
-    return content, Document(f"Why {of_what}", parts)
+    title = Said(
+        "Why the MFU of {run} is {mfu}", run=one_line(str(log.path.parent)), mfu=percent(waterfall.mfu_percent / 100)
+    )
+    return content, Document(title, parts)
+
+
+def _where(steps: str, seconds: float, on_what: str, log: RunLog) -> str:
+    said = Said("{steps} in {time} on {device}") if on_what else Said("{steps} in {time}")
+    running = "" if log.summary is not None else Said("the run has not ended")
+    return commas([said.filled(steps=steps, time=duration(seconds), device=on_what), running])
 
 
 def _item(name: str, of: Loss | advice.TimeUse, told: str = "") -> Cell:
     has_more = of.advice and of.advice not in told
-    return Cell(name, detail=f"{of.evidence}\nNext: {of.advice}" if has_more else of.evidence)
+    more = Said("{evidence}\nNext: {advice}", evidence=of.evidence, advice=of.advice)
+    return Cell(name, detail=more if has_more else of.evidence)
 
 
 def _notes(notes: Sequence[str]) -> list[Part]:
-    return [Section("", [Text(f"Note: {note}", "soft") for note in notes])] if notes else []
+    return [Section("", [Text(Said("Note: {note}", note=note), "soft") for note in notes])] if notes else []
 
 
 def _counters(log: RunLog) -> list[Part]:
@@ -93,25 +109,25 @@ def _counters_json(log: RunLog) -> dict[str, Any]:
     return {} if found is None else {"counters": asdict(found)}
 
 
-def _unless_ended(log: RunLog) -> str:
-    return "" if log.summary is not None else ", the run has not ended"
-
-
 def _difference(log: RunLog, waterfall: Waterfall) -> str:
     outside = [loss for loss in waterfall.losses if not USES[loss.key].in_steps]
     lost = sum(loss.points for loss in outside)
     if waterfall.step_mfu_percent is None or lost < _LEAST_PERCENT_OUTSIDE:
-        return "Nearly all of its time is in training steps, so they reach about the same MFU."
+        return Said("Nearly all of its time is in training steps, so they reach about the same MFU.")
     steps, most = percent(waterfall.step_mfu_percent / 100), max(outside, key=lambda loss: loss.points)
     logged = None if log.summary is None or len(log.starts) > 1 else log.summary.values.get("perf/mfu_percent")
-    in_log = ""
+    said = Said("Its training steps reach {steps} without stalls and warm-up.")
     if logged is not None and percent(logged / 100) != steps:
-        other = "which counts stalls, but leaves out the steps that flopwatch slowed"
-        in_log = f" ({percent(logged / 100)} in the log, {other})"
-    return (
-        f"Its training steps reach {steps} without stalls and warm-up{in_log}. The run as a whole is lower, because "
-        f"{percent(lost / 100)} of its time is spent otherwise, most of it on {most.name}."
+        said = Said(
+            "Its training steps reach {steps} without stalls and warm-up ({logged} in the log, which counts stalls, "
+            "but leaves out the steps that flopwatch slowed)."
+        )
+    lower = Said(
+        "The run as a whole is lower, because {lost} of its time is spent otherwise, most of it on {use}.",
+        lost=percent(lost / 100),
+        use=most.name,
     )
+    return sentences([said.filled(steps=steps, logged=percent((logged or 0) / 100)), lower])
 
 
 def where_the_time_went(
@@ -138,57 +154,62 @@ def where_the_time_went(
     environment = log.starts[-1].environment if log.starts else {}
     device = environment.get("device_name") or environment.get("device")
     dtypes = log.provenances[-1].dtypes if log.provenances else ()
-    on_what = " on " + one_line(", ".join([str(device), *dtypes])) if device else ""
+    on_what = one_line(", ".join([str(device), *dtypes])) if device else ""
     rates = [
         "" if times.tokens_per_second is None else f"{count(times.tokens_per_second)} tokens/s",
         "" if times.samples_per_second is None else f"{count(times.samples_per_second)} samples/s",
-        "" if times.flops_per_second is None else f"{flop_rate(times.flops_per_second)} per device",
+        "" if times.flops_per_second is None else Said("{rate} per device", rate=flop_rate(times.flops_per_second)),
     ]
-    known = f": {', '.join(filter(None, rates))}" if any(rates) else ""
-    done = "the first step has begun after" if not log.rows else f"{plural(times.steps or 0, 'step')} in"
+    steps = counted(times.steps or 0, "{n} step", "{n} steps") if log.rows else Said("no steps yet")
+    done = _where(steps, times.wall_seconds, on_what, log)
+    if any(rates):
+        done = Said("{what}: {facts}", what=done, facts=commas(rates))
     rows = []
     for use in times.uses:
         per_step = "" if use.seconds_per_step is None else step_time(use.seconds_per_step)
         rows.append((use.name, duration(use.seconds), percent(use.share), per_step))
-    largest = [_item(f"{use.name}: {percent(use.share)} of the wall time", use) for use in times.largest()]
+    share = Said("{use}: {share} of the wall time")
+    largest = [_item(share.filled(use=use.name, share=percent(use.share)), use) for use in times.largest()]
     parts = [
-        Text(f"{done} {duration(times.wall_seconds)}{on_what}{_unless_ended(log)}{known}", "soft"),
+        Text(done, "soft"),
         Section("", [Grid(("", *numbers("time", "of wall time", "per step")), rows)]),
         Items(largest, is_numbered=True),
         Section("", [Text(sentence)]),
         *_counters(log),
         *_notes([*times.notes, *problems]),
     ]
-    return content, Document(f"Where the time of {one_line(str(log.path.parent))} went", parts)
+    return content, Document(Said("Where the time of {run} went", run=one_line(str(log.path.parent))), parts)
 
 
 def log_table(log: RunLog) -> str:
     """A small HTML table: the state of the run, its newest figures, and where the rest of the peak went."""
     folder = str(log.starts[-1].output_dir) if log.starts else str(log.path)
     values = {**(log.rows[-1].values if log.rows else {}), **(log.summary.values if log.summary else {})}
-    steps = f"{log.rows[-1].steps_done:,} steps" if log.rows else "no steps yet"
-    state = standing(log.starts[-1] if log.starts else None, log.summary)
-    cause = f" by {one_line(log.summary.ended_by, _LONGEST_NAME)}" if log.summary and log.summary.ended_by else ""
+    steps = counted(log.rows[-1].steps_done, "{n} step", "{n} steps") if log.rows else Said("no steps yet")
+    state = Said(_STATES.get(standing(log.starts[-1] if log.starts else None, log.summary), "ended"))
+    if log.summary and log.summary.ended_by:
+        state = Said("{state} by {cause}", state=state, cause=one_line(log.summary.ended_by, _LONGEST_NAME))
     shares = {name: values.get(f"perf/{name.lower()}_percent") for name in ("MFU", "HFU")}
     lines = [
-        ("state", f"{steps}; {_STATES.get(state, 'ended')}{cause}"),
+        (Said("state"), semicolons([steps, state])),
         *((name, percent(None if share is None else share / 100)) for name, share in shares.items()),
-        ("tokens/s", count(values.get("perf/tokens_per_second"))),
-        ("step time", step_time(values.get("perf/step_time"))),
-        ("loss", number(values.get("training/loss"), 4)),
+        (Said("tokens/s"), count(values.get("perf/tokens_per_second"))),
+        (Said("step time"), step_time(values.get("perf/step_time"))),
+        (Said("loss"), number(values.get("training/loss"), 4)),
         *advice.losses_in_pairs(log),
     ]
-    return html_table(f"Run {one_line(folder, _LONGEST_NAME)}", lines)
+    return html_table(Said("Run {run}", run=one_line(folder, _LONGEST_NAME)), lines)
 
 
 # How a logged MFU was calculated
 
-_METHODS = {
+_METHODS: Templates = {
     "trace": "counted by a trace that runs nothing",
     "step": "counted while steps of the training ran",
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
 }
+_NEEDED: Templates = {"model_flops": "model FLOPs", "seconds": "seconds", "peak": "peak"}
 _ROUNDING_SECONDS = 1e-9
 """The log rounds seconds to this precision."""
 
@@ -196,196 +217,246 @@ _ROUNDING_SECONDS = 1e-9
 def explanation_document(explanation: Explanation) -> Document:
     """The FLOPs, the seconds, the peak and the division, so that a person can check it by hand."""
     sections = {
-        "model FLOPs": _flops(explanation, "model"),
-        "hardware FLOPs": _flops(explanation, "hardware"),
-        "seconds": _seconds(explanation),
-        "peak": _peak(explanation),
-        "tokens": _tokens(explanation),
-        "counting": _counting(explanation),
-        "what ran": (f"{label}: {text}" for label, text in explanation.what_ran.items()),
-        "goodput": _goodput(explanation.goodput) if explanation.goodput is not None else (),
+        Said("model FLOPs"): _flops(explanation, "model"),
+        Said("hardware FLOPs"): _flops(explanation, "hardware"),
+        Said("seconds"): _seconds(explanation),
+        Said("peak"): _peak(explanation),
+        Said("tokens"): _tokens(explanation),
+        Said("counting"): _counting(explanation),
+        Said("what ran"): (
+            Said("{what}: {facts}", what=in_words(WHAT_RAN, name), facts=text)
+            for name, text in explanation.what_ran.items()
+        ),
+        Said("goodput"): _goodput(explanation.goodput) if explanation.goodput is not None else (),
     }
     facts = [
         (label if place == 0 else "", text)
         for label, paragraphs in sections.items()
         for place, text in enumerate(paragraphs)
     ]
-    parts: list[Part] = [Text(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", "strong")]
+    parts: list[Part] = [
+        Text(Said("MFU {mfu}, HFU {hfu}", mfu=_percent(explanation.mfu), hfu=_percent(explanation.hfu)), "strong")
+    ]
     if note := earlier_run_note(explanation.earlier_step):
         parts.append(Text(note, "warn"))
     if explanation.world_size > 1:
         of_all = explanation.all_ranks_mfu
-        together = "" if of_all is None else f": MFU {percent(of_all, decimals=2)}"
-        also = f"the log also has all {explanation.world_size} ranks together{together}"
-        parts.append(Text(f"for the rank that writes the log; {also}"))
+        also = Said("for the rank that writes the log; the log also has all {ranks} ranks together")
+        if of_all is not None:
+            also = Said("for the rank that writes the log; the log also has all {ranks} ranks together: MFU {mfu}")
+        parts.append(Text(also.filled(ranks=explanation.world_size, mfu=percent(of_all, decimals=2))))
     parts.append(Section("", [Facts(facts)]))
-    for name, numerator, division in (("MFU", "model", explanation.mfu), ("HFU", "hardware", explanation.hfu)):
-        parts.append(Section("", _division(name, f"{numerator} FLOPs", division, explanation)))
+    quotients = (
+        ("MFU", Said("model FLOPs"), explanation.mfu),
+        ("HFU", Said("hardware FLOPs"), explanation.hfu),
+    )
+    for name, numerator, division in quotients:
+        parts.append(Section("", _division(name, numerator, division, explanation)))
     return Document(_title(explanation), parts, source=explanation.log)
 
 
 def _percent(division: Quotient | None) -> str:
-    return "unknown" if division is None else percent(division.share, decimals=2)
+    return Said("unknown") if division is None else percent(division.share, decimals=2)
 
 
 def _title(explanation: Explanation) -> str:
     first, last = explanation.window
-    session = f", session {explanation.session} of {explanation.sessions}" if explanation.sessions > 1 else ""
+    session: str = ""
+    if explanation.sessions > 1:
+        session = Said("session {session} of {sessions}", session=explanation.session, sessions=explanation.sessions)
     if not explanation.is_window:
-        return f"Step {explanation.step:,} (in the logging window of steps {first:,} to {last:,}{session})"
-    counted, in_all = len(explanation.steps), len(explanation.steps) + len(explanation.left_out)
-    which = f"all {in_all}" if counted == in_all else f"{counted} of {in_all}"
-    return f"Steps {first:,} to {last:,} ({which} are used{session})"
+        window = Said("in the logging window of steps {first:,} to {last:,}", first=first, last=last)
+        return Said("Step {step:,} ({where})", step=explanation.step, where=commas([window, session]))
+    used, in_all = len(explanation.steps), len(explanation.steps) + len(explanation.left_out)
+    which = Said("all {all} are used") if used == in_all else Said("{used} of {all} are used")
+    where = commas([which.filled(used=used, all=in_all), session])
+    return Said("Steps {first:,} to {last:,} ({where})", first=first, last=last, where=where)
 
 
 def _flops(explanation: Explanation, which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
     if flops is None:
-        yield "unknown: " + explanation.unknown.get("model_flops", "the executed FLOPs were not counted")
+        yield _unknown(explanation, "model_flops", Said("the executed FLOPs were not counted"))
         return
     yield f"{flops:,}"
     if which == "hardware" and explanation.model_flops is not None and flops != explanation.model_flops:
-        yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
+        times = Said("{times:.4f} x the model FLOPs: {why}")
+        yield times.filled(times=flops / explanation.model_flops, why=_why_more(explanation, flops))
 
 
 def _why_more(explanation: Explanation, hardware_flops: int) -> str:
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
-    of_documents = "pairs of positions in different documents"
+    if again is None and is_padded:
+        return Said("recomputation, padding or pairs of positions in different documents")
     if again is None:
-        return f"recomputation{', padding' if is_padded else ''} or {of_documents}"
+        return Said("recomputation or pairs of positions in different documents")
     rest = hardware_flops - needed - again
-    why_rest = f"padding, and for {of_documents} if rows are packed" if is_padded else of_documents
+    more = Said("{rest:,} for pairs of positions in different documents ({times:.4f} x)")
+    if is_padded:
+        more = Said(
+            "{rest:,} for padding, and for pairs of positions in different documents if rows are packed ({times:.4f} x)"
+        )
     parts = [
-        f"{again:,} recomputed ({again / needed:.4f} x)" if again else "",
-        f"{rest:,} for {why_rest} ({rest / needed:.4f} x)" if rest else "",
+        Said("{again:,} recomputed ({times:.4f} x)", again=again, times=again / needed) if again else "",
+        more.filled(rest=rest, times=rest / needed) if rest else "",
     ]
-    return ", ".join(filter(None, parts))
+    return commas(parts)
+
+
+def _unknown(explanation: Explanation, name: str, otherwise: str = "") -> str:
+    return Said("unknown: {why}", why=explanation.unknown.get(name, otherwise))
 
 
 def _seconds(explanation: Explanation) -> Iterator[str]:
     if explanation.seconds is None:
-        yield f"unknown: {explanation.unknown['seconds']}"
+        yield _unknown(explanation, "seconds")
     else:
         yield f"{explanation.seconds!r}"
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
-        yield f"of which {explanation.input_wait_seconds:.6g} s were spent waiting for the batch"
+        wait = Said("of which {seconds:.6g} s were spent waiting for the batch")
+        yield wait.filled(seconds=explanation.input_wait_seconds)
         share = explanation.input_wait_seconds / explanation.seconds if explanation.seconds else 0.0
         if (sentence := metrics.advice({"perf/input_wait_percent": 100 * share})) is not None:
-            yield f"{sentence}."
+            yield Said("{sentence}.", sentence=sentence)
     if explanation.is_warm_up:
-        yield "This is a warm-up step, or it was counted as it ran, so no MFU in the log includes it."
+        yield Said("This is a warm-up step, or it was counted as it ran, so no MFU in the log includes it.")
     for reason in sorted(set(explanation.left_out.values())):
         steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
-        yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"
-    spent = [f"{USES[name].name} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
-    so_far = f" The run has spent so far: {', '.join(spent)}." if spent else ""
-    yield f"Time for pauses, evaluation, checkpoints and counting FLOPs is not included.{so_far}"
+        left_out = counted(
+            len(steps),
+            "Left out: step {steps} ({why})",
+            "Left out: steps {steps} ({why})",
+            steps=", ".join(steps),
+            why=reason,
+        )
+        yield left_out
+    apart = Said("Time for pauses, evaluation, checkpoints and counting FLOPs is not included.")
+    spent = _uses(explanation.other_seconds.items())
+    yield sentences([apart, Said("The run has spent so far: {uses}.", uses=spent) if spent else ""])
+
+
+def _uses(seconds_by_use: Iterable[tuple[str, float]]) -> str:
+    each = Said("{use} {seconds:,.1f} s")
+    return commas(each.filled(use=USES[key].name, seconds=seconds) for key, seconds in seconds_by_use)
 
 
 def _peak(explanation: Explanation) -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None or provenance.peak is None:
-        yield f"unknown: {explanation.unknown['peak']}"
+        yield _unknown(explanation, "peak")
         return
     peak = provenance.peak
     names = ("device", "dtype", "kind", "confidence", "source")
     device, dtype, kind, how_sure, source = (peak.get(name, "unknown") for name in names)  # a damaged log may lack them
     yield f"{peak['flops_per_s']:,.0f} FLOP/s, {device}, {dtype}"
-    yield f"{kind}, confidence {how_sure}: {source}"
+    sure = Said("{kind}, confidence {confidence}: {source}")
+    yield sure.filled(kind=in_words(PEAK_WORDS, kind), confidence=in_words(PEAK_WORDS, how_sure), source=source)
     if is_amount(peak.get("fraction")) and peak["fraction"] < 1:
-        yield f"scaled to the {percent(peak['fraction'])} of the device that this process can use"
+        scaled = Said("scaled to the {share} of the device that this process can use")
+        yield scaled.filled(share=percent(peak["fraction"]))
     devices = provenance.device_count
-    yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
+    yield counted(
+        devices, "{n} device", "{n} devices, {rate:,.0f} FLOP/s in all", rate=f"{devices * peak['flops_per_s']:,.0f}"
+    )
 
 
 def _tokens(explanation: Explanation) -> Iterator[str]:
     if explanation.tokens is None:
-        yield "unknown: " + explanation.unknown.get("tokens", "no step of this window is used")
+        yield _unknown(explanation, "tokens", Said("no step of this window is used"))
         return
-    parts = [f"{explanation.tokens:,} positions"]
-    for name, what in (("real_tokens", "not padding"), ("trainable_tokens", "with a label")):
-        amount = getattr(explanation, name)
-        parts.append(f"{what}: unknown" if amount is None else f"{amount:,} {what}")
+    parts = [Said("{tokens:,} positions", tokens=explanation.tokens)]
+    for amount, what in (
+        (explanation.real_tokens, Said("not padding")),
+        (explanation.trainable_tokens, Said("with a label")),
+    ):
+        known = Said("{what}: unknown") if amount is None else Said("{tokens:,} {what}")
+        parts.append(known.filled(tokens=amount or 0, what=what))
     if explanation.samples is not None:
-        parts.append(f"in {explanation.samples:,} samples")
-    yield ", ".join(parts)
+        parts.append(Said("in {samples:,} samples", samples=explanation.samples))
+    yield commas(parts)
     if explanation.real_tokens is not None and explanation.tokens:
-        yield f"padding {percent(1 - explanation.real_tokens / explanation.tokens, decimals=2)}"
+        padding = percent(1 - explanation.real_tokens / explanation.tokens, decimals=2)
+        yield Said("padding {share}", share=padding)
     if explanation.seconds:
-        yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
+        yield Said("{rate:,.1f} positions per second", rate=explanation.tokens / explanation.seconds)
 
 
 def _counting(explanation: Explanation) -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None:
-        yield "unknown: the log does not contain how FLOPs were counted"
+        yield Said("unknown: the log does not contain how FLOPs were counted")
         return
-    method = _METHODS.get(provenance.method or "", "no FLOPs counted yet")
+    method = in_words(_METHODS, provenance.method) if provenance.method else Said("no FLOPs counted yet")
     exact = provenance.exact if explanation.exact is None else explanation.exact
-    yield f"mode {provenance.mode}; {method}; {'exact' if exact else 'not exact'}"
-    yield from (f"Not exact: {note}." for note in explanation.notes)
+    mode = Said("mode {mode}", mode=provenance.mode)
+    yield semicolons([mode, method, Said("exact") if exact else Said("not exact")])
+    yield from (Said("Not exact: {why}.", why=note) for note in explanation.notes)
     yield {
-        "full": "attention full: all pairs of positions are counted, masked or not",
-        "causal": "attention causal: only pairs of positions that are not masked are counted",
+        "full": Said("attention full: all pairs of positions are counted, masked or not"),
+        "causal": Said("attention causal: only pairs of positions that are not masked are counted"),
     }.get(provenance.attention, provenance.attention)
     if provenance.coverage is None:
-        yield "coverage unknown: no operation was traced"
+        yield Said("coverage unknown: no operation was traced")
     elif provenance.coverage < 1:
-        missing = "some matmul-like ops have no formula, the true number is higher"
-        yield f"coverage {percent(provenance.coverage, decimals=2)}: {missing}"
+        missing = Said("coverage {share}: some matmul-like ops have no formula, the true number is higher")
+        yield missing.filled(share=percent(provenance.coverage, decimals=2))
     else:
-        yield "coverage 100 %: every matmul-like op has a formula"
-    yield from (f"Note: {note}" for note in provenance.notes)
+        yield Said("coverage 100 %: every matmul-like op has a formula")
+    yield from (Said("Note: {note}", note=note) for note in provenance.notes)
     if explanation.torn_lines:
-        yield f"{explanation.torn_lines} incomplete lines of the log were skipped"
+        yield Said("{lines} incomplete lines of the log were skipped", lines=explanation.torn_lines)
 
 
 def _goodput(goodput: Goodput) -> Iterator[str]:
-    since = f"{goodput.wall_seconds:,.1f} s since the first process started"
+    since = Said("{seconds:,.1f} s since the first process started", seconds=goodput.wall_seconds)
     if goodput.caveat is not None and "between" in goodput.lost_seconds:
-        since = f"{goodput.known_seconds:,.1f} s (of {since})"
-    yield f"{percent(goodput.share, decimals=2)} of {since}"
-    losses = [f"{USES[name].name} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
-    if losses:
-        yield f"Largest losses: {', '.join(losses)}."
+        since = Said("{seconds:,.1f} s (of {since})", seconds=goodput.known_seconds, since=since)
+    yield Said("{share} of {since}", share=percent(goodput.share, decimals=2), since=since)
+    if losses := _uses(goodput.largest_losses()):
+        yield Said("Largest losses: {uses}.", uses=losses)
     if goodput.caveat is not None:
         yield goodput.caveat
 
 
 def _division(name: str, numerator: str, division: Quotient | None, explanation: Explanation) -> list[Part]:
     if division is None:
-        missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
-        reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
-        parts: list[Part] = [Text(f"{name} is unknown: it cannot be calculated without {reason}", "warn")]
-        flops = getattr(explanation, numerator.replace(" FLOPs", "_flops"), None)
-        if missing == ["peak"] and flops is not None and explanation.seconds:
-            parts.append(Text(f"{numerator} / seconds = {flop_rate(flops / explanation.seconds)}"))
+        missing = [what for code, what in _NEEDED.items() if code in explanation.unknown]
+        unknown = Said("{name} is unknown: it cannot be calculated without {missing}")
+        parts: list[Part] = [Text(unknown.filled(name=name, missing=ands(map(Said, missing)) or numerator), "warn")]
+        flops = explanation.model_flops if name == "MFU" else explanation.hardware_flops
+        if missing == [_NEEDED["peak"]] and flops is not None and explanation.seconds:
+            rate = Said("{flops} / seconds = {rate}", flops=numerator, rate=flop_rate(flops / explanation.seconds))
+            parts.append(Text(rate))
         return parts
     devices = "" if division.device_count == 1 else f" x {division.device_count}"
     unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")
     short = f"{division.flops / unit:.9g} / ({division.seconds:.9g} x {division.peak_flops_per_s / unit:.9g}{devices})"
+    formula = Said("{name} = {flops} / (seconds x peak)")
+    if devices:
+        formula = Said("{name} = {flops} / (seconds x peak x devices)")
     written = (
-        _(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})"),
+        _(formula.filled(name=name, flops=numerator)),
         f"    = {division.flops:,} / ({division.seconds!r} x {division.peak_flops_per_s:,.0f}{devices})",
-        f"    = {short} {_(f'in {prefix}FLOP')}",
+        f"    = {short} {_(Said('in {unit}FLOP', unit=prefix))}",
         f"    = {division.share:.6g}",
     )
     parts = [Verbatim("\n".join(written))]
     if (how := _how_logged(name, division, explanation)) is not None:
-        parts.append(Text(f"The log has {how}.", "soft"))
+        parts.append(Text(Said("The log has {what}.", what=how), "soft"))
     if division.share > 1:
-        parts.append(Text("This is more than the peak, so the peak, the FLOPs or the time is wrong.", "warn"))
+        parts.append(Text(Said("This is more than the peak, so the peak, the FLOPs or the time is wrong."), "warn"))
     return parts
 
 
 def _how_logged(name: str, division: Quotient, explanation: Explanation) -> str | None:
     if not explanation.peak_was_logged:
-        without = f"no {name}, because the run did not know this peak"
-        return without if division.logged is None else f"{division.logged:.6g}, at the peak that the run knew"
+        if division.logged is None:
+            return Said("no {name}, because the run did not know this peak", name=name)
+        return Said("{value:.6g}, at the peak that the run knew", value=division.logged)
     if division.logged is None:
         return None
     difference = division.logged / division.share - 1 if division.share else 0.0
     is_same = abs(difference) <= _ROUNDING_SECONDS * (1 + len(explanation.steps) / division.seconds)
-    what = f"{division.logged:.6g}"
-    return f"the same value: {what}" if is_same else f"{what}, which differs by {difference:+.2%}"
+    how = Said("the same value: {value:.6g}") if is_same else Said("{value:.6g}, which differs by {difference:+.2%}")
+    return how.filled(value=division.logged, difference=difference)
