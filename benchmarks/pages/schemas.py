@@ -16,7 +16,6 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from flopwatch.cli.doctor.examine import CheckResult, Examined
-from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.flops import ConventionFlops, FlopCount, Peak
 from flopwatch.records.run import Notice, PartialRow, Provenance, Row, RunStart, Summary
 from flopwatch.records.trial import TrialResult
@@ -120,7 +119,7 @@ class GpuChecks(TypedDict):
     kind: Literal["flopwatch doctor --gpu"]
     is_complete: bool
     versions: Mapping[str, str]
-    device: DeviceFacts
+    device: Mapping[str, Any]
     checks: list[CheckResult]
 
 

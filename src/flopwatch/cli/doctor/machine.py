@@ -45,7 +45,6 @@ class Extra:
     """An extra of pyproject.toml.
 
     Attributes:
-        use: What it is for.
         versions: The versions of its packages that are installed, by name.
         command: The command that installs what is missing; empty if nothing is.
     """
@@ -61,7 +60,6 @@ class Problem:
     """Something about this machine that makes a part of flopwatch fail or measure less.
 
     Attributes:
-        command: The command that removes it; empty if there is none.
         is_failure: Whether what is installed does not work with it.
     """
 

@@ -35,8 +35,7 @@ class SlowRank:
 def can_compare(splits: Sequence[TraceSplit]) -> bool:
     """Whether these are traces of several ranks, of the same steps on accelerators of one kind.
 
-    On a CPU that other processes use too, a rank often computes 10 % longer than another one in some few steps; there
-    the monitor finds the slow rank, by medians over a minute.
+    On a CPU that other processes use too, a rank often computes 10 % longer than another one in some few steps.
     """
     ranks = {split.rank for split in splits}
     taken = {(split.device, split.steps, split.file.partition("_")[0]) for split in splits}  # step120_rank0.pt.trace...
