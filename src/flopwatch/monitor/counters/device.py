@@ -187,6 +187,10 @@ class DeviceCounters:
         )
         if found is None:
             return None
-        counters, counted_rate = flop_rate(found.counter_flops_per_s), flop_rate(found.counted_flops_per_s)
-        facts = {"counters": counters, "counted": counted_rate, "source": seen.source, "dtype": peak.dtype}
-        return notices.notice("counters_disagree", **facts)
+        return notices.notice(
+            "counters_disagree",
+            counters=flop_rate(found.counter_flops_per_s),
+            counted=flop_rate(found.counted_flops_per_s),
+            source=seen.source,
+            dtype=peak.dtype,
+        )
