@@ -33,7 +33,6 @@ LONGEST = (
     "tests/integrations/test_hugging_face.py",
     "benchmarks/overhead/test_monitor_overhead.py",
     "tests/sinks/test_failures.py",
-    "tests/sweep/test_preflight.py",
     "benchmarks/ranks/test_teardowns.py",
     "tests/monitor/ranks/test_never_in_the_way.py",
     "tests/integrations/test_same_numbers.py",

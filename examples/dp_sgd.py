@@ -6,10 +6,10 @@ python examples/dp_sgd.py
 import flopwatch
 
 MATRIX = {
-    "trainers": ["standard", "dpsgd", "ghost", "fast"],
-    "models": ["tiny"],
-    "batch_sizes": [4],
-    "seq_lens": [64],
+    "trainer": ["standard", "dpsgd", "ghost", "fast"],
+    "model": ["tiny"],
+    "batch_size": [4],
+    "seq_len": [64],
     "steps": 5,
     "warmup_steps": 1,
 }
@@ -17,7 +17,7 @@ MATRIX = {
 
 def main() -> None:
     # Each trial runs in a process of its own. A second call finds the results in the folder and runs nothing.
-    flopwatch.sweep.run(MATRIX, "runs/dp_sgd", preflight=False)
+    flopwatch.sweep.run(MATRIX, "runs/dp_sgd")
     trials = flopwatch.report.load("runs/dp_sgd")
     for trial in trials:
         cost = trial["hardware_flops"] / trial["model_flops"]

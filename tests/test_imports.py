@@ -40,7 +40,7 @@ def heavy_modules_after(statement):
         "import flopwatch.hardware.peaks",
         "import flopwatch.runs, flopwatch.runs.explain, flopwatch.records.metrics",
         "import flopwatch.sweep.supervisor.supervise, flopwatch.sweep.runner.run, flopwatch.sweep.runner.plan",
-        "import flopwatch.sweep.preflight",
+        "import flopwatch.sweep.runner.run",
         "import flopwatch.sweep.engines.local, flopwatch.records.trial",
         RUN.format(arguments=["sweep", "--help"]),
         RUN.format(arguments=["trial", "--help"]),

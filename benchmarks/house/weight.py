@@ -41,7 +41,6 @@ SLICES = {
     "several ranks of a training": r"monitor\.ranks",
     "Ray": r"\bray|_ray",
     "Slurm": r"slurm|sacct",
-    "preflight and parity": r"preflight|parity",
     "live counts and their evidence": r"tracing\.live|evidence",
 }
 """Purposes that cross packages, each as a pattern of module names; a module may be in several."""

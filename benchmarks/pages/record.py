@@ -15,11 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "recorded"
-SWEEP = "sweep trainer=standard,dpsgd,ghost,fast batch_size=4,8 seq_len=256,512 model=small steps=6 warmup_steps=1"
+SWEEP = "sweep --trainer standard,dpsgd,ghost,fast --batch-size 4,8 --seq-len 256,512 --steps 6 warmup_steps=1"
 KEPT = (
     "runs/example/training_log.jsonl",
     "runs/ranks/training_log.jsonl",
-    *(f"flopwatch-sweep/{name}" for name in ("sweep.json", "results.jsonl", "preflight.json")),
+    *(f"flopwatch-sweep/{name}" for name in ("sweep.json", "results.jsonl")),
 )
 
 

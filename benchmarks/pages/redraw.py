@@ -21,11 +21,10 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from flopwatch.cli.trials.sweep_screens import LiveTable
+from flopwatch.cli.trials.sweep_screens import Progress
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial_files import HEARTBEAT
 from flopwatch.sweep.folder import Trial
-from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
 from pages.record import RECORDED, ROOT, SWEEP
 
@@ -86,7 +85,8 @@ def _live_table() -> str:
     now = [0.0]
     with tempfile.TemporaryDirectory() as folder:
         trials = tuple(Trial(Path(folder), result.name, result.key, result.spec) for result in results)
-        table = LiveTable(Plan(trials, trials, {}), Path("flopwatch-sweep"), Stop(), clock=lambda: now[0])
+        console = _console()
+        table = Progress(Plan(trials, trials, {}), console.print, clock=lambda: now[0])
         for result in results[:_ENDED]:
             now[0] += result.seconds or 0.0
             table.ended(result)
@@ -96,8 +96,7 @@ def _live_table() -> str:
         table.started(running)
         now[0] += 0.6 * (results[_ENDED].seconds or 0.0)
         table.ticked({running.name: running}, len(trials) - _ENDED - 1, "1 at a time")
-        console = _console()
-        console.print(table.render())
+        console.print(table.drawn())
     return console.export_text(styles=True)
 
 

@@ -48,7 +48,7 @@ def spellings_table() -> list[str]:
 
 
 def matrix_table() -> list[str]:
-    columns = {each.key: each.column_name or name for name, each in SETTINGS.items() if each.column}
+    columns = {name: each.column_name or name for name, each in SETTINGS.items() if each.column}
     rows = [
         (
             f"`{key}`",

@@ -127,10 +127,10 @@ class Campaign:
 
     def start(self) -> "subprocess.Popen[bytes]":
         sizes = ",".join(map(str, range(1, self.trials + 1)))
-        words = [f"batch_size={sizes}", f"seq_len={1 if self.kind == 'shell' else 8}", "--output", "sweep"]
+        words = [f"--batch-size={sizes}", f"--seq-len={1 if self.kind == 'shell' else 8}", "--output", "sweep"]
         with (self.folder / "errors.txt").open("ab") as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "flopwatch", "sweep", *words, *self._trainer(), "--no-preflight", *self.engine],
+                [sys.executable, "-m", "flopwatch", "sweep", *words, *self._trainer(), *self.engine],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -141,8 +141,8 @@ class Campaign:
 
     def _trainer(self) -> list[str]:
         if self.kind == "torch":
-            settings = ["steps=2", "warmup_steps=1", "device=cpu", "model=tiny"]
-            return ["--trainers", "locked_trainer:Locked", *settings]
+            settings = ["--steps=2", "warmup_steps=1", "device=cpu", "--model=tiny"]
+            return ["--trainer", "locked_trainer:Locked", *settings]
         return ["--command", _SHELL.replace("{python}", sys.executable).replace("{folder}", str(self.folder))]
 
 

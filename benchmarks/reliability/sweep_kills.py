@@ -40,10 +40,10 @@ class Tally:
 
 
 def start_runner(folder: Path, trials: int, engine: list[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "flopwatch", "sweep", "--output", "sweep", "--no-preflight", "--command", _TRIAL]
+    command = [sys.executable, "-m", "flopwatch", "sweep", "--output", "sweep", "--command", _TRIAL]
     sizes = ",".join(map(str, range(1, trials + 1)))
     return subprocess.Popen(
-        [*command, f"batch_size={sizes}", "seq_len=1", *engine],
+        [*command, f"--batch-size={sizes}", "--seq-len=1", *engine],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=(folder / "errors.txt").open("ab"),

@@ -55,7 +55,7 @@ def measure(folder: Path, trials: int, jobs: int) -> Isolation:
     ]
     engine = LocalEngine(gpus=(), jobs=jobs)
     with held_folder(folder):
-        plan = make_plan(folder, specs, shuffle_seed=None)
+        plan = make_plan(folder, specs)
         write_trial_list(folder, plan.trials, engine.name)
         before = resident(os.getpid())
         run_plan(plan, engine, _Quiet(), Stop())

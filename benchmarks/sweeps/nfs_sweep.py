@@ -24,10 +24,10 @@ _TRIAL = "echo {batch_size} >> $FOLDER/starts; sleep 1; echo {batch_size} >> $FO
 
 def start(folder: Path, trials: int, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     sizes = ",".join(map(str, range(1, trials + 1)))
-    sweep = [sys.executable, "-m", "flopwatch", "sweep", "--output", "s", "--no-preflight", "--jobs", "2"]
+    sweep = [sys.executable, "-m", "flopwatch", "sweep", "--output", "s", "--jobs", "2"]
     own = {"FOLDER": str(folder), "FLOPWATCH_SLOT_DIR": str(folder)}
     return subprocess.Popen(
-        [*sweep, "--command", _TRIAL, f"batch_size={sizes}", "seq_len=1"],
+        [*sweep, "--command", _TRIAL, f"--batch-size={sizes}", "--seq-len=1"],
         cwd=folder / "nfs",
         env={**environment, **own},
     )

@@ -21,7 +21,7 @@ from flopwatch.stats import median, percentile
 def gaps_ms(command: str, trials: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         sizes = ",".join(map(str, range(1, trials + 1)))
-        words = ["--command", command, f"batch_size={sizes}", "seq_len=8", "--no-preflight", "-o", f"{folder}/s"]
+        words = ["--command", command, f"--batch-size={sizes}", "--seq-len=8", "-o", f"{folder}/s"]
         # Other sweeps on this machine must not be waited for.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["FLOPWATCH_SLOT_DIR"] = f"{folder}/slots"

@@ -29,7 +29,14 @@ _WORKER = [sys.executable, "-m", "flopwatch.sweep.worker.main"]
 def settings(trials: int, model: str, seq_len: int) -> list[str]:
     """Twenty trials that differ by their seed only."""
     seeds = ",".join(map(str, range(trials)))
-    return ["trainer=standard", f"model={model}", "batch_size=4", f"seq_len={seq_len}", f"seed={seeds}", "device=cpu"]
+    return [
+        "--trainer=standard",
+        f"--model={model}",
+        "--batch-size=4",
+        f"--seq-len={seq_len}",
+        f"seed={seeds}",
+        "device=cpu",
+    ]
 
 
 def prepared(folder: Path, words: list[str]) -> list[Path]:
@@ -45,7 +52,7 @@ def prepared(folder: Path, words: list[str]) -> list[Path]:
 
 
 def swept(folder: Path, words: list[str], engine: list[str]) -> float:
-    command = [sys.executable, "-m", "flopwatch", "sweep", "--no-preflight", "--output", str(folder), *words, *engine]
+    command = [sys.executable, "-m", "flopwatch", "sweep", "--output", str(folder), *words, *engine]
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - began

@@ -2,8 +2,9 @@
 
 python benchmarks/sweeps/week.py --trials 20000
 
-Every runner is the real command, `flopwatch sweep --detach`; its engine answers at once and loses one attempt in a
-hundred. Runners are killed with SIGKILL and the same command goes on; viewers attach and leave by Ctrl-C.
+Every runner is the real command, `flopwatch sweep`, in a session of its own; its engine answers at once and loses one
+attempt in a hundred. Runners are killed with SIGKILL and the same command goes on; viewers (`flopwatch watch`) come and
+leave by Ctrl-C.
 """
 
 import argparse
@@ -91,16 +92,18 @@ def live(week: Week, folder: Path) -> Figures:
 
 
 def start(week: Week, folder: Path) -> RunnerState:
-    """The command a user would write, detached."""
+    """The command a user would write, in a session of its own."""
     batches = ",".join(str(size) for size in range(1, -(-week.trials // _SEQ_LENS) + 1))
     lengths = ",".join(str(length) for length in range(1, _SEQ_LENS + 1))
-    words = ["sweep", "--command", "true", f"batch_size={batches}", f"seq_len={lengths}", "-o", str(folder)]
+    words = ["sweep", "--command", "true", f"--batch-size={batches}", f"--seq-len={lengths}", "-o", str(folder)]
     engine = ["--engine", "testbeds.flaky_engine:FlakyEngine", "--engine-option", f"share_lost={week.share_lost}"]
     engine += ["--engine-option", f"seconds={week.seconds}"]
-    limit = ["--limit", str(week.trials), "--detach"]
-    subprocess.run([*_FLOPWATCH, *words, *engine, *limit], check=True, stdout=subprocess.DEVNULL)
-    found = find_runner(folder)
-    assert found is not None, "a detached runner says who it is"
+    limit = ["--limit", str(week.trials)]
+    runner = subprocess.Popen([*_FLOPWATCH, *words, *engine, *limit], stdout=subprocess.DEVNULL, start_new_session=True)
+    while (found := find_runner(folder)) is None or found[0].pid != runner.pid:
+        if runner.poll() is not None:
+            raise RuntimeError(f"the runner ended with status {runner.returncode} before it said who it is")
+        time.sleep(0.02)
     return found[0]
 
 
@@ -121,7 +124,7 @@ def progress(runner: RunnerState, folder: Path) -> Iterator[int]:
 def attach_and_leave(folder: Path) -> bool:
     """A viewer on a terminal of its own, left by Ctrl-C; True when it drew the table and the runner went on."""
     main, other = pty.openpty()
-    command = [*_FLOPWATCH, "sweep", "attach", str(folder)]
+    command = [*_FLOPWATCH, "watch", str(folder)]
     wide = {**os.environ, "COLUMNS": "250"}
     viewer = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=wide)
     os.close(other)

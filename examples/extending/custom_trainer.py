@@ -30,14 +30,14 @@ class SignTrainer:
 
 def main() -> None:
     matrix = {
-        "trainers": ["standard", "custom_trainer:SignTrainer"],  # module:Class, in the folder of this script
-        "models": ["tiny"],
-        "batch_sizes": [4],
-        "seq_lens": [64],
+        "trainer": ["standard", "custom_trainer:SignTrainer"],  # module:Class, in the folder of this script
+        "model": ["tiny"],
+        "batch_size": [4],
+        "seq_len": [64],
         "steps": 5,
         "warmup_steps": 1,
     }
-    flopwatch.sweep.run(matrix, "runs/custom_trainer", preflight=False)
+    flopwatch.sweep.run(matrix, "runs/custom_trainer")
     for trial in flopwatch.report.load("runs/custom_trainer"):
         print(f"{trial['label']}: {trial['outcome']}, {trial['model_flops']:,} FLOPs per step.")
         print(f"{trial['label']}: the update takes {trial['optimizer_seconds']:.4f} s of a step.")

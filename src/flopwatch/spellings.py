@@ -1,4 +1,4 @@
-"""Other words for settings of the monitor, trainers and compute types, most from docs/requirements.md.
+"""Other words for settings of the monitor and of sweeps, trainers and compute types, most from docs/requirements.md.
 
 The code itself knows one word for each thing; these are replaced where a configuration is read.
 """
@@ -24,6 +24,9 @@ MONITOR: Mapping[str, str] = {
     "warmup_steps": "warm_up_steps",
 }
 """Keys of a configuration file, without the sections around them, and the monitor's setting."""
+
+SWEEP: Mapping[str, str] = {"model_size": "model", "seq_length": "seq_len"}
+"""Keys of a sweep's matrix and flags of its commands (`--model-size`), and the setting."""
 
 TRAINERS: Mapping[str, str] = {
     "ghostclipping": "ghost",

@@ -43,7 +43,7 @@ def test_bash_completes_commands_and_options_without_torch(tmp_path):
     done = subprocess.run(["bash", "-c", TAB], capture_output=True, text=True, env={**os.environ, "PATH": path})
     commands, options, file_name = done.stdout.splitlines()
     assert {"peak", "flops", "watch", "sweep", "report"} < set(commands.partition(": ")[2].split())
-    assert options == "flopwatch sweep --bat: --batch-sizes"
+    assert options == "flopwatch sweep --bat: --batch-size"
     assert file_name == "flopwatch sweep matrix: ", "bash completes the names of files if flopwatch offers nothing"
     assert notes.read_text() == ""
 

@@ -14,7 +14,7 @@ from testbeds.wait_until import wait_until
 pytestmark = pytest.mark.slow  # command lines in processes of their own
 
 HOSTILE = "no shards in [/data/shards] \\033[31m \\355\\240\\200 [bold] {x} %s"
-SWEEP = ["sweep", "--command", f"printf '{HOSTILE}\\n'; exit {{batch_size}}", "batch_size=1,2", "seq_len=8", "-o"]
+SWEEP = ["sweep", "--command", f"printf '{HOSTILE}\\n'; exit {{batch_size}}", "--batch-size=1,2", "--seq-len=8", "-o"]
 
 
 @pytest.fixture(autouse=True)

@@ -110,17 +110,6 @@ def test_an_empty_sweep_is_told_whatever_its_plan_lacks(flopwatch, tmp_path, ext
     assert "No trials" in out
 
 
-def test_preflight_is_shown_when_it_has_the_known_shape(flopwatch, tmp_path):
-    folder = write_sweep(tmp_path, [make_result(example_specs()[0])])
-    row = {"trainer": "ghost", "model": "gpt2", "supported": False, "reason": "tied weights", "parameters": 124e6}
-    (folder / "preflight.json").write_text(json.dumps([row, {"something": "else"}, 3]))
-    assert "tied weights" in flopwatch("report", str(folder))[1]
-    (folder / "preflight.json").write_text(json.dumps({"other": "shape"}))
-    status, out, _ = flopwatch("report", str(folder))
-    assert status == 0
-    assert "Preflight" not in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -164,7 +164,7 @@ def test_the_output_about_a_machine_and_the_file_about_an_accelerator_match(flop
 def test_a_real_sweep_a_trial_and_a_fit_match(flopwatch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     monkeypatch.chdir(tmp_path)
-    flopwatch("sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,4", "seq_len=8", "-o", "s")
+    flopwatch("sweep", "--command", "test {batch_size} -lt 4", "--batch-size=1,4", "--seq-len=8", "-o", "s")
     for file in (tmp_path / "s" / "results.jsonl", *(tmp_path / "s" / "trials").glob("*/result.json")):
         for line in lines_of(file) if file.suffix == ".jsonl" else [json.loads(file.read_text())]:
             assert problem("trial_result", line) is None, line
@@ -172,5 +172,5 @@ def test_a_real_sweep_a_trial_and_a_fit_match(flopwatch, tmp_path, monkeypatch):
     words = ["trial", "--model", "tiny", "--batch-size", "1", "--seq-len", "8", "--json"]
     trial = subprocess.check_output([sys.executable, "-m", "flopwatch", *words])
     assert problem("trial_result", json.loads(trial)) is None
-    _, fit, _ = flopwatch("fit", "--device", "cpu", "--command", "true", "--max-batch", "2", "--json")
+    _, fit, _ = flopwatch("fit", "device=cpu", "--command", "true", "--max-batch", "2", "--json")
     assert problem("fit", json.loads(fit)) is None

@@ -26,7 +26,7 @@ def run(*words):
 
 def test_the_printed_command_works_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "started" / "job.sh").write_text("test -e mended && pwd")
-    words = ("sweep", "--command", "sh job.sh", "batch_size=1", "seq_len=8", "-o", "s")
+    words = ("sweep", "--command", "sh job.sh", "--batch-size=1", "--seq-len=8", "-o", "s")
     assert run(*words)[0] == 1
     (result,) = read_results(tmp_path / "started" / "s").values()
     (tmp_path / "started" / "mended").touch()
@@ -41,7 +41,7 @@ def test_the_printed_command_works_from_another_folder(tmp_path, monkeypatch):
 
 
 def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
-    words = ("sweep", "--command", "echo first; test ! -e broken", "batch_size=1", "seq_len=8", "-o", "s")
+    words = ("sweep", "--command", "echo first; test ! -e broken", "--batch-size=1", "--seq-len=8", "-o", "s")
     assert run(*words)[0] == 0
     sweep = tmp_path / "started" / "s"
     before = json.loads((sweep / "trials/Command_bs1_seq8/result.json").read_text())
@@ -58,7 +58,7 @@ def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
 
 
 def test_a_trial_by_hand_does_not_displace_another_configuration_of_the_same_name(tmp_path):
-    words = ("--command", "echo first", "batch_size=1", "seq_len=8", "-o", "s")
+    words = ("--command", "echo first", "--batch-size=1", "--seq-len=8", "-o", "s")
     assert run("sweep", *words)[0] == 0
     sweep = tmp_path / "started" / "s"
     before = (sweep / "results.jsonl").read_bytes()
@@ -72,7 +72,7 @@ def test_a_trial_by_hand_does_not_displace_another_configuration_of_the_same_nam
 
 
 def test_a_trial_that_runs_on_another_host_does_not_carry_this_ones_devices(tmp_path):
-    assert run("sweep", "--command", "true", "batch_size=1", "seq_len=8", "-o", "s")[0] == 0
+    assert run("sweep", "--command", "true", "--batch-size=1", "--seq-len=8", "-o", "s")[0] == 0
     sweep = tmp_path / "started" / "s"
     assert "cpu" not in json.loads((sweep / "trials/Command_bs1_seq8/spec.json").read_text())["environment"]
     (result,) = read_results(sweep).values()
@@ -81,7 +81,7 @@ def test_a_trial_that_runs_on_another_host_does_not_carry_this_ones_devices(tmp_
 
 def test_more_memory_for_those_that_were_out_of_it(tmp_path):
     command = """python3 -c "x = bytearray({batch_size} * 100 * 2**20)" """
-    words = ("sweep", "--command", command, "batch_size=1,4", "seq_len=8", "-o", "s", "--memory")
+    words = ("sweep", "--command", command, "--batch-size=1,4", "--seq-len=8", "-o", "s", "--memory")
     sweep = tmp_path / "started" / "s"
     run(*words, "250MiB")
     first = read_results(sweep)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from flopwatch.cli.trials.trial_run import asked_for
 from flopwatch.records.trial import FORMAT, TrialSpec
 
 SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
@@ -38,29 +37,3 @@ def test_a_spec_that_lies_in_no_sweep_is_refused(tmp_path, monkeypatch, flopwatc
     code, _, errors = flopwatch("trial", "--spec", str(file))
     assert code == 2
     assert "is not in the folder of a sweep" in errors
-
-
-@pytest.mark.parametrize(
-    ("words", "field", "value"),
-    [
-        (["steps=7"], "steps", 7),
-        (["device=cpu"], "device", "cpu"),
-        (["batch_size=3"], "batch_size", 3),
-        (["limits.no_progress_seconds=5"], "limits.no_progress_seconds", 5.0),
-        (["options.lr=0.5"], "options", {"lr": 0.5}),
-    ],
-)
-def test_a_setting_goes_over_the_flag_of_the_same_meaning(words, field, value):
-    flags = {
-        "trainers": ["standard"],
-        "batch_sizes": [4],
-        "seq_lens": [8],
-        "steps": 10,
-        "device": "auto",
-        "limits": {"wall_seconds": 60},
-    }
-    spec = asked_for(words, flags)
-    outer, _, inner = field.partition(".")
-    found = getattr(spec, outer)
-    assert (getattr(found, inner) if inner else found) == value
-    assert spec.limits.wall_seconds == 60

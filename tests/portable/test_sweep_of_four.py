@@ -11,10 +11,10 @@ from flopwatch.models.load import dummy_batch, load_model
 pytestmark = [pytest.mark.slow, pytest.mark.portable]
 
 MATRIX: dict[str, Any] = {
-    "trainers": ["standard"],
-    "models": ["tiny"],
-    "batch_sizes": [1, 2],
-    "seq_lens": [8, 16],
+    "trainer": ["standard"],
+    "model": ["tiny"],
+    "batch_size": [1, 2],
+    "seq_len": [8, 16],
     "steps": 3,
     "warmup_steps": 1,
     "trace": False,

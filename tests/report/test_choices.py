@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.records.repeats import interval_of_runs
+from flopwatch.stats import interval_of_runs
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
@@ -60,7 +60,7 @@ def test_seeds_of_a_configuration_are_one_candidate_with_their_mean_time_and_the
     assert (cell.trainer, cell.seeds, cell.peak_bytes, cell.is_unstable) == ("ghost", 3, 3 * GIB, True)
     assert (cell.seconds, cell.samples_per_s, cell.mfu) == pytest.approx((2.0, 4.0, 0.2))
     assert (cell.low_seconds, cell.seconds, cell.high_seconds) == pytest.approx(
-        tuple(interval_of_runs((1.0, 2.0, 4.0))[place] for place in (1, 0, 2))
+        (interval_of_runs((1.0, 2.0, 4.0))[0], 2.0, interval_of_runs((1.0, 2.0, 4.0))[1])
     )
 
 

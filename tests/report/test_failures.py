@@ -80,7 +80,7 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
     )
     (failure,) = summary.failures
     assert failure.advice[0] == (
-        "Keep the batch, because epsilon depends on it, and add micro_batch_sizes=4 to the sweep."
+        "Keep the batch, because epsilon depends on it, and add micro_batch_size=4 to the sweep."
     )
     assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512."
     assert any("Try ghost" in line for line in failure.advice)
@@ -103,7 +103,7 @@ def test_out_of_memory_advice_is_for_this_very_configuration():
     )
     (failure,) = summary.failures
     assert "Use a batch below 8." in failure.advice
-    command = "flopwatch fit --trainer mine:Own --model 'my model.json' --seq-len 512 --dtype bf16 --checkpoint"
+    command = "flopwatch fit --trainer mine:Own --model 'my model.json' --seq-len 512 --dtype bf16 checkpointing=true"
     assert failure.advice[-1].endswith(f"{command} options.rank=64")
 
 
@@ -112,7 +112,7 @@ def test_smaller_micro_batches_are_advised_to_private_trainers_only_and_below_th
         " ".join(summary_of(ended(trainer, 64, 512, "oom_device", **more)).failures[0].advice)
         for trainer, more in (("standard", {}), ("ghost", {"micro_batch_size": 16}), ("ghost", {"micro_batch_size": 1}))
     ]
-    assert ["micro_batch_sizes=8" in text for text in advice] == [False, True, False]
+    assert ["micro_batch_size=8" in text for text in advice] == [False, True, False]
     assert ["micro_batch" in text for text in advice] == [False, True, False]
 
 
@@ -153,7 +153,7 @@ def test_advice_fits_the_ending(outcome, more, words):
             Limits(99.0, None),
             "The command was still running after 99 s: raise --timeout, or let it do less.",
         ),
-        ("hang", Limits(None, 5.0), "If the command may print nothing for 5 s, raise --no-progress."),
+        ("hang", Limits(None, 5.0), "If the command may print nothing for 5 s, raise no_progress."),
     ],
 )
 def test_advice_for_a_command_speaks_of_no_step_and_no_python(outcome, limits, advice):
@@ -175,7 +175,7 @@ def test_the_advice_for_a_trainer_that_cannot_accumulate_does_not_contradict_the
     (failure,) = summary_of(ended("mine:Own", 4, 64, "unsupported", reason=reason, micro_batch_size=2)).failures
 
     assert failure.advice == (
-        "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer.",
+        "Leave `micro_batch_size` out of the matrix, or add the method accumulate() to the trainer.",
     )
 
 

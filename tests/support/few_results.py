@@ -51,10 +51,10 @@ def ended(trainer, batch, seq, outcome, *, name=None, seconds=10.0, unix_time=10
     return TrialResult(name, "key", spec, outcome, seconds=seconds, unix_time=unix_time, **more)
 
 
-def summary_of(*results, missing=(), preflight=()):
+def summary_of(*results, missing=()):
     named = {result.name: result for result in results}
     planned = {f"missing_{place}": spec for place, spec in enumerate(missing)}
-    return summarise(Capture(Path("a-sweep"), named, planned, preflight=tuple(preflight)))
+    return summarise(Capture(Path("a-sweep"), named, planned))
 
 
 def group_of(*results):

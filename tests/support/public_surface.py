@@ -175,14 +175,10 @@ def _commands() -> dict[str, list[str]]:
 
 
 def _sweep_keys() -> dict[str, list[str]]:
-    matrix = find("flopwatch.sweep.spec.matrix.Matrix")
-    inner = {
-        "limits": find("flopwatch.sweep.spec.matrix.LimitSettings"),
-        "trainers": find("flopwatch.sweep.spec.matrix.TrainerEntry"),
-    }
+    matrix, trainer = (find(f"flopwatch.sweep.spec.matrix.{name}") for name in ("Matrix", "TrainerEntry"))
     return {
-        "": sorted([*matrix.model_fields, *find("flopwatch.records.settings.MATRIX_KEYS")]),
-        **{name: sorted(model.model_fields) for name, model in inner.items()},
+        "": sorted([*matrix.model_fields, *find("flopwatch.spellings.SWEEP")]),
+        "trainer": sorted(trainer.model_fields),
     }
 
 

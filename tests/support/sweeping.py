@@ -1,5 +1,6 @@
 """Sweeps as tests run them: through the runner, with everything it is told kept."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from flopwatch.records.sweep_results import read_results
@@ -34,5 +35,6 @@ def run_sweep(folder, specs, engine, *, stop=None, listener=None, **choices):
         plan = make_plan(folder, specs, **choices)
         write_trial_list(folder, plan.trials, engine.name)
         if plan.todo:
+            plan = replace(plan, todo=tuple(trial for trial in plan.trials if trial in plan.todo))  # not at random
             run_plan(plan, engine, listener or Listener(), stop or Stop())
     return read_results(folder)

@@ -3,7 +3,7 @@
     done = flopwatch_warm("sweep", "--quick", "-o", str(folder))      # as `python -m flopwatch sweep ...`
     results = run_sweep_warm(folder, specs)                           # as run_sweep(folder, specs, LocalEngine())
 
-Runner, supervisor, worker and preflight are processes of their own as always: with their own pids, sessions, signals
+Runner, supervisor and worker are processes of their own as always: with their own pids, sessions, signals
 and logs. But a worker starts in 20 ms, where a fresh one imports torch, Opacus and TensorBoard for 3 to 8 s. Use it
 where a test is about what trials measure and how they end, not where it is about memory or the start of a process.
 """
@@ -71,28 +71,6 @@ def run_sweep_warm(folder, specs, *, listener=None, timeout=300.0, **choices):
     return results
 
 
-def run_preflight_warm(folder, specs, timeout_seconds=300.0):
-    """As run_preflight(folder, specs, timeout_seconds)."""
-    from flopwatch.sweep.preflight import PreflightResult, pair_of
-
-    code = "import sys; from support import warm_sweep; warm_sweep.fork_instead_of_exec()\n"
-    code += "warm_sweep.run_given_preflight(*sys.argv[1:])"
-    words = (str(folder), json.dumps([asdict(spec) for spec in specs]), str(timeout_seconds))
-    done = _run(code, words, 2 * timeout_seconds, {})
-    assert done.returncode == 0, done.stdout + done.stderr
-    stored = [PreflightResult(**row) for row in json.loads((folder / "preflight.json").read_text())]
-    return {pair_of(result): result for result in stored}
-
-
-def run_given_preflight(folder, specs, timeout_seconds):
-    """In the forked process: the preflight that `run_preflight_warm` was asked for."""
-    from flopwatch.decode import read_record
-    from flopwatch.records.trial import TrialSpec
-    from flopwatch.sweep.preflight import run_preflight
-
-    run_preflight(Path(folder), [read_record(TrialSpec, spec) for spec in json.loads(specs)], float(timeout_seconds))
-
-
 def run_given_sweep(folder, specs, choices):
     """In the forked process: the sweep that `run_sweep_warm` was asked for. Prints what its listener was told."""
     from flopwatch.decode import read_record
@@ -105,7 +83,7 @@ def run_given_sweep(folder, specs, choices):
     adopt_orphans()
     listener = Listener()
     trials = [read_record(TrialSpec, spec) for spec in json.loads(specs)]
-    run_sweep(Path(folder), trials, LocalEngine(**json.loads(choices)), listener=listener, shuffle_seed=None)
+    run_sweep(Path(folder), trials, LocalEngine(**json.loads(choices)), listener=listener)
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

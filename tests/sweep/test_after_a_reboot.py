@@ -33,7 +33,7 @@ def environment(tmp_path):
 
 
 def sweep_command(folder):
-    words = ["sweep", "--command", COMMAND, "batch_size=1,2", "seq_len=8", "--jobs", "1", "-o", str(folder)]
+    words = ["sweep", "--command", COMMAND, "--batch-size=1,2", "--seq-len=8", "--jobs", "1", "-o", str(folder)]
     return [sys.executable, "-m", "flopwatch", *words]
 
 
@@ -144,6 +144,6 @@ def test_a_trial_whose_supervisor_comes_back_to_life_is_waited_for(tmp_path, mon
     monkeypatch.setattr(run, "prepare", prepare)
     specs = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2)]
     engine = InProcessEngine(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "ok"))
-    results = run_sweep(tmp_path / "s", specs, engine, shuffle_seed=None)
+    results = run_sweep(tmp_path / "s", specs, engine)
     assert {result.outcome for result in results.values()} == {"ok"}
     assert sorted(tries) == [1, 2, 2, 2]

@@ -111,8 +111,8 @@ def test_under_the_local_engine(tmp_path, killer):
 
 def test_under_the_ray_engine(tmp_path, killer):
     need_ray()
-    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=RayEngine(cpus=5, gpus=0), shuffle_seed=None))
+    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=RayEngine(cpus=5, gpus=0)))
 
 
 def test_under_the_slurm_engine(slurm, tmp_path, killer):
-    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=SlurmEngine(), shuffle_seed=None))
+    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=SlurmEngine()))

@@ -24,7 +24,17 @@ def fifo(tmp_path):
 
 def dry_run(command, folder):
     """In a process of its own, which a fingerprint that reads for ever must not outlive."""
-    words = [sys.executable, "-m", "flopwatch", "sweep", "--command", command, "batch_size=1", "seq_len=8", "--dry-run"]
+    words = [
+        sys.executable,
+        "-m",
+        "flopwatch",
+        "sweep",
+        "--command",
+        command,
+        "--batch-size=1",
+        "--seq-len=8",
+        "--dry-run",
+    ]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 

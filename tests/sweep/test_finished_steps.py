@@ -91,3 +91,12 @@ def test_out_of_memory_in_a_later_phase(trial, tmp_path):
     limited = trial("trace", "eat", Limits(120.0, None, 900 * MIB))
     result = check(tmp_path / "s", limited, ("trace",), run=in_a_fresh_process)
     assert result.measured.memory.host_bytes < 600 * MIB
+
+
+def test_near_its_memory_limit_a_trial_records_no_trace_which_might_exceed_it(trial, tmp_path):
+    free = check(tmp_path / "free", trial("none", "kill"), (), run=in_a_fresh_process)
+    limit = int(free.measured.memory.host_bytes / 0.92)
+    near = trial("trace", "kill", Limits(120.0, None, limit))
+    result = check(tmp_path / "near", near, ("trace",), run=in_a_fresh_process)
+    assert result.phase == "done"
+    assert result.measured.not_measured["trace"].startswith("left out, because the steps used")

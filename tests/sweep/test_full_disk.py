@@ -78,7 +78,7 @@ def test_nothing_is_lost_and_nothing_runs_twice_while_the_disk_is_full_at_random
     dice = random.Random(os.environ.get("FLOPWATCH_SEED", "24"))
     trials = 2 * MOMENTS
     sizes = ",".join(map(str, range(1, trials + 1)))
-    runner = start(tmp_path, disk, "--command", COMMAND, f"batch_size={sizes}", "seq_len=8")
+    runner = start(tmp_path, disk, "--command", COMMAND, f"--batch-size={sizes}", "--seq-len=8")
     is_over = threading.Event()
     fulls = []
 
@@ -116,7 +116,7 @@ def test_nothing_is_lost_and_nothing_runs_twice_while_the_disk_is_full_at_random
 
 @pytest.mark.slow
 def test_a_trainer_is_not_blamed_for_rows_that_found_no_space(tmp_path, disk):
-    words = ["--trainers", "slow:Slow", "--models", "tiny", "--batch-sizes", "1", "--seq-lens", "8", "--steps", "60"]
+    words = ["--trainer", "slow:Slow", "--model", "tiny", "--batch-size", "1", "--seq-len", "8", "--steps", "60"]
     (tmp_path / "slow.py").write_text(
         "import os, time\n"
         "from flopwatch.sweep.trainers.builtin import StandardTrainer\n"
@@ -127,7 +127,7 @@ def test_a_trainer_is_not_blamed_for_rows_that_found_no_space(tmp_path, disk):
         "        print('x' * 1000)\n"
         "        time.sleep(0.05)\n"
     )
-    words += ["--no-preflight", "--no-trace", "--no-progress", "20"]
+    words += ["trace=false", "no_progress=20"]
     runner = start(tmp_path, disk, *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     ledger = tmp_path / "ledger"
     try:
@@ -154,7 +154,7 @@ def test_a_trainer_is_not_blamed_for_rows_that_found_no_space(tmp_path, disk):
 @pytest.mark.slow
 def test_a_supervisor_that_waits_for_space_is_seen_in_the_output_and_by_a_viewer(tmp_path, disk):
     command = f"touch {tmp_path}/began; while ! test -e {tmp_path}/full; do sleep 0.05; done; seq 9000"
-    runner = start(tmp_path, disk, "--command", command, "batch_size=1", "seq_len=8")
+    runner = start(tmp_path, disk, "--command", command, "--batch-size=1", "--seq-len=8")
     try:
         wait_until((tmp_path / "began").exists, "the trial has begun")
         follower = Follower(disk / "s")
@@ -188,7 +188,7 @@ def test_output_to_a_file_on_a_full_disk_goes_on_when_there_is_space(disk):
 @pytest.mark.slow
 def test_a_sweep_that_starts_on_a_full_disk_runs_nothing_and_says_so(tmp_path, disk):
     fill(disk)
-    runner = start(tmp_path, disk, "--command", "true", "batch_size=1", "seq_len=8")
+    runner = start(tmp_path, disk, "--command", "true", "--batch-size=1", "--seq-len=8")
     output = ended(runner)
     assert runner.returncode == 2, output
     assert "No space left on device; free some space, or choose another folder" in output
@@ -253,7 +253,12 @@ def test_a_long_log_keeps_its_beginning_and_its_end_and_says_how_much_is_left_ou
 @pytest.mark.slow
 def test_a_trial_that_prints_without_end_leaves_a_short_log(tmp_path, monkeypatch):
     runner = start(
-        tmp_path, tmp_path, "--command", "echo first; yes | head -c 60000000; echo last", "batch_size=1", "seq_len=8"
+        tmp_path,
+        tmp_path,
+        "--command",
+        "echo first; yes | head -c 60000000; echo last",
+        "--batch-size=1",
+        "--seq-len=8",
     )
     output = ended(runner)
     assert runner.returncode == 0, output

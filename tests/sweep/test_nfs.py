@@ -58,11 +58,11 @@ def test_the_stand_in_shows_late_what_another_host_wrote(tmp_path):
 
 def start(folder, trials, environment, command="echo {batch_size} >> $STARTS; sleep 0.5"):
     sizes = ",".join(map(str, range(1, trials + 1)))
-    sweep = [sys.executable, "-m", "flopwatch", "sweep", "--output", "s", "--no-preflight", "--jobs", "2"]
+    sweep = [sys.executable, "-m", "flopwatch", "sweep", "--output", "s", "--jobs", "2"]
     own = {"STARTS": str(folder.parent / "starts.txt"), "FLOPWATCH_SLOT_DIR": str(folder.parent)}
     with (folder.parent / "errors.txt").open("ab") as errors:
         return subprocess.Popen(
-            [*sweep, "--command", command, f"batch_size={sizes}", "seq_len=1"],
+            [*sweep, "--command", command, f"--batch-size={sizes}", "--seq-len=1"],
             cwd=folder,
             env={**environment, **own},
             stdout=subprocess.DEVNULL,

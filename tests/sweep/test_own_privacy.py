@@ -36,7 +36,7 @@ def swept(tmp_path_factory):
     place = tmp_path_factory.mktemp("own")
     (code,) = [text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class DPLoop" in text]
     (place / "private.py").write_text(code + SILENT)
-    words = "--trainers standard,dpsgd,private:DPLoop,private:Silent --models tiny --batch-sizes 2,4 --seq-lens 16"
+    words = "--trainer standard,dpsgd,private:DPLoop,private:Silent --model tiny --batch-size 2,4 --seq-len 16"
     words += " steps=2 warmup_steps=1 trace=false options.noise_multiplier=0.8"
     words += " privacy.dataset_size=1000 privacy.epochs=2 privacy.accountant=rdp"
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_value_that_cannot_be_is_refused_and_an_attribute_of_another_kind_left
 
 def test_settings_of_a_private_training_are_for_own_classes_too_and_not_for_commands():
     def asked(*trainers):
-        matrix = {"trainers": list(trainers), "models": "tiny", "batch_sizes": 4, "seq_lens": 8}
+        matrix = {"trainer": list(trainers), "model": "tiny", "batch_size": 4, "seq_len": 8}
         return expand(read_matrix(None, {**matrix, "privacy": {"dataset_size": 1000, "epochs": 2}}))
 
     assert [bool(spec.privacy) for spec in asked("standard", "mine:Own")] == [False, True]

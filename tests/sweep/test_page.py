@@ -82,7 +82,7 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
     """The class on the page, in a file beside the user, next to a built-in one."""
     (code,) = [text for text in blocks("python", PAGES[:1]) if "class Plain" in text]
     (place / "mine.py").write_text(code)
-    done = run("flopwatch sweep --quick --trainers standard,mine:Plain --no-trace")
+    done = run("flopwatch sweep --quick --trainer standard,mine:Plain trace=false")
     assert done.returncode == 0, done.stdout + done.stderr
     (place / "flopwatch-quick").rename(place / "flopwatch-sweep")  # for the reports on the page
     results = read_results(place / "flopwatch-sweep")
@@ -101,7 +101,7 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
 def test_the_pages_own_batch_is_swept_as_the_page_says(place):
     _write_modules(place)
     (line,) = [line for line in commands() if "pictures:images" in line]
-    done = run(line, "steps=1", "warmup_steps=1", "--no-trace")
+    done = run(line, "--steps=1", "warmup_steps=1", "trace=false")
     assert done.returncode == 0, done.stdout + done.stderr
     results = read_results(place / "flopwatch-sweep").values()
     assert [result.outcome for result in results] == ["ok", "ok"]

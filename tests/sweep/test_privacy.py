@@ -130,7 +130,7 @@ def test_what_opacus_warns_of_stands_in_the_note():
 
 
 def specs(**settings):
-    given = {"trainers": ["standard", "ghost"], "models": "tiny", "batch_sizes": [4], "seq_lens": [8]}
+    given = {"trainer": ["standard", "ghost"], "model": "tiny", "batch_size": [4], "seq_len": [8]}
     return expand(read_matrix(None, {**given, **settings}))
 
 
@@ -157,7 +157,7 @@ def test_only_private_trainers_are_asked_and_the_others_are_not_measured_again()
         ({"privacy": {"dataset_size": 9, "epochs": 1, "delta": 1}}, "less than 1"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "accountant": "moments"}}, "'prv', 'rdp' or 'gdp'"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "epsilon": 1}}, "no setting 'privacy.epsilon'"),
-        ({"privacy": {"dataset_size": 9, "epochs": 1}, "trainers": "standard"}, "the matrix has only standard"),
+        ({"privacy": {"dataset_size": 9, "epochs": 1}, "trainer": "standard"}, "the matrix has only standard"),
         (
             {"privacy": {"dataset_size": 9, "epochs": 1, "target_epsilon": 3}, "options": {"noise_multiplier": 1.0}},
             "leave one out",

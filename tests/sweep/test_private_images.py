@@ -17,9 +17,9 @@ def run(*words):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("images")
-    settings = "steps=2 warmup_steps=1 micro_batch_sizes=3 options.noise_multiplier=0.8 trace=false"
+    settings = "--steps=2 warmup_steps=1 micro_batch_size=3 options.noise_multiplier=0.8 trace=false"
     asked = "privacy.dataset_size=50000 privacy.epochs=3 privacy.accountant=rdp"
-    words = ["--trainers", "standard,dpsgd,ghost,fast", "--models", "resnet20-gn@16", "--batch-sizes", "8"]
+    words = ["--trainer", "standard,dpsgd,ghost,fast", "--model", "resnet20-gn@16", "--batch-size", "8"]
     done = run("sweep", *words, *settings.split(), *asked.split(), "-o", str(place / "sweep"))
     assert done.returncode == 0, done.stdout + done.stderr
     return place / "sweep"

@@ -10,9 +10,9 @@ import flopwatch
 from flopwatch.errors import InputError
 
 MATRIX: dict[str, Any] = {
-    "trainers": [{"label": "fine", "command": "true"}, {"label": "broken", "command": "exit 3"}],
-    "batch_sizes": [1, 2],
-    "seq_lens": [8],
+    "trainer": [{"label": "fine", "command": "true"}, {"label": "broken", "command": "exit 3"}],
+    "batch_size": [1, 2],
+    "seq_len": [8],
 }
 OUTCOMES = {"fine_bs1_seq8": "ok", "fine_bs2_seq8": "ok", "broken_bs1_seq8": "error", "broken_bs2_seq8": "error"}
 

@@ -72,7 +72,7 @@ def test_a_trial_that_deletes_its_folder_is_not_run_at_every_resume(tmp_path, mo
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     matrix = specs("true", "rm -rf {trial_dir}", "true")
     run_sweep(tmp_path / "s", matrix[:1], LocalEngine())
-    run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+    run_sweep(tmp_path / "s", matrix, LocalEngine())
     again = Listener()
     found = run_sweep(tmp_path / "s", matrix, LocalEngine(), listener=again)
     assert again.begun == []
@@ -83,7 +83,7 @@ def test_a_trial_that_deletes_its_folder_is_not_run_at_every_resume(tmp_path, mo
 def test_a_trial_that_deletes_the_list_of_trials_does_not_end_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     matrix = specs("true", "rm {trial_dir}/../../sweep.json {trial_dir}/../../results.jsonl", "true")
-    found = run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+    found = run_sweep(tmp_path / "s", matrix, LocalEngine())
     assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "ok", "ok"]
     assert len(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]) == 3
 
@@ -96,7 +96,7 @@ def test_a_sweep_whose_folder_was_deleted_ends_and_does_not_make_it_again(tmp_pa
     (tmp_path / "s.runner").write_text('{"pid": 1, "boot_id": "", "unix_time": 1.0}')
     matrix = specs(f"F=$(realpath {{trial_dir}}/../..); rm -rf $F{anew}; sleep 60", f"touch {tmp_path}/second")
     with pytest.raises(FolderGoneError, match="was deleted or renamed while this sweep ran in it"):
-        run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+        run_sweep(tmp_path / "s", matrix, LocalEngine())
     left = [path.name for path in (tmp_path / "s").rglob("*")] if (tmp_path / "s").exists() else None
     assert left == (["runners", "1.runner"] if is_made_again else None)
     assert not (tmp_path / "second").exists()
@@ -105,7 +105,7 @@ def test_a_sweep_whose_folder_was_deleted_ends_and_does_not_make_it_again(tmp_pa
 
 def test_the_command_says_that_its_folder_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
-    words = ["--command", "rm -rf $(realpath {trial_dir}/../..)", "batch_size=1,2", "seq_len=8", "-o", "s"]
+    words = ["--command", "rm -rf $(realpath {trial_dir}/../..)", "--batch-size=1,2", "--seq-len=8", "-o", "s"]
     command = [sys.executable, "-m", "flopwatch", "sweep", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, "s was deleted or renamed" in done.stderr) == (1, True), done.stdout + done.stderr
@@ -237,7 +237,7 @@ def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp
     """The runner kills it before the next attempt, or the next runner does."""
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     command = f"test -e {tmp_path}/go || (setsid env -i sh -c 'echo $$ > {tmp_path}/stray; exec sleep 600' & sleep 600)"
-    words = ["sweep", "--command", command, "batch_size=1", "seq_len=8", "-o", str(tmp_path / "s")]
+    words = ["sweep", "--command", command, "--batch-size=1", "--seq-len=8", "-o", str(tmp_path / "s")]
     runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
     strays = tmp_path / "s/trials/Command_bs1_seq8/strays.json"
     wait_until(strays.exists, "the supervisor has found the process")
@@ -261,7 +261,7 @@ def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp
 def test_a_trial_whose_guard_is_killed_is_lost_and_runs_again(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     command = f"test -e {tmp_path}/go || (touch {tmp_path}/began; sleep 600)"
-    words = ["sweep", "--command", command, "batch_size=1", "seq_len=8", "-o", str(tmp_path / "s")]
+    words = ["sweep", "--command", command, "--batch-size=1", "--seq-len=8", "-o", str(tmp_path / "s")]
     runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
     wait_until((tmp_path / "began").exists, "the trial has begun")
     folder = tmp_path / "s/trials/Command_bs1_seq8"

@@ -8,7 +8,7 @@ from flopwatch.records.settings import SETTINGS
 
 
 def flops(
-    model: Annotated[str, flag(SETTINGS["model"].flag)],
+    model: Annotated[str, flag(SETTINGS["model"].text)],
     batch_size: Annotated[int, flag("Samples per step.")] = 1,
     seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from flopwatch.cli import argument, flag, say
 from flopwatch.errors import InputError
-from flopwatch.records.settings import SECTIONS
 
 
 def init(
@@ -38,22 +37,6 @@ _MONITOR_HEAD = """\
 flopwatch:
 """
 
-_MONITOR_GROUPS = {
-    "The peak that MFU is compared with": ("peak_tflops", "dtype", "attention"),
-    "Where rows are written": ("sinks", "sink_options", "logging_rank"),
-    "How often rows are written, and what they contain": (
-        *("log_every", "log_seconds", "detailed_log_every", "reduced_logging", "local_log_every", "local_log_seconds"),
-        *("log_dataset_metrics", "dataset_metrics_every", "warm_up_steps", "total_steps"),
-    ),
-    "Batches": ("batch_size", "seq_length", "data_parallel_size"),
-    "How FLOPs are found": (
-        *("mode", "flops_profile_freq", "phase_frequencies", "recalibration_frequency", "initial_profiling"),
-        *("calibration_enabled", "counters", "hardware_counters_enabled", "fallback_to_profiler"),
-    ),
-}
-"""Settings that belong together."""
-
-
 _SWEEP_HEAD = """\
 # The matrix of a sweep: every list is an axis, and every combination of their values is a trial. Each setting has its
 # default; remove the `#` before a setting to change it.
@@ -67,34 +50,21 @@ def _template(is_sweep: bool) -> str:
     if is_sweep:
         from flopwatch.sweep.spec.matrix import Matrix
 
-        fields = Matrix.model_fields
-        defaults = {name: field.default for name, field in fields.items()}
-        groups = {title: tuple(name for name in fields if fields[name].title == title) for title in SECTIONS}
-        groups["Which trials run, and when they are ended"] = ()
-        return _SWEEP_HEAD + _settings(fields, defaults, groups, indent="")
+        defaults = {name: field.default for name, field in Matrix.model_fields.items()}
+        return _SWEEP_HEAD + _settings(Matrix.model_fields, defaults)
     from flopwatch.monitor.config import MonitorConfig
 
     defaults = MonitorConfig.model_validate({}).model_dump(mode="json")
-    groups = {**_MONITOR_GROUPS, "Other settings": ()}
-    return _MONITOR_HEAD + _settings(MonitorConfig.model_fields, defaults, groups, indent="  ")
+    return _MONITOR_HEAD + _settings(MonitorConfig.model_fields, defaults, indent="  ")
 
 
-def _settings(fields: dict[str, Any], defaults: dict[str, Any], groups: dict[str, tuple[str, ...]], indent: str) -> str:
-    """A line for each field below the title of its group; the last group has the fields of no other group.
-
-    What every sweep varies is not commented out, because a sweep needs one setting.
-    """
-    grouped = {name for names in groups.values() for name in names}
-    lines: list[str] = []
-    for title, names in groups.items():
-        lines += ["", f"{indent}# {title}"]
-        names = names or tuple(name for name in fields if name not in grouped)
-        mark = "" if "trainers" in names else "#"
-        settings = [_yaml(name, defaults[name]) for name in names]
-        width = max(map(len, settings))
-        for field, setting in zip((fields[name] for name in names), settings, strict=True):
-            comment = " ".join(filter(None, [field.description, _choices(field.annotation)]))
-            lines.append(f"{indent}{mark}{setting:<{width}}  # {comment}")
+def _settings(fields: dict[str, Any], defaults: dict[str, Any], indent: str = "") -> str:
+    """A line for each field. The first of a sweep is not commented out, because a sweep needs one setting."""
+    lines = []
+    for name, field in fields.items():
+        mark = "" if name == "trainer" else "#"
+        comment = " ".join(filter(None, [field.description, _choices(field.annotation)]))
+        lines.append(f"{indent}{mark}{_yaml(name, defaults[name]):<32}  # {comment}")
     return "\n".join(lines) + "\n"
 
 

@@ -141,7 +141,7 @@ def _next_step(sweep: Path) -> str:
     if (found := find_runner(sweep)) is None:
         return RESUME
     state, holder = found
-    show = f"flopwatch sweep attach {shlex.quote(str(sweep))}"
+    show = f"flopwatch watch {shlex.quote(str(sweep))}"
     if holder.life == "alive":
         return f"the sweep is running; to see it: {show}"
     return f"if process {state.pid} on {state.host} still runs the sweep, `{show}` shows it; otherwise {RESUME}"

@@ -31,56 +31,46 @@ class Limits:
     memory_bytes: int | None = None
 
 
-VARIED, STEP = "What every sweep varies", "The training step"
-LENGTH, PLACE = "How long a trial measures", "Where a trial runs"
-SECTIONS = (VARIED, STEP, LENGTH, PLACE)
-"""The parts of a matrix, in the order in which `flopwatch init --sweep` writes them."""
-
 _LARGEST = 2**63 - 1
-_MODEL = "tiny, small, medium or 1b; the path of a Hugging Face config.json; or module:function."
-_COMMAND = "Run a shell command instead of a trainer: 'python t.py --bs {batch_size}'."
+_LARGEST_SEED = 2**64 - 1  # of those that `torch.manual_seed` accepts
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """How the matrix, the commands and the report name and describe a setting of a trial.
 
+    The name of its field is its key in the matrix, its flag, its `KEY=VALUE` and its column.
+
     Attributes:
-        key: Its key in the matrix. The field's name is understood too, and so are the `aliases`.
-        section: One of `SECTIONS`; empty if the key comes after them.
+        text: What the help, the template of a matrix and the reference page say; empty if the matrix has no such key.
         axis: The values of an axis that the matrix does not name; None if a sweep has one value for all its trials.
-        text: What the template of a matrix and the reference page say.
+        has_flag: Whether `sweep`, `trial` and `fit` have a flag for it; without one it is written as `KEY=VALUE`.
         column: What the column of the report contains; empty without a column of its own.
         column_name: The column's name if it is not that of the field.
         compared: `apart` if the report compares only trials with the same value; `beside` if trials with another value
             get a column of their own, and `named` if the heading of this column always has the value.
         heading: What stands before the value in this heading; empty if it is the field's name.
         word: What stands before the value of an axis in the names of trials; None if it is the field's name.
-        flag: Help of the flag of `flopwatch trial` and `fit`, `flags` of that of `flopwatch sweep`; empty without one.
         bounds: The smallest and the largest number; `pattern` is the form of a text.
         since: The first `FORMAT` with it. A later setting that has its default is not in the key of a trial, so that
             earlier results stay valid.
     """
 
-    key: str = ""
-    section: str = ""
-    axis: tuple[Any, ...] | None = None
     text: str = ""
+    axis: tuple[Any, ...] | None = None
     column: str = ""
     column_name: str = ""
     compared: Literal["", "apart", "beside", "named"] = ""
+    has_flag: bool = False
     heading: str = ""
     word: str | None = None
-    flag: str = ""
-    flags: str = ""
-    aliases: tuple[str, ...] = ()
     bounds: tuple[int, int] = (1, _LARGEST)
     pattern: str | None = None
     since: int = 1
 
 
-def _set(*words: Any, **more: Any) -> Mapping[str, Setting]:
-    return {"setting": Setting(*words, **more)}
+def _set(text: str = "", axis: tuple[Any, ...] | None = None, column: str = "", **more: Any) -> Mapping[str, Setting]:
+    return {"setting": Setting(text, axis, column, **more)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +88,7 @@ class TrialSpec(Stored):
         checkpointing: Whether activations are checkpointed.
         seed: Seed of the weights and of the batch.
         threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
-        gpus: Accelerators of the trial ; below 1, several trials share one.
+        gpus: Accelerators of the trial; 0 leaves the choice to the engine.
         cpus: Cores to reserve, if the engine reserves cores (Slurm, Ray); None means the engine's default.
         options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
@@ -112,75 +102,62 @@ class TrialSpec(Stored):
 
     # fmt: off
     trainer: str = field(metadata=_set(
-        "trainers", VARIED, ("standard",), "standard, dpsgd, ghost, fast, or a class `package.module:Class`. {label: "
-        "mine, command: 'train.sh {batch_size}'} runs any program, with the trial's values of {batch_size} and "
-        "{seq_len} in its arguments.", "standard, dpsgd, ghost, fast, module:Class or command", compared="beside",
-        flag="The trainer: standard, dpsgd, ghost, fast or package.module:Class.",
-        flags="Trainers: standard, dpsgd, ghost, fast or package.module:Class."))
+        "standard, dpsgd, ghost, fast, or a class package.module:Class.", ("standard",),
+        "standard, dpsgd, ghost, fast, module:Class or command", compared="beside", has_flag=True))
     model: str = field(metadata=_set(
-        "models", VARIED, ("small",), "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a "
-        "Hugging Face config.json; `package.module:function`.", "model: preset, config file or module:function",
-        compared="apart", word="", aliases=("model_size", "model_sizes"), flag=_MODEL, flags=_MODEL))
+        "tiny, small, medium, 1b; for images resnet20-gn, resnet18-gn; the path of a Hugging Face config.json; "
+        "or package.module:function.", ("small",), "model: preset, config file or module:function",
+        compared="apart", word="", has_flag=True))
     batch_size: int = field(metadata=_set(
-        "batch_sizes", VARIED, (4, 8), "Samples per step, in all processes together.", "samples per step",
-        flag="Samples per step.", flags="Batch sizes, such as 4,8."))
-    seq_len: int = field(metadata=_set(
-        "seq_lens", VARIED, (512, 1024), "Positions per sample.", "positions per sample",
-        aliases=("seq_length", "seq_lengths"), flag="Sequence length: tokens of each sample.",
-        flags="Sequence lengths, such as 512,1024."))
+        "Samples per step, in all processes together.", (4, 8), "samples per step", has_flag=True))
+    seq_len: int = field(metadata=_set("Positions per sample.", (512, 1024), "positions per sample", has_flag=True))
     label: str = field(default="", metadata=_set(column="name of the trainer in the names of trials"))
-    command: str | None = field(default=None, metadata=_set(compared="beside", flag=_COMMAND, flags=_COMMAND))
+    command: str | None = field(default=None, metadata=_set(
+        "A shell command as a trainer, such as 'python t.py --bs {batch_size}'.", compared="beside", has_flag=True))
     dtype: str = field(default="fp32", metadata=_set(
-        "dtypes", VARIED, ("fp32",), "fp32, or bf16 and fp16 by autocast.", "dtype in which matmuls compute",
-        compared="apart", word="", flag="Compute type: fp32 or bf16.", flags="Compute types, such as fp32,bf16."))
+        "fp32, or bf16 and fp16 by autocast.", ("fp32",), "dtype in which matmuls compute",
+        compared="apart", word="", has_flag=True))
     device: str = field(default="auto", metadata=_set(
-        "device", PLACE, None, "auto, cpu, cuda, or another device of torch.",
-        "device requested in the matrix; auto: the best available", "device_asked", "apart",
-        flag="The device, such as cpu or cuda; auto takes the accelerator if there is one."))
+        "auto, cpu, cuda, or another device of torch; auto is the accelerator if there is one.", None,
+        "device requested in the matrix; auto: the best available", column_name="device_asked", compared="apart"))
     steps: int = field(default=10, metadata=_set(
-        "steps", LENGTH, None, "Measured steps.", "requested number of measured steps", compared="beside",
-        flag="Measured steps.", flags="Measured steps of each trial."))
+        "Measured steps of a trial.", None, "requested number of measured steps", compared="beside", has_flag=True))
     warmup_steps: int = field(default=3, metadata=_set(
-        "warmup_steps", LENGTH, None, "Steps before the measured ones.", "steps before the measured ones",
-        compared="beside", heading="warmup", aliases=("warm_up_steps",), bounds=(0, _LARGEST)))
+        "Steps before the measured ones.", None, "steps before the measured ones", compared="beside",
+        heading="warmup", bounds=(0, _LARGEST)))
     checkpointing: bool = field(default=False, metadata=_set(
-        "checkpointing", STEP, (False,), "Gradient checkpointing; [false, true] measures both.",
-        "whether gradient checkpointing is on", compared="apart", word="ckpt", flag="Use gradient checkpointing."))
+        "Gradient checkpointing; [false, true] measures both.", (False,), "whether gradient checkpointing is on",
+        compared="apart", word="ckpt"))
     seed: int = field(default=0, metadata=_set(
-        "seeds", STEP, (0,), "Seeds of weights and batch; several repeat each trial.",
-        "random seed of the weights and the batch",
-        bounds=(-(2**63), 2**64 - 1)))  # those that `torch.manual_seed` accepts
+        "Seed of weights and batch. With several, the report shows mean times.", (0,),
+        "random seed of the weights and the batch", bounds=(-(2**63), _LARGEST_SEED)))
     threads: int | None = field(default=None, metadata=_set(
-        "threads", PLACE, None, "Threads of a trial; null leaves the choice to the engine.", "requested CPU threads",
-        compared="apart"))
-    gpus: float = field(default=0.0, metadata=_set(
-        "gpus", PLACE, None, "GPUs of a trial; `gpus: 0.5` shares one.", "requested accelerators",
-        compared="apart"))
+        "Threads of a trial; null leaves the choice to the engine.", None, "requested CPU threads", compared="apart"))
+    gpus: int = field(default=0, metadata=_set(
+        "GPUs of a trial; 0 leaves the choice to the engine.", None, "requested accelerators", compared="apart",
+        bounds=(0, _LARGEST)))
     cpus: int | None = field(default=None, metadata=_set(
-        "cpus", PLACE, None, "CPU cores of a trial; null leaves the choice to the engine.",
-        "CPU cores requested from the engine", compared="apart"))
+        "CPU cores of a trial; null leaves the choice to the engine.", None, "CPU cores requested from the engine",
+        compared="apart"))
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_set(
-        "options", STEP, None, "Options of the trainer, such as {lr: 0.001, max_grad_norm: 1.0, noise_multiplier: "
-        "1.0}. A list of values is an axis."))
-    trace: bool = field(default=True, metadata=_set("trace", LENGTH, None, "Record one Kineto trace per trial."))
-    limits: Limits = field(default_factory=Limits, metadata=_set(
-        "limits", "", None, "The limits of a trial. Other keys: `no_progress_seconds` (600 unless the trainer is a "
-        "command), and `memory` of the host, such as 16GiB."))
+        "Options of the trainer, such as {lr: 0.001, max_grad_norm: 1.0, noise_multiplier: 1.0}. A list of values is "
+        "an axis."))
+    trace: bool = field(default=True, metadata=_set("Record one Kineto trace per trial."))
+    limits: Limits = field(default_factory=Limits, metadata=_set())
     processes: int = field(default=1, metadata=_set(
-        "processes", PLACE, (1,), "Processes of a trial, started by torchrun.", "worker processes", compared="apart"))
+        "Processes of a trial, started by torchrun.", (1,), "worker processes", compared="apart"))
     layout: str | None = field(default=None, metadata=_set(
-        "layouts", PLACE, (), "How processes train together: ddp or fsdp.",
-        "how processes share the training, such as ddp or fsdp", compared="beside", word=""))
+        "How processes train together: ddp or fsdp.", (), "how processes share the training, such as ddp or fsdp",
+        compared="beside", word=""))
     batch: str | None = field(default=None, metadata=_set(
-        "batch", STEP, None, "`package.module:function` that makes the batch; null makes it from the model's inputs.",
+        "package.module:function that makes the batch; null makes it from the model's inputs.", None,
         "function that makes the batch", pattern=r"^[\w.]+:\w+$"))
     micro_batch_size: int | None = field(default=None, metadata=_set(
-        "micro_batch_sizes", STEP, (None,), "Samples in memory at once; null is the whole batch.",
+        "Samples in memory at once; null is the whole batch.", (None,),
         "samples per forward pass (empty: whole batch)", heading="micro-batch", word="micro",
         compared="named"))  # because it changes memory and time even if it is the same in all trials
     privacy: Mapping[str, Any] = field(default_factory=dict, metadata=_set(
-        "privacy", STEP, None, "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, "
-        "target_epsilon: 8}."))
+        "The private training to compute epsilon for, such as {dataset_size: 50000, epochs: 3, target_epsilon: 8}."))
     # fmt: on
 
     @property
@@ -205,14 +182,6 @@ class TrialSpec(Stored):
 
 SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each in fields(TrialSpec)}
 """By the names of the fields, whose order is that of the axes in the names of trials."""
-
-MATRIX_KEYS: Mapping[str, str] = {
-    word: setting.key
-    for name, setting in SETTINGS.items()
-    for word in (name, *setting.aliases)
-    if setting.key not in ("", word)
-}
-"""Other words for keys of a matrix, and the key."""
 
 _IN_THE_REPORT = (
     "trainer label model batch_size seq_len dtype checkpointing seed micro_batch_size batch processes layout "

@@ -21,9 +21,9 @@ from flopwatch.records.settings import (
 )
 
 __all__ = [
-    "AFTER_THE_STEPS", "COMMAND", "FAILED", "FORMAT", "LABELS", "NOT_RUN", "OUT_OF_MEMORY", "PRIVATE",
-    "UNSETTLED", "HostMethod", "Limits", "Measured", "MemoryUse", "Outcome", "StepCost", "StepTimes", "TrialJob",
-    "TrialResult", "TrialSpec", "canonical_trainer", "content_key", "is_private", "is_trial_name",
+    "AFTER_THE_STEPS", "COMMAND", "FAILED", "FEWEST_STEPS", "FORMAT", "LABELS", "NOT_RUN", "OUT_OF_MEMORY", "PRIVATE",
+    "UNSETTLED", "UNSTABLE_WIDTH", "HostMethod", "Limits", "Measured", "MemoryUse", "Outcome", "StepCost", "StepTimes",
+    "TrialJob", "TrialResult", "TrialSpec", "canonical_trainer", "content_key", "is_private", "is_trial_name",
 ]  # fmt: skip
 
 FORMAT = 1
@@ -46,7 +46,7 @@ Outcome: TypeAlias = Literal[
 - `cancelled`: The user stopped it, or the runner of the sweep ended.
 - `lost`: Its supervisor process died, as after a node failure or a preemption.
 - `oom_inferred`: It was not run, because a smaller trial was out of memory.
-- `skipped`: It was not run, because a rule of the sweep excludes it.
+- `skipped`: It was not run, because the smallest trial of its kind could not begin.
 """
 
 FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
@@ -70,6 +70,13 @@ AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases after the training steps. A failure in one of them does not change the trial's outcome."""
 
 NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
+
+
+UNSTABLE_WIDTH = 0.05
+"""Step times are unstable if the interval of their median is wider than this share of the median."""
+
+FEWEST_STEPS = 6
+"""Fewer steps have no 95 % interval: the range of 5 steps contains the true median with a probability of only 94 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +186,6 @@ class Measured:
         extra: Further numbers by name, such as those a command reported.
         privacy: The privacy budget; None without differential privacy, or if `TrialSpec.privacy` is empty.
         declared_privacy: How the trainer says that it is private; None if it does not say so.
-        run_medians: If the trial was repeated, the median step time of each run, the last one's at the end. `median`,
-            `low` and `high` of `steps`, and the rates, are then those of all runs; all else is of the last run.
         not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason; or
             `reported numbers`, if the `metrics.json` of a command cannot be used. The other measurements stay valid.
     """
@@ -197,7 +202,6 @@ class Measured:
     privacy: PrivacySpent | None = None
     not_measured: Mapping[str, str] = field(default_factory=dict)
     declared_privacy: Privacy | None = None
-    run_medians: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

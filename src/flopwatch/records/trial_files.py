@@ -5,7 +5,6 @@ DIR/
   results.jsonl         one result per line, appended by the runner as trials end
   runners/              one numbered file per runner process; only the one with the highest number may write
   runner.json           process and progress of the latest runner
-  preflight.json        which trainer can train which model, and how
   report.html           written by `flopwatch report`
   trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
                         exception.json, stacks.txt, guard.json, strays.json, result.json; metrics.json of a command
@@ -18,10 +17,8 @@ from pathlib import Path
 
 SWEEP = "sweep.json"
 RESULTS = "results.jsonl"
-PREFLIGHT = "preflight.json"
 RUNNERS = "runners"
 RUNNER = "runner.json"
-RUNNER_LOG = "runner.log"
 
 TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 

@@ -3,13 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from flopwatch.decode import BrokenRecordError, clean_value, read_record
-from flopwatch.files import read_json
+from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.records.sweep_results import SweepResults, gather_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT
 from flopwatch.text import listed, plural
 
 
@@ -22,7 +19,6 @@ class Capture:
         missing: Configurations of planned trials without a result, by name.
         engine: Where the trials ran: `local`, `ray` or `slurm`.
         created: Unix time at which the sweep was planned.
-        preflight: Rows of `preflight.json`, which say which trainer supports which model.
         troubles: One sentence for each part of the folder that is damaged or was written by a newer flopwatch.
     """
 
@@ -31,25 +27,12 @@ class Capture:
     missing: Mapping[str, TrialSpec]
     engine: str | None = None
     created: float | None = None
-    preflight: tuple[Mapping[str, Any], ...] = ()
     troubles: tuple[str, ...] = ()
 
     def trials(self) -> Iterator[tuple[str, TrialSpec, TrialResult | None]]:
         """Yield the name, configuration and result of each trial; those without a result come last."""
         yield from ((name, result.spec, result) for name, result in self.results.items())
         yield from ((name, spec, None) for name, spec in self.missing.items())
-
-
-@dataclass(frozen=True, slots=True)
-class _PreflightRow:
-    """The fields that a row of `preflight.json` must have to be shown."""
-
-    trainer: str
-    model: str
-    supported: bool
-    reason: str | None = None
-    tried: bool = True
-    parameters: int | None = None
 
 
 def capture_sweep(folder: Path) -> Capture:
@@ -70,7 +53,6 @@ def capture_sweep(folder: Path) -> Capture:
         missing,
         found.trial_list.engine,
         found.trial_list.created,
-        _read_preflight(folder),
         known_troubles,
     )
 
@@ -89,15 +71,3 @@ def _missing(found: SweepResults) -> tuple[dict[str, TrialSpec], list[str]]:
         except BrokenRecordError:
             unknown.append(name)
     return specs, unknown
-
-
-def _read_preflight(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    content = read_json(folder / PREFLIGHT)
-    rows = []
-    for row in content if isinstance(content, list) else ():
-        try:
-            read_record(_PreflightRow, row)
-            rows.append(clean_value(row))
-        except BrokenRecordError:
-            continue
-    return tuple(rows)

@@ -11,11 +11,21 @@ from typing import Any, Literal, NamedTuple
 
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
-from flopwatch.records.repeats import FEWEST_RUNS, UNSTABLE_WIDTH, has_interval, interval_of_runs
 from flopwatch.records.settings import REPORTED, SETTINGS
-from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY, StepCost, TrialResult, TrialSpec, is_private
+from flopwatch.records.trial import (
+    FAILED,
+    FEWEST_STEPS,
+    LABELS,
+    OUT_OF_MEMORY,
+    UNSTABLE_WIDTH,
+    StepCost,
+    TrialResult,
+    TrialSpec,
+    is_private,
+)
 from flopwatch.report.records import Group, PrivacyClass, Quantity, TrialCell, TrialRow
 from flopwatch.report.verdicts import differ_measurably
+from flopwatch.stats import interval_of_runs
 
 
 def privacy_of(spec: TrialSpec, *results: TrialResult | None) -> PrivacyClass:
@@ -129,7 +139,7 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         return TrialCell(*place, device_bytes=result.measured.memory.device_bytes if result else None)
     measured = result.measured
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
-    interval = steps if has_interval(measured) else None
+    interval = steps if steps and steps.count >= FEWEST_STEPS else None
     is_on_cpu = memory.reserved_bytes is None
     # A peak of host memory says nothing about a trial that ran on an accelerator.
     knows_peak = not is_on_cpu or str(result.environment.get("device", "cpu")).startswith("cpu")
@@ -150,6 +160,10 @@ def make_cell(name: str, spec: TrialSpec, result: TrialResult | None, column: st
         why_no_epsilon=_why_no_epsilon(result),
         epsilon=positive(measured.privacy.epsilon) if measured.privacy else None,
     )
+
+
+FEWEST_RUNS = 3
+"""Two runs may agree by chance, so an interval needs three."""
 
 
 def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
@@ -174,7 +188,7 @@ def over_seeds(cells: Sequence[TrialCell]) -> TrialCell:
     low, high = min(known("low_seconds"), default=None), max(known("high_seconds"), default=None)
     if len(ran) >= FEWEST_RUNS and (medians := known("seconds")):
         with contextlib.suppress(OverflowError):  # a damaged file may have any number
-            _, low, high = interval_of_runs(medians)
+            low, high = interval_of_runs(medians)
     mean = means["seconds"]
     return replace(
         ran[0],

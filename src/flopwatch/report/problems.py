@@ -129,7 +129,7 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
     elif outcome in ("hang", "timeout"):
         yield from _too_slow(result)
     elif outcome == "unsupported" and "no method accumulate()" in result.reason:
-        yield "Leave `micro_batch_sizes` out of the matrix, or add the method accumulate() to the trainer."
+        yield "Leave `micro_batch_size` out of the matrix, or add the method accumulate() to the trainer."
     elif outcome == "unsupported" and spec.checkpointing:
         yield "Remove this trainer and model from the matrix, or run them without gradient checkpointing."
     elif outcome == "unsupported":
@@ -148,14 +148,14 @@ def _too_slow(result: TrialResult) -> Iterator[str]:
         phase = result.phase
         yield f"The trial still made progress in phase {phase} after {after}: raise --timeout, or measure fewer steps."
     elif is_command and silent:
-        yield f"If the command may print nothing for {silent:g} s, raise --no-progress."
+        yield f"If the command may print nothing for {silent:g} s, raise no_progress."
     elif not is_command:
         if result.stacks:
             yield "The stack traces below show where each thread was waiting."
         else:
             yield "There are no stack traces, because native code held the GIL."
         if silent:
-            yield f"If a step may take longer than {silent:g} s, raise --no-progress."
+            yield f"If a step may take longer than {silent:g} s, raise no_progress."
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]
     if result.outcome == "oom_host" and limit:
         yield f"The memory limit of the trial was {byte_size(limit)}; raise --memory if the host has more."
     if is_private and parts > 1:
-        yield f"Keep the batch, because epsilon depends on it, and add micro_batch_sizes={parts // 2} to the sweep."
+        yield f"Keep the batch, because epsilon depends on it, and add micro_batch_size={parts // 2} to the sweep."
     if batch == 1:
         yield "Even batch 1 is too large."
     elif largest_ok and largest_ok < batch:
@@ -186,9 +186,9 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]
 def _fit_command(spec: TrialSpec) -> str:
     words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
     words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
-    words += ["--checkpoint"] if spec.checkpointing else []
-    words += ["--device", spec.device] if spec.device != "auto" else []
     words += ["--memory", _typed_bytes(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
+    words += ["checkpointing=true"] if spec.checkpointing else []
+    words += [f"device={spec.device}"] if spec.device != "auto" else []
     words += [f"options.{name}={value}" for name, value in spec.options.items()]
     return shlex.join(words)
 
@@ -286,33 +286,13 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
         for phase, why in result.measured.not_measured.items() if result.outcome == "ok" else ():
             failed[phase, why].append(result.name)  # The times and the memory of these trials are valid.
     yield from (f"{phase} could not be measured in {listed(names, 3)}: {why}" for (phase, why), names in failed.items())
-    lost = {one.name: sum(attempt.get("outcome") != "ok" for attempt in one.earlier_attempts) for one in results}
+    lost = {one.name: len(one.earlier_attempts) for one in results}
     if retried := [name for name, attempts in lost.items() if attempts]:
         yield (
             f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
             f"files of the earlier attempts ({sum(lost.values()):,}) are in earlier/"
         )
-    if repeated := [result for result in results if result.measured.run_medians]:
-        yield from _repeated(repeated)
     for result in results:
         if (files := result.evidence.get("left_on_the_node")) and isinstance(files, list):
             said = listed([str(path) for path in files])
             yield f"files of {result.name} are still on their node, because they were too large to copy: {said}"
-
-
-def _repeated(repeated: Sequence[TrialResult]) -> Iterator[str]:
-    runs = sum(len(result.measured.run_medians) for result in repeated)
-    yield (
-        f"{plural(len(repeated), 'trial')} ran {runs:,} times in all to narrow the interval: "
-        f"{listed([result.name for result in repeated])}; their step times are means over these runs, and such "
-        "intervals contain the truth in about 92 % of cases, not 95 %"
-    )
-    wide = [
-        f"{result.name} ±{percent((steps.high - steps.low) / 2 / steps.median, decimals=0)} "
-        f"after {len(result.measured.run_medians)} runs"
-        for result in repeated
-        if (steps := result.measured.steps) and steps.unstable
-    ]
-    if wide:
-        advice = "to narrow it, raise --max-repeats, or measure more steps"
-        yield f"repeats stopped at a wide interval: {listed(wide)}; {advice}"

@@ -263,7 +263,6 @@ class SweepSummary:
         groups: Groups of comparable trials, the group with the most `ok` trials first.
         failures: One entry for each cause, the most urgent first.
         environments: The environments in which trials ran, the most common first.
-        preflight: Rows of `preflight.json`, which say which trainer supports which model.
         warnings: What readers must know before they use the numbers.
     """
 
@@ -276,6 +275,5 @@ class SweepSummary:
     groups: tuple[Group, ...]
     failures: tuple[Failure, ...]
     environments: tuple[Environment, ...]
-    preflight: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
     rows: tuple[TrialRow, ...] = ()

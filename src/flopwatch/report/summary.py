@@ -44,7 +44,6 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
         groups=groups,
         failures=problems.group_failures(results),
         environments=problems.distinct_environments(results),
-        preflight=capture.preflight,
         warnings=(
             *capture.troubles,
             *(f"{group.title}: {warning}" for group in groups for warning in group.warnings),

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import TypeAlias
 
-from flopwatch.records.repeats import FEWEST_STEPS
-from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.records.trial import FEWEST_STEPS, OUT_OF_MEMORY
 from flopwatch.report.records import Choice, FrontierPoint, PrivacyClass, Quantity, TrialCell
 from flopwatch.stats import differ
 from flopwatch.text import listed

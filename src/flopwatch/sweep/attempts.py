@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from flopwatch import process
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
 from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
-from flopwatch.records.repeats import run_median
 from flopwatch.records.sweep_results import NewerFormatError, read_current, read_result
 from flopwatch.records.trial import UNSETTLED, TrialJob, TrialResult
 from flopwatch.records.trial_files import (
@@ -68,13 +67,7 @@ def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
         "unix_time": result.unix_time,
         "seconds": result.seconds,
         "folder": folder,
-        "median_seconds": run_median(result.measured) if result.outcome == "ok" else None,
     }
-
-
-def lost_attempts(attempts: Sequence[Attempt]) -> int:
-    """How many of the attempts count as retries: those that did not end `ok`, which is a run that is repeated."""
-    return sum(attempt.get("outcome") != "ok" for attempt in attempts)
 
 
 def put_aside(sweep: Path, name: str) -> str:
@@ -155,7 +148,7 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     except (FileNotFoundError, UnreadableError, BrokenRecordError, NewerFormatError):
         return True  # the supervisor reads the same file next and reports the error
     requeued = _requeued_result(sweep, name, trial_job, started, result)
-    if lost_attempts(requeued.earlier_attempts) >= trial_job.retries:
+    if len(requeued.earlier_attempts) >= trial_job.retries:
         write_json(folder / RESULT, requeued.to_json())
         return False
     attempts = (*requeued.earlier_attempts, attempt_from(requeued, put_aside(sweep, name)))

@@ -1,6 +1,5 @@
 """Finds the largest and the fastest batch of a configuration by running trials, in a folder with a sweep's files."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,39 +14,16 @@ from flopwatch.sweep.engines.local import LocalEngine, visible_gpus
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
-from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
-from flopwatch.sweep.runner.run import Refusal, run_plan
-
-# The search for the next batch size to try. It runs no trials itself.
-#
-# Memory is nearly an affine function of the batch size, so two small trials predict the largest batch that fits. Real
-# trials just below and just above then verify the prediction. If memory is not affine, the search narrows the bracket
-# between the largest batch that fitted and the smallest that did not. After two trials in a row that did not fit, it
-# takes the middle of the bracket instead of a prediction.
+from flopwatch.sweep.runner.plan import make_plan, record_unlisted
+from flopwatch.sweep.runner.run import run_plan
 
 TOLERANCE = 0.05
 """The search ends when the largest batch that fits is known up to this relative error."""
 
 MOST_BATCH = 4096  # the default for the largest batch to try
 
-_FIRST_BATCHES = (1, 8)
-_MOST_GROWTH = 16
-"""The next batch is at most this many times the largest that fitted, because far predictions are inaccurate."""
-
-_NEAR_MISS = 1.1
-"""A predicted largest batch counts as nearly right if it is at most this many times the smallest batch that did not
-fit. Predictions are a little too high, because they assume that a trial can use all of the memory.
-"""
-
-_PATIENCE = 10
-"""After this many trials the search no longer predicts: it doubles the batch until one does not fit, then bisects."""
-
 _LEAST_NOISE = 0.02
 """Relative difference in throughput to expect between two processes, even if the steps within each are equally fast."""
-
-_SPEED_PROBES = 2
-_WORTHWHILE_GAP = 2.5
-"""The search for the fastest batch tries a size between two tried sizes only if their ratio is larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +63,6 @@ class Found:
         fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
         as_fast: The next larger batch tried, if its throughput does not measurably differ from `fastest`'s; else None.
         probes: The results of all batches tried, in the order of the trials.
-        probes_for_largest: The number of trials that it took to find `largest`.
         stopped: Why the search ended early; empty if it did not.
     """
 
@@ -97,137 +72,53 @@ class Found:
     fastest: int | None
     as_fast: int | None
     probes: tuple[Probe, ...]
-    probes_for_largest: int
     stopped: str = ""
 
 
-def search(measure: Callable[[int], Probe], max_batch: int = MOST_BATCH, speed_probes: int = _SPEED_PROBES) -> Found:
-    """Find the largest batch that fits, then the fastest.
+def search(measure: Callable[[int], Probe], max_batch: int = MOST_BATCH) -> Found:
+    """Double the batch until it does not fit, then halve the range between the last two.
 
     Args:
         measure: Runs a trial of one batch size.
         max_batch: The largest batch to try.
-        speed_probes: How many further batches may be tried to find the fastest.
 
     >>> def measure(batch_size):
     ...     used = 300 + 10 * batch_size
     ...     return Probe(batch_size, used <= 1000, "ok" if used <= 1000 else "oom_host", "", used, 1000)
     >>> found = search(measure)
-    >>> found.largest, found.too_large, len(found.probes)
-    (70, 71, 4)
+    >>> found.largest, found.too_large, [probe.batch_size for probe in found.probes]
+    (68, 72, [1, 2, 4, 8, 16, 32, 64, 128, 96, 80, 72, 68])
     """
     probes: list[Probe] = []
-    for_speed = 0
-    while not _why_stopped(probes):
-        batch_size = next_for_largest(probes, max_batch)
-        if batch_size is None and for_speed < speed_probes:
-            batch_size = next_for_fastest(probes)
-            for_speed += batch_size is not None
-        if batch_size is None:
+    low, high = 0, max_batch + 1
+    has_end = False
+    while (size := _next(low, high, has_end=has_end)) is not None:
+        probes.append(measure(size))
+        if probes[-1].fits is None:
             break
-        probes.append(measure(batch_size))
-    fitting = _fitting(probes)
+        if probes[-1].fits:
+            low = size
+        else:
+            high, has_end = size, True
+    last = probes[-1]
+    is_stopped = last.fits is None
     fastest, as_fast = fastest_of(probes)
     return Found(
-        largest=fitting[-1].batch_size if fitting else None,
-        too_large=_too_large(probes),
-        is_largest_known=next_for_largest(probes, max_batch) is None,
+        largest=low or None,
+        too_large=high if has_end else None,
+        is_largest_known=not is_stopped,
         fastest=fastest,
         as_fast=as_fast,
         probes=tuple(probes),
-        probes_for_largest=len(probes) - for_speed,
-        stopped=_why_stopped(probes),
+        stopped=f"batch {last.batch_size}: {last.outcome}: {last.reason}".rstrip(": ") if is_stopped else "",
     )
 
 
-def _why_stopped(probes: Sequence[Probe]) -> str:
-    if not probes or probes[-1].fits is not None:
-        return ""
-    last = probes[-1]
-    return f"batch {last.batch_size}: {last.outcome}: {last.reason}".rstrip(": ")
-
-
-def _too_large(probes: Sequence[Probe]) -> int | None:
-    return min((probe.batch_size for probe in probes if probe.fits is False), default=None)
-
-
-def _fitting(probes: Sequence[Probe]) -> list[Probe]:
-    """The batches that fitted, sorted by size, up to the first that did not fit; larger ones fitted only by chance."""
-    edge = _too_large(probes)
-    fitting = [probe for probe in probes if probe.fits and (edge is None or probe.batch_size < edge)]
-    return sorted(fitting, key=lambda probe: probe.batch_size)
-
-
-def next_for_largest(probes: Sequence[Probe], max_batch: int) -> int | None:
-    fitting = _fitting(probes)
-    low = fitting[-1].batch_size if fitting else 0
-    too_large = _too_large(probes)
-    high = max_batch + 1 if too_large is None else too_large
-    if high - low <= 1 or (too_large is not None and low >= (1 - TOLERANCE) * (high - 1)):
+def _next(low: int, high: int, *, has_end: bool) -> int | None:
+    """The batch to try next, if `low` fits and `high` does not; None if the largest batch is known well enough."""
+    if high - low <= 1 or (has_end and low >= (1 - TOLERANCE) * (high - 1)):
         return None
-    # Two small batches give a first line. A third did not help (benchmarks/sweeps/fit_trials.py).
-    guess = next((size for size in _FIRST_BATCHES if low < size < high), None)
-    if guess is None and len(probes) > _PATIENCE:
-        guess = 2 * low if too_large is None else _middle(low, too_large)
-    elif guess is None and too_large is None:
-        guess = _guess_above(fitting)
-    elif guess is None:
-        has_missed_twice = not any(probe.fits for probe in probes[-2:])
-        guess = _middle(low, high) if has_missed_twice else _guess_between(fitting, high)
-    return max(low + 1, min(guess, high - 1))
-
-
-def _guess_above(fitting: Sequence[Probe]) -> int:
-    low, edge = fitting[-1].batch_size, edge_of_line(fitting)
-    if edge is None:
-        return 4 * low
-    just_closing = _just_closing(low)
-    if edge >= just_closing:
-        return min(edge, _MOST_GROWTH * low)
-    # The line predicts that hardly any larger batch fits. Whenever a larger one fits, the next step is larger.
-    surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
-    return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
-
-
-def _just_closing(low: int) -> int:
-    """The smallest batch that would end the search if it did not fit."""
-    return math.floor(low / (1 - TOLERANCE)) + 1
-
-
-def _guess_between(fitting: Sequence[Probe], too_large: int) -> int:
-    """Guess a batch in the bracket: above the largest batch that fitted, and below `too_large`, which did not fit.
-
-    If the prediction is slightly above the bracket, as when trials cannot use all of the capacity, the guess is the
-    batch that would end the search if it fits. A prediction far above the bracket is ignored.
-    """
-    low, edge = fitting[-1].batch_size, edge_of_line(fitting)
-    nearly = math.ceil((1 - TOLERANCE) * (too_large - 1))  # the search ends if this batch fits
-    if edge is not None and edge < nearly:
-        return max(edge, min(edge + 1, _just_closing(low)))
-    is_near = edge is not None and edge <= _NEAR_MISS * too_large
-    return nearly if is_near else _middle(low, too_large)
-
-
-def _middle(low: int, high: int) -> int:
-    """The geometric mean if the batches are far apart, because the tolerance is relative; else the arithmetic mean."""
-    return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
-
-
-def edge_of_line(fitting: Sequence[Probe]) -> int | None:
-    """The largest batch that fits according to a line through the memory of the two largest that fitted.
-
-    None if memory or capacity is unknown, or the line does not rise.
-
-    >>> edge_of_line([Probe(size, True, "ok", "", 300 + 10 * size, 1000) for size in (1, 8)])
-    70
-    """
-    capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
-    points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
-    if len(points) < 2 or capacity is None:
-        return None
-    (smaller, less), (size, peak) = points[-2:]
-    slope = (peak - less) / (size - smaller)
-    return max(0, math.floor(size + (capacity - peak) / slope + 1e-9)) if slope > 0 else None
+    return (low + high) // 2 if has_end else min(max(2 * low, 1), high - 1)
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
@@ -235,7 +126,7 @@ def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
 
     The second is None if it is measurably slower than the first. Each is None if there is no such batch.
     """
-    timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
+    timed = sorted((probe for probe in probes if probe.fits and probe.samples_per_s), key=lambda one: one.batch_size)
     if not timed:
         return None, None
     surely = max(_reach(probe)[0] for probe in timed)
@@ -250,22 +141,6 @@ def _reach(probe: Probe) -> tuple[float, float]:
     rate = probe.samples_per_s or 0.0
     low, high = probe.slowest_per_s or rate, probe.fastest_per_s or rate
     return min(low, (1 - _LEAST_NOISE) * rate), max(high, (1 + _LEAST_NOISE) * rate)
-
-
-def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """The batch to try next: between the fastest batch so far and its neighbour among the tried batches.
-
-    The neighbour is the next smaller batch, unless the next larger one is more than twice as far away (as a ratio).
-    None if the neighbour is so close (`_WORTHWHILE_GAP`) that a trial in between is not worthwhile.
-    """
-    fastest, _ = fastest_of(probes)
-    if fastest is None:
-        return None
-    sizes = [probe.batch_size for probe in _fitting(probes)]
-    place = sizes.index(fastest)
-    below, above = (sizes[max(0, place - 1)], fastest), (fastest, sizes[min(place + 1, len(sizes) - 1)])
-    low, high = above if above[1] / above[0] > 2 * below[1] / below[0] else below
-    return round(math.sqrt(low * high)) if high / low > _WORTHWHILE_GAP else None
 
 
 def with_host_limit(folder: Path, spec: TrialSpec) -> tuple[TrialSpec, str]:
@@ -318,44 +193,41 @@ def fit_batch(
     *,
     stop: Stop | None = None,
     max_batch: int = MOST_BATCH,
-    preflight: Callable[[Plan], Refusal] | None = None,
     on_probe: Callable[[Probe], Any] = lambda probe: None,
 ) -> Found:
     """Find the largest and the fastest batch with real trials. Results of earlier runs in the folder are used again.
 
-    The batch size of `spec` is not used. `preflight` is called once, before the first trial that must run, and returns
-    a function that returns why a trial cannot run. `on_probe` gets the result of each batch size, also of earlier runs.
+    The batch size of `spec` is not used. `on_probe` gets the result of each batch size, also of earlier runs.
     """
-    stop = stop or Stop()
-    refusals: list[Refusal] = []
 
     def measure(batch_size: int) -> Probe:
-        own = replace(spec, batch_size=batch_size)
-        plan = make_plan(folder, [own])
-        if any(result.outcome in FAILED for result in plan.kept.values()):
-            plan = make_plan(folder, [own], only="failed")  # its reason is not memory, and may be gone
-        if plan.todo:
-            limit, available = spec.limits.memory_bytes, available_bytes()
-            if _is_on_cpu(spec) and limit is not None and available is not None and limit > available:
-                raise InputError(
-                    f"the limit of {byte_size(limit)} is more than the {byte_size(available)} available on this host; "
-                    "free some memory, or give a smaller --memory and a new --output"
-                )
-            record_unlisted(folder, plan)
-            write_trial_list(folder, plan.trials, "fit")
-            if not refusals:
-                refusals.append(preflight(plan) if preflight else lambda trial: None)
-            run_plan(plan, LocalEngine(), observer, stop, refusals[0])
-        trial = plan.trials[0]
-        result = read_results(folder).get(trial.name)
-        if result is None or result.key != trial.key:
-            result = TrialResult(trial.name, trial.key, trial.spec, "cancelled", "stopped before it began")
-        probe = probe_of(result)
+        probe = probe_of(_result_of(folder, replace(spec, batch_size=batch_size), observer, stop or Stop()))
         on_probe(probe)
         return probe
 
     with held_folder(folder):
         return search(measure, max_batch)
+
+
+def _result_of(folder: Path, spec: TrialSpec, observer: Observer, stop: Stop) -> TrialResult:
+    plan = make_plan(folder, [spec])
+    if any(result.outcome in FAILED for result in plan.kept.values()):
+        plan = make_plan(folder, [spec], only="failed")  # its reason is not memory, and may be gone
+    if plan.todo:
+        limit, available = spec.limits.memory_bytes, available_bytes()
+        if _is_on_cpu(spec) and limit is not None and available is not None and limit > available:
+            raise InputError(
+                f"the limit of {byte_size(limit)} is more than the {byte_size(available)} available on this host; "
+                "free some memory, or give a smaller --memory and a new --output"
+            )
+        record_unlisted(folder, plan)
+        write_trial_list(folder, plan.trials, "fit")
+        run_plan(plan, LocalEngine(), observer, stop)
+    trial = plan.trials[0]
+    result = read_results(folder).get(trial.name)
+    if result is None or result.key != trial.key:
+        return TrialResult(trial.name, trial.key, trial.spec, "cancelled", "stopped before it began")
+    return result
 
 
 def probe_of(result: TrialResult) -> Probe:

@@ -28,7 +28,6 @@ from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import (
     EARLIER,
     LOGS,
-    PREFLIGHT,
     RESULT,
     RESULTS,
     RUNNERS,
@@ -234,7 +233,7 @@ def _move_wrong_types_aside(sweep: Path) -> None:
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
-    for name in (SWEEP, RESULTS, PREFLIGHT):
+    for name in (SWEEP, RESULTS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_file():
             _move_aside(sweep, sweep / name)
 

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import held_folder, refused_on_a_full_disk, write_trial_list
-from flopwatch.sweep.preflight import Pair, PreflightResult, preflight_trials
 from flopwatch.sweep.runner.observing import Observer, RunnerFile, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted, retry_policy
 from flopwatch.sweep.runner.run import run_plan
@@ -22,7 +20,7 @@ from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
 from flopwatch.sweep.spec.names import check_names
 
 
-def run(  # noqa: PLR0913 - public
+def run(
     matrix: Mapping[str, Any] | str | Path,
     folder: str | Path = "flopwatch-sweep",
     *,
@@ -30,8 +28,6 @@ def run(  # noqa: PLR0913 - public
     engine_options: Mapping[str, Any] | None = None,
     only: str | None = None,
     limit: str | None = None,
-    order_seed: int | None = 0,
-    preflight: bool = True,
     observer: Observer | None = None,
 ) -> dict[str, TrialResult]:
     """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
@@ -47,34 +43,29 @@ def run(  # noqa: PLR0913 - public
         engine_options: Arguments of the engine, such as `{"jobs": 2}` or `{"partition": "gpu"}`.
         only: `failed`, `oom` or `missing` runs just those trials.
         limit: A slice of the matrix, such as `20` or `100:200`.
-        order_seed: Seed of the order in which trials run; None keeps the order of the matrix.
-        preflight: Whether to try the trainers on tiny copies of the models first.
         observer: Its methods are called when a trial starts and ends; see `flopwatch.sweep.Observer`.
 
     Raises:
         InputError: The matrix, an option or the folder cannot be used.
 
-    For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
+    For example, `run({"trainer": "standard", "model": "tiny"})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
     """
     asked = read_matrix(None, matrix) if isinstance(matrix, Mapping) else read_matrix(Path(matrix), {})
-    specs, rules = checked(asked, with_modules=preflight)
+    specs, rules = checked(asked)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
-    chosen = {"only": only, "limit": limit, "engine": where.name, "repeats": rules["repeats"]}
-    planned = partial(make_plan, sweep, specs, shuffle_seed=order_seed, **chosen)
+    planned = partial(make_plan, sweep, specs, only=only, limit=limit, engine=where.name)
     with _modules_of_the_script():
-        plan, _, _ = run_sweep(sweep, planned, where, Screen(observer), with_preflight=preflight, **rules)
+        plan, _, _ = run_sweep(sweep, planned, where, Screen(observer), **rules)
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
 
 
-def checked(matrix: Matrix, *, with_modules: bool) -> tuple[list[TrialSpec], dict[str, Any]]:
-    """The trials of a matrix, and the arguments `retries`, `repeats` and `budget_seconds` of `run_plan`."""
+def checked(matrix: Matrix) -> tuple[list[TrialSpec], dict[str, Any]]:
+    """The trials of a matrix, and the arguments `retries` and `budget_seconds` of `run_plan`."""
     specs = expand(matrix)
-    check_names(specs, with_modules=with_modules)
-    repeats = RepeatPolicy(matrix.until, matrix.max_repeats)
-    retries = retry_policy(matrix.retries, matrix.retry_on)
-    return specs, {"retries": retries, "repeats": repeats, "budget_seconds": matrix.budget}
+    check_names(specs)
+    return specs, {"retries": retry_policy(matrix.retries, matrix.retry_on), "budget_seconds": matrix.budget}
 
 
 @contextmanager
@@ -105,9 +96,6 @@ class Screen:
     def warn(self, sweep: Path, text: str) -> None:
         warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called `flopwatch.sweep.run`
 
-    def show_preflight(self, found: Mapping[Pair, PreflightResult]) -> None:
-        pass
-
     def watch(self, sweep: Path, plan: Plan) -> AbstractContextManager[tuple[Observer | None, Stop]]:
         """The observer of the trials, and a `Stop` that can end the sweep early."""
         return nullcontext((self._observer, Stop()))
@@ -118,8 +106,6 @@ def run_sweep(
     planned: Callable[[], Plan],
     engine: Engine,
     screen: Screen,
-    *,
-    with_preflight: bool,
     **rules: Any,
 ) -> tuple[Plan, dict[str, int], Stop]:
     """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
@@ -134,10 +120,7 @@ def run_sweep(
         with refused_on_a_full_disk(sweep):
             record_unlisted(sweep, plan)
             write_trial_list(sweep, plan.trials, engine.name)
-            will_run = {trial.name for trial in plan.todo} if with_preflight else set()
-            tried = [trial for trial in plan.trials if trial.name in will_run]  # in the order of the matrix
-            refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
         with screen.watch(sweep, plan) as (observer, stop):
             seen = state_file.passing_to(observer, stop)
-            counts = run_plan(plan, engine, seen, stop, refuse, **rules) if plan.todo else {}
+            counts = run_plan(plan, engine, seen, stop, **rules) if plan.todo else {}
     return plan, counts, stop

@@ -31,14 +31,14 @@ MOMENT, HOW = sys.argv.pop(1), (kill_in_a_destructor if sys.argv.pop(1) == "dest
 sys.meta_path.insert(0, Interrupt())
 command.main()
 """
-MOMENTS = ["click", "flopwatch.cli.app", "yaml", "flopwatch.sweep.folder", "flopwatch.sweep.preflight"]
+MOMENTS = ["click", "flopwatch.cli.app", "yaml", "flopwatch.sweep.folder", "flopwatch.sweep.start"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "destructor"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_early_interrupt_ends_the_sweep_quietly(tmp_path, moment, how):
-    words = ["sweep", "--command", "touch $LEDGER", "batch_size=1,2", "seq_len=8", "-o", "s"]
+    words = ["sweep", "--command", "touch $LEDGER", "--batch-size=1,2", "--seq-len=8", "-o", "s"]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, moment, how, *words],
         cwd=tmp_path,

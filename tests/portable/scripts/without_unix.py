@@ -160,9 +160,9 @@ def sweep(folder: Path) -> str:
     import flopwatch
 
     os.environ["FLOPWATCH_SLOT_DIR"] = str(folder / "slots")
-    matrix = {"trainers": [{"label": "fine", "command": "true"}], "batch_sizes": [1], "seq_lens": [8]}
+    matrix = {"trainer": [{"label": "fine", "command": "true"}], "batch_size": [1], "seq_len": [8]}
     try:
-        results = flopwatch.sweep.run(matrix, folder / "sweep", preflight=False)
+        results = flopwatch.sweep.run(matrix, folder / "sweep")
     except ValueError as error:
         return str(error)
     return next(iter(results.values())).outcome

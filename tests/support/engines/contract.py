@@ -8,15 +8,11 @@ import time
 from pathlib import Path
 
 from flopwatch.process import start_ticks
-from flopwatch.records.repeats import RepeatPolicy
-from flopwatch.records.sweep_results import read_result, read_results
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
-from flopwatch.sweep.folder import Trial, held_folder, prepare, result_file, write_trial_list
+from flopwatch.sweep.folder import Trial, prepare, result_file
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import make_plan
-from flopwatch.sweep.runner.run import run_plan
 
 PATIENCE_SECONDS = 120.0
 
@@ -49,21 +45,6 @@ def run_all(engine, trials, on_tick=lambda: None):
             ends[ended.name] = ended.evidence
         on_tick()
     return ends
-
-
-def a_trial_with_a_wide_interval_runs_until_its_runs_agree(engine, folder):
-    """Eight steps that differ by half, with the same median in every run: three runs, each with a folder of its own."""
-    steps = '{"step_seconds": [0.5, 0.6, 0.7, 1.0, 1.0, 1.3, 1.4, 1.5]}'
-    spec = TrialSpec("command", "none", 1, 1, command=f"echo '{steps}' > {{trial_dir}}/metrics.json", device="cpu")
-    repeats = RepeatPolicy(until=0.05)
-    with held_folder(folder):
-        plan = make_plan(folder, [spec], engine=engine.name, repeats=repeats)
-        write_trial_list(folder, plan.trials, engine.name)
-        counts = run_plan(plan, engine, None, Stop(), repeats=repeats)
-    (result,) = read_results(folder).values()
-    assert (counts, result.outcome, result.measured.run_medians) == ({"ok": 1}, "ok", (1.0, 1.0, 1.0))
-    assert [attempt["folder"] for attempt in result.earlier_attempts] == [f"earlier/{result.name}.{n}" for n in (1, 2)]
-    assert make_plan(folder, [spec], engine=engine.name, repeats=repeats).todo == ()
 
 
 def outcome(trial):

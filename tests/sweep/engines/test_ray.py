@@ -44,11 +44,6 @@ def test_every_trial_ends_once_with_a_result(tmp_path):
 
 
 @on_ray
-def test_a_trial_with_a_wide_interval_runs_until_its_runs_agree(tmp_path):
-    contract.a_trial_with_a_wide_interval_runs_until_its_runs_agree(RayEngine(), tmp_path / "sweep")
-
-
-@on_ray
 def test_cancel_ends_everything(tmp_path):
     contract.cancel_ends_everything(RayEngine(), tmp_path)
 

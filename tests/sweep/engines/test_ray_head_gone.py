@@ -37,7 +37,7 @@ def test_a_sweep_outlives_a_head_that_is_away_and_runs_nothing_finished_again(tm
         port = int(cluster.address.rpartition(":")[2])
         environment = {**os.environ, "LEDGER": str(ledger)}
         command = ["sweep", "--engine", "ray", "--engine-option", f"address={cluster.address}", "-o", str(sweep)]
-        command += ["--command", f"sh {tmp_path}/trial.sh", "batch_size=1,2,3,4,5,6", "seq_len=8"]
+        command += ["--command", f"sh {tmp_path}/trial.sh", "--batch-size=1,2,3,4,5,6", "--seq-len=8"]
         runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *command], env=environment, cwd=tmp_path)
         try:
             wait_until(lambda: {"begin 1", "begin 2", "begin 3"} <= lines(ledger).keys(), "three trials run", 120)

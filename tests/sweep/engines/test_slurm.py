@@ -41,10 +41,6 @@ def test_every_trial_ends_once_with_a_result(tmp_path):
     contract.every_trial_ends_once_with_a_result(SlurmEngine(), tmp_path)
 
 
-def test_a_trial_with_a_wide_interval_runs_until_its_runs_agree(tmp_path):
-    contract.a_trial_with_a_wide_interval_runs_until_its_runs_agree(SlurmEngine(), tmp_path / "sweep")
-
-
 def test_cancel_ends_everything(tmp_path):
     contract.cancel_ends_everything(SlurmEngine(), tmp_path)
 

@@ -58,9 +58,7 @@ def swept(folder, meet, **engine_settings):
         for size in (1, 2, 3, 4)
     ]
     found = {}
-    sweep = threading.Thread(
-        target=lambda: found.update(run_sweep(folder, specs, SlurmEngine(**engine_settings), shuffle_seed=None))
-    )
+    sweep = threading.Thread(target=lambda: found.update(run_sweep(folder, specs, SlurmEngine(**engine_settings))))
     sweep.start()
     try:
         wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "it runs")

@@ -21,7 +21,7 @@ def status(folder, outcomes, *, stop=None, **choices):
         return TrialResult(trial.name, trial.key, trial.spec, outcome) if outcome else None
 
     with held_folder(folder):
-        plan = make_plan(folder, SPECS, shuffle_seed=None, **choices)
+        plan = make_plan(folder, SPECS, **choices)
         write_trial_list(folder, plan.trials, "in-process")
         stop = stop or Stop()
         counts = run_plan(plan, InProcessEngine(run), Listener(), stop) if plan.todo else {}

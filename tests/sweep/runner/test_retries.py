@@ -58,7 +58,7 @@ class Losing(InProcessEngine):
 
 def run(folder, engine, *, listener=None, stop=None, **settings):
     with held_folder(folder):
-        plan = make_plan(folder, SPECS, shuffle_seed=None)
+        plan = make_plan(folder, SPECS)
         write_trial_list(folder, plan.trials, engine.name)
         if plan.todo:
             run_plan(plan, engine, listener or Told(), stop or Stop(), **settings)
@@ -91,7 +91,7 @@ def test_what_is_done_with_an_end(outcome, earlier, is_stopping, policy, expecte
 
 @pytest.mark.parametrize("also", ["ok", "oom_host", "invalid", "eror", ""])
 def test_only_failures_can_be_asked_for(also):
-    with pytest.raises(InputError, match="--retry-on must be one of crash, timeout, hang, error, lost"):
+    with pytest.raises(InputError, match="retry_on must be one of crash, timeout, hang, error, lost"):
         retry_policy(2, ["error", also])
 
 

@@ -9,10 +9,9 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import is_larger, make_plan
-from flopwatch.sweep.runner.run import run_plan
+from flopwatch.sweep.runner.plan import DONE, SOME_FAILED, exit_status, is_larger, make_plan
 from flopwatch.testing import InProcessEngine
-from support.sweeping import Listener, run_sweep
+from support.sweeping import run_sweep
 
 
 def grid(trainers=("standard", "ghost")):
@@ -25,7 +24,7 @@ def test_what_is_larger_than_an_out_of_memory_is_not_run(tmp_path):
         return TrialResult(trial.name, trial.key, trial.spec, outcome)
 
     engine = InProcessEngine(run)
-    results = run_sweep(tmp_path / "s", grid(), engine, shuffle_seed=None)
+    results = run_sweep(tmp_path / "s", grid(), engine)
     inferred = {name for name, result in results.items() if result.outcome == "oom_inferred"}
     assert inferred == {"standard_bs4_seq128", "ghost_bs4_seq128"}
     assert not inferred & set(engine.submitted)
@@ -58,18 +57,94 @@ def test_a_supervisor_that_vanished_is_lost_and_the_sweep_goes_on(tmp_path):
     assert sorted(result.outcome for result in results.values()) == ["lost"] * 2 + ["ok"] * 4
 
 
-def test_a_refused_trial_takes_no_slot(tmp_path):
-    engine = InProcessEngine(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "ok"))
-    listener = Listener()
+BEFORE_A_STEP = {"phase": "build"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ended"),
+    [
+        ("error", BEFORE_A_STEP),
+        ("invalid", BEFORE_A_STEP),
+        ("unsupported", BEFORE_A_STEP),
+        ("unsupported", {"phase": "warmup", "step": 0}),
+    ],
+)
+def test_if_the_smallest_trial_cannot_run_at_all_its_kind_is_skipped_with_its_reason(tmp_path, outcome, ended):
+    def run(trial):
+        if trial.spec.trainer == "standard":
+            return TrialResult(trial.name, trial.key, trial.spec, "ok")
+        return TrialResult(trial.name, trial.key, trial.spec, outcome, "tied weights", **ended)
+
+    engine = InProcessEngine(run)
+    results = run_sweep(tmp_path / "s", grid(), engine)
+    assert [name for name in engine.submitted if name.startswith("ghost")] == ["ghost_bs1_seq64"]
+    assert results["ghost_bs1_seq64"].outcome == outcome
+    skipped = [result for result in results.values() if result.outcome == "skipped"]
+    assert len(skipped) == 5
+    assert {result.reason for result in skipped} == {
+        f"not run, because ghost_bs1_seq64 could not begin ({outcome}: tied weights)"
+    }
+    assert sum(result.outcome == "ok" for result in results.values()) == 6
+    again = InProcessEngine(run)
+    assert len(run_sweep(tmp_path / "s", grid(), again)) == 12
+    assert again.submitted == []
     with held_folder(tmp_path / "s"):
-        plan = make_plan(tmp_path / "s", grid())
-        run_plan(
-            plan, engine, listener, Stop(), lambda trial: "tied weights" if trial.spec.trainer == "ghost" else None
+        status = exit_status(make_plan(tmp_path / "s", grid()), {"skipped": 5}, was_stopped=False)
+    assert status == (DONE if outcome == "unsupported" else SOME_FAILED)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ended"),
+    [
+        ("error", {"phase": "warmup", "step": 0}),  # such as BatchNorm, which cannot take one sample
+        ("unsupported", {"phase": "measure", "step": 3}),
+        ("oom_host", BEFORE_A_STEP),
+        ("crash", BEFORE_A_STEP),
+        ("timeout", BEFORE_A_STEP),
+    ],
+)
+def test_what_may_depend_on_the_size_skips_nothing(tmp_path, outcome, ended):
+    def run(trial):
+        is_first = trial.spec.batch_size == 1 and trial.spec.seq_len == 64
+        return TrialResult(trial.name, trial.key, trial.spec, outcome if is_first else "ok", "why", **ended)
+
+    results = run_sweep(tmp_path / "s", grid(("ghost",)), InProcessEngine(run))
+    assert "skipped" not in {result.outcome for result in results.values()}
+
+
+def test_the_smallest_of_each_kind_is_submitted_before_the_others(tmp_path):
+    engine = InProcessEngine(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "ok"))
+    run_sweep(tmp_path / "s", grid(), engine)
+    assert set(engine.submitted[:2]) == {"standard_bs1_seq64", "ghost_bs1_seq64"}
+
+
+def test_other_options_are_of_another_kind(tmp_path):
+    def run(trial):
+        is_wrong = trial.spec.options["precision"] == "fp8"
+        return TrialResult(
+            trial.name, trial.key, trial.spec, "unsupported" if is_wrong else "ok", "no fp8", phase="build"
         )
-    refused = [result for result in listener.results if result.outcome == "unsupported"]
-    assert {result.reason for result in refused} == {"tied weights"}
-    assert not {result.name for result in refused} & set(engine.submitted)
-    assert len(engine.submitted) == 6
+
+    specs = [
+        TrialSpec("mine:Own", "tiny", batch, 64, options={"precision": kind})
+        for kind in ("fp8", "bf16")
+        for batch in (1, 2)
+    ]
+    outcomes = sorted(result.outcome for result in run_sweep(tmp_path / "s", specs, InProcessEngine(run)).values())
+    assert outcomes == ["ok", "ok", "skipped", "unsupported"]
+
+
+def test_a_command_is_never_skipped(tmp_path):
+    specs = [TrialSpec("command", "none", batch, 1, command="test {batch_size} -gt 1") for batch in (1, 2)]
+
+    def run(trial):
+        outcome = "error" if trial.spec.batch_size == 1 else "ok"
+        return TrialResult(trial.name, trial.key, trial.spec, outcome, phase="start")
+
+    assert {result.outcome for result in run_sweep(tmp_path / "s", specs, InProcessEngine(run)).values()} == {
+        "error",
+        "ok",
+    }
 
 
 def test_finishing_starts_nothing_new(tmp_path):

@@ -7,13 +7,13 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.records.trial import StepCost, content_key
 from flopwatch.report.cells import column_names, group_key
-from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
+from flopwatch.sweep.spec.parsing import needs_one_process
 from flopwatch.sweep.supervisor.ranks import RankEnd, first_cause
 from flopwatch.sweep.worker.rank_group import job_cost, job_peak
 
-SMALL = {"models": "tiny", "batch_sizes": [8], "seq_lens": [16]}
+SMALL = {"model": "tiny", "batch_size": [8], "seq_len": [16]}
 
 
 def trials(**settings):
@@ -34,7 +34,7 @@ def test_a_single_process_has_no_layout_and_is_one_trial_of_all_layouts():
 def test_a_batch_that_its_processes_cannot_share_is_refused_before_anything_runs():
     with pytest.raises(InputError, match=r"6 processes cannot share a batch of 8 samples"):
         trials(processes=6)
-    kept = trials(batch_sizes=[8, 9], processes=[1, 2], exclude=["batch_size=9 processes=2"])
+    kept = trials(batch_size=[8, 9], processes=[1, 2], exclude=["batch_size=9 processes=2"])
     assert [(spec.batch_size, spec.processes) for spec in kept] == [(8, 1), (9, 1), (8, 2)]
 
 
@@ -45,16 +45,15 @@ def test_an_unknown_layout_is_refused():
 
 def test_a_command_starts_its_processes_itself_so_it_has_no_layout():
     (spec,) = trials(
-        trainers=[{"command": "torchrun --nproc-per-node={processes} t.py"}], processes=3, layout="ddp,fsdp"
+        trainer=[{"command": "torchrun --nproc-per-node={processes} t.py"}], processes=3, layout="ddp,fsdp"
     )
     assert (spec.processes, spec.layout) == (3, None)
 
 
-def test_a_private_trainer_is_refused_several_processes_before_a_slot_is_used():
-    (spec,) = trials(trainers="ghost", processes=2)
-    assert "can run in one process only" in refusals({}, [spec])(spec)
-    (spec,) = trials(trainers="ghost")
-    assert refusals({}, [spec])(spec) is None
+def test_a_private_trainer_cannot_run_in_several_processes():
+    (several,), (single,) = trials(trainer="ghost", processes=2), trials(trainer="ghost")
+    assert "can run in one process only" in needs_one_process(several)
+    assert needs_one_process(single) is None
 
 
 def test_the_report_compares_layouts_side_by_side_and_other_numbers_of_processes_apart():

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 import flopwatch
 from flopwatch.cli.app import app
 from flopwatch.decode import read_record
+from flopwatch.errors import InputError
 from flopwatch.records.settings import REPORTED, SETTINGS, Setting, TrialSpec
 from flopwatch.sweep.spec.matrix import Matrix, expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
+from flopwatch.sweep.spec.parsing import settings_without_flags
 
 LAST = "    privacy: Mapping[str, Any] = field("
 MADE_UP = """\
     compile_mode: str = field(default="none", metadata=_set(
-        "compile_modes", STEP, ("none",), "How torch.compile works.", "mode of torch.compile", compared="beside",
-        since=2))
+        "How torch.compile works.", ("none",), "mode of torch.compile", compared="beside", since=2))
 """
 SHOWN = """
 from flopwatch.records.trial import TrialSpec, content_key
@@ -40,17 +41,17 @@ print({mode: content_key(spec, {}) for mode, spec in specs.items()})
 def test_every_setting_says_how_it_is_called_and_shown():
     assert all(isinstance(field.metadata["setting"], Setting) for field in dataclasses.fields(TrialSpec))
     assert set(REPORTED) == set(SETTINGS) == {field.name for field in dataclasses.fields(TrialSpec)}
-    assert {setting.key for setting in SETTINGS.values()} - {""} < set(Matrix.model_fields)
+    assert {name for name, setting in SETTINGS.items() if setting.text} < set(Matrix.model_fields)
 
 
-@pytest.mark.parametrize(("command", "text"), [("trial", "flag"), ("fit", "flag"), ("sweep", "flags")])
-def test_a_setting_with_the_help_of_a_flag_has_the_flag(command, text):
+@pytest.mark.parametrize("command", ["trial", "fit", "sweep"])
+def test_a_setting_has_a_flag_of_its_name_or_is_written_as_a_key_but_not_both(command):
     app.commands[command].load()
-    helps = {parameter.help for parameter in app.commands[command].params if hasattr(parameter, "help")}
-    missing = {name for name, setting in SETTINGS.items() if getattr(setting, text)} - {
-        name for name, setting in SETTINGS.items() if getattr(setting, text) in helps
-    }
-    assert missing == ({"batch_size"} if command == "fit" else set())
+    flags = {parameter.name for parameter in app.commands[command].params}
+    expected = {name for name, setting in SETTINGS.items() if setting.has_flag}
+    assert flags & set(SETTINGS) == expected - ({"batch_size"} if command == "fit" else set())
+    with pytest.raises(InputError, match="write 'batch_size=4' as --batch-size 4"):
+        settings_without_flags(["seed=1", "batch_size=4"])
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def with_a_new_setting(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_new_setting_is_a_key_of_the_matrix_and_an_axis(with_a_new_setting):
-    words = ("trainers=standard", "batch_size=4", "seq_len=8", "compile_mode=none,fast")
+    words = ("--trainer=standard", "--batch-size=4", "--seq-len=8", "compile_mode=none,fast")
     shown = with_a_new_setting("-m", "flopwatch", "sweep", *words, "--dry-run")
     assert "StandardTrainer_bs4_seq8_compile_modenone" in shown
     assert "StandardTrainer_bs4_seq8_compile_modefast" in shown
     with_a_new_setting("-m", "flopwatch", "init", "--sweep", "made.yaml")
     template = with_a_new_setting("-c", "print(open('made.yaml').read())")
-    assert "#compile_modes: [none]" in template
+    assert "#compile_mode: [none]" in template
     assert "# How torch.compile works." in template
 
 
@@ -90,15 +91,15 @@ def test_a_new_setting_is_a_column_and_a_part_of_the_trials_key(with_a_new_setti
     assert f"'fast': '{before}'" not in keys
 
 
-AXES = {setting.key: Matrix.model_fields[setting.key] for setting in SETTINGS.values() if setting.axis}
+AXES = {name: Matrix.model_fields[name] for name, setting in SETTINGS.items() if setting.axis}
 VALUES = {
-    "models": st.sampled_from(["tiny", "small", "a/config.json", "mine:build"]),
-    "dtypes": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "model": st.sampled_from(["tiny", "small", "a/config.json", "mine:build"]),
+    "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
     "checkpointing": st.booleans(),
-    "seeds": st.integers(-(2**63), 2**64 - 1),
-    "batch_sizes": st.integers(1, 2**63 - 1),
-    "seq_lens": st.integers(1, 2**63 - 1),
-    "micro_batch_sizes": st.none() | st.integers(1, 2**63 - 1),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "batch_size": st.integers(1, 2**63 - 1),
+    "seq_len": st.integers(1, 2**63 - 1),
+    "micro_batch_size": st.none() | st.integers(1, 2**63 - 1),
 }
 
 

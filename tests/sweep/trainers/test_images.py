@@ -14,11 +14,9 @@ from flopwatch.models.load import dummy_batch, load_model
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import own_loss
-from flopwatch.sweep.trainers.parity import parity
-from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
-from flopwatch.sweep.trainers.unsupported import explain_failure, layer_paths
-from flopwatch.sweep.worker.preflight_main import tiny_copies
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer, run_step, step_parts
 from flopwatch.sweep.worker.step_cost import count_plain, count_step
+from support.parity import parity
 
 CPU = torch.device("cpu")
 
@@ -92,7 +90,7 @@ def test_another_side_is_named_behind_the_preset():
 
 
 def test_images_have_one_length_which_is_their_side():
-    specs = expand(read_matrix(None, {"models": ["resnet20-gn", "tiny"], "batch_sizes": 4, "seq_lens": [8, 16]}))
+    specs = expand(read_matrix(None, {"model": ["resnet20-gn", "tiny"], "batch_size": 4, "seq_len": [8, 16]}))
 
     assert [(spec.model, spec.seq_len) for spec in specs] == [("resnet20-gn", 32), ("tiny", 8), ("tiny", 16)]
 
@@ -105,14 +103,6 @@ def test_dp_trainers_clip_convolutions_as_a_loop_over_the_samples(build, own):
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
     assert max(parity(model, batch).values()) < 1e-9
-
-
-def test_the_preset_goes_by_hooks_under_ghost_clipping_but_for_its_head():
-    """Opacus has a ghost norm for linear layers and none for convolutions."""
-    paths = layer_paths("ghost", load_model("resnet20-gn"))
-
-    assert set(paths["ghost"]) == {"Linear"}
-    assert set(paths["hook"]) == {"Conv2d", "GroupNorm"}
 
 
 def test_a_model_without_a_loss_is_trained_by_cross_entropy(own):
@@ -181,14 +171,6 @@ def test_labels_that_do_not_fit_the_logits_are_told(own):
         own_loss(model, model(batch["input"]), batch)
 
 
-def test_the_tiny_copy_of_an_image_preset_has_its_classes_and_stages():
-    (tiny,) = tiny_copies("resnet18-gn")
-
-    assert tiny.config.num_labels == 1000
-    assert sum(parameter.numel() for parameter in tiny.parameters()) < 200_000
-    assert [type(layer) for layer in tiny.stem] == [type(layer) for layer in load_model("resnet18-gn").stem]
-
-
 class WithItsLoss(nn.Module):
     """Takes labels and returns its loss."""
 
@@ -210,8 +192,30 @@ def test_labels_with_a_default_are_what_the_private_trainers_ask_for():
     batch = {"x": torch.randn(4, 2), "labels": torch.randint(3, (4,))}
     assert max(parity(WithItsLoss().double(), {**batch, "x": batch["x"].double()}).values()) < 1e-9
     trainer = load_trainer("dpsgd")(WithNeededLabels(), TrainerSettings(4, CPU))
-    with pytest.raises(TypeError) as raised:
+    with pytest.raises(UnsupportedError, match="private trainers call the model's forward without labels") as raised:
         trainer.forward(batch)
-    why = explain_failure("dpsgd", [], raised.value)
-    assert why.startswith("private trainers call the model's forward without labels")
-    assert "the default None" in why
+    assert "the default None" in str(raised.value)
+
+
+class WithAnIdleLayer(WithItsLoss):
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "ghost", "fast"])
+def test_a_parameter_without_a_gradient_is_named_instead_of_opacus_s_message(name):
+    batch = {"x": torch.randn(4, 2), "labels": torch.randint(3, (4,))}
+    trainer = load_trainer(name)(WithAnIdleLayer(), TrainerSettings(4, CPU))
+    with pytest.raises(UnsupportedError, match=r"^idle\.weight, idle\.bias got no gradient in the step"):
+        run_step(step_parts(trainer, [batch]))
+
+
+def test_an_error_of_the_users_own_code_stays_as_it_is():
+    class Failing(WithItsLoss):
+        def forward(self, x, labels=None):
+            raise ValueError("mine")
+
+    trainer = load_trainer("dpsgd")(Failing(), TrainerSettings(4, CPU))
+    with pytest.raises(ValueError, match="mine"):
+        trainer.forward({"x": torch.randn(4, 2), "labels": torch.randint(3, (4,))})

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopwatch.models.load import load_model
 from flopwatch.sweep.trainers import builtin as opacus_two_pass
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.parity import parity, sample_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.sweep.trainers.unsupported import tied_parameters
+from support.parity import parity, sample_gradients
 from support.tiny_transformers import build
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "bert", "vit"]

@@ -11,6 +11,7 @@ from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use,
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
 from flopwatch.present.document import Cell, Document, Grid, Most, numbers
+from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
 from flopwatch.runs.state import OVER, WatchedRun, WatchFeed
@@ -29,13 +30,21 @@ def watch(
     refresh: Annotated[float, flag("Seconds between two reads of the log.")] = 1.0,
     peak_tflops: Annotated[float | None, PEAK_TFLOPS] = None,
 ) -> None:
-    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
+    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs; or the trials of a sweep.
+
+    Ctrl-C does not stop the run or the sweep.
+    """
     from rich.console import Console
 
     if not refresh > 0:
         raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     if as_list:
         show(_list_of_runs(run_dir or RUNS_FOLDER))
+        return
+    if run_dir is not None and is_sweep_folder(Path(run_dir).expanduser()):
+        from flopwatch.cli.trials.sweep_screens import watch_sweep
+
+        watch_sweep(Path(run_dir).expanduser(), once=once)
         return
     console = Console(highlight=False)
     feed = WatchFeed(chosen_run(run_dir), time.time, peak_to_use(peak_tflops))

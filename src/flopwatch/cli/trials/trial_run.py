@@ -1,6 +1,5 @@
 """What `flopwatch trial` and `flopwatch fit` do: run trials in processes of their own, and print what was measured."""
 
-import math
 import os
 import shlex
 import signal
@@ -16,14 +15,13 @@ from rich.text import Text
 
 from flopwatch.cli import print_json, say
 from flopwatch.cli.streams import lasting_output
-from flopwatch.cli.trials.sweep_screens import outcome_cell, print_preflight
+from flopwatch.cli.trials.sweep_screens import outcome_cell
 from flopwatch.decode import BrokenRecordError
 from flopwatch.errors import InputError
 from flopwatch.files import UnreadableError, load_json
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
-from flopwatch.records.settings import SETTINGS
 from flopwatch.records.sweep_results import (
     NewerFormatError,
     is_sweep_folder,
@@ -46,16 +44,18 @@ from flopwatch.sweep.folder import (
     write_trial_list,
 )
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.preflight import preflight_trials
 from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import STOPPED, Plan, check_unchanged
-from flopwatch.sweep.runner.run import Refusal
+from flopwatch.sweep.runner.plan import STOPPED, check_unchanged
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 from flopwatch.sweep.spec.names import check_names, trial_names
-from flopwatch.sweep.spec.parsing import check_processes, parse_overrides
+from flopwatch.sweep.spec.parsing import FLAGS, check_processes, settings_without_flags
 from flopwatch.sweep.supervisor.supervise import supervise
 from flopwatch.text import one_line
+
+_TRIAL = {"batch_size": 4, "seq_len": 512}
+_FIT = {"seq_len": 512, "steps": 5, "warmup_steps": 2, "trace": False}
+"""A fit records no trace, because its memory would reduce the largest batch that fits."""
 
 
 def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, as_json: bool, **given: Any) -> None:
@@ -63,7 +63,8 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
         output = output and output.resolve()
         asked, folder, name = _from_file(spec, has_folder=output is not None)
     else:
-        asked, folder, name = asked_for(words or [], _flags(given)), Path("flopwatch-sweep"), None
+        asked = _only_spec("`flopwatch trial` runs", _TRIAL, settings_without_flags(words or []), _flags(given))
+        folder, name = Path("flopwatch-sweep"), None
     check_names([asked])
     with lasting_output():
         result, note = _supervised(output or folder, asked, name, quiet=as_json)
@@ -80,15 +81,10 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
 def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool, **given: Any) -> None:
     if max_batch < 1:
         raise InputError(f"--max-batch must be 1 or more, got {max_batch}")
-    # No trace is recorded, because its memory would reduce the largest batch that fits.
-    beneath = {"warmup_steps": 2, "trace": False}
-    spec = _only_spec("`flopwatch fit` tries", beneath, parse_overrides(words or []), _flags(given | {"batch_size": 1}))
-    check_names([spec], with_modules=not given["no_preflight"])
+    settings = settings_without_flags(words or [])
+    spec = _only_spec("`flopwatch fit` tries", _FIT, settings, _flags(given), {"batch_size": 1})
+    check_names([spec])
     spec, reason = with_host_limit(output, spec)
-
-    def preflight(plan: Plan) -> Refusal:
-        return preflight_trials(output, plan.todo, (lambda found: None) if as_json else print_preflight)
-
     with lasting_output():
         if reason and not as_json:
             say(reason)
@@ -99,7 +95,6 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
                 status,
                 stop=status.stop,
                 max_batch=max_batch,
-                preflight=None if given["no_preflight"] else preflight,
                 on_probe=lambda probe: None if as_json else say(probe_line(probe)),
             )
         if as_json:
@@ -114,17 +109,7 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    flags = {name: given[name] for name in SETTINGS if name in given and name != "command"}
-    return {
-        **{name: value if SETTINGS[name].axis is None else [value] for name, value in flags.items()},
-        "trainer": [given["trainer"] if given["command"] is None else {"command": given["command"]}],
-        "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
-    }
-
-
-def asked_for(words: list[str], flags: dict[str, Any]) -> TrialSpec:
-    """The trial that flags and settings describe. The setting `seq_len=512` overrides `--seq-len`."""
-    return _only_spec("`flopwatch trial` runs", flags, parse_overrides(words))
+    return {name: given[name] for name in FLAGS if given.get(name) is not None}
 
 
 def _only_spec(command_does: str, *layers: dict[str, Any]) -> TrialSpec:
@@ -336,11 +321,6 @@ def _largest(found: Found, max_batch: int) -> str:
 
 def _edge(found: Found) -> list[str]:
     """A warning if the largest batch may not always fit, because memory varies a little between runs; else empty."""
-    lucky = [
-        probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
-    ]
-    if lucky:
-        return [f"The limit varies between trials: a batch of {max(lucky)} fitted, although {found.too_large} did not."]
     largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
     is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
     if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:

@@ -73,8 +73,6 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
         sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
         causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
         yield doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
-    if summary.preflight:
-        yield _preflight(summary.preflight)
     yield _environments(summary.environments)
     yield doc.Only(("html",), [_all_trials(summary)])
 
@@ -289,31 +287,6 @@ def _evidence(facts: Mapping[str, Any]) -> str:
         else:
             said.append(f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}")
     return ", ".join(said)
-
-
-def _preflight(rows: Sequence[Mapping[str, Any]]) -> doc.Section:
-    columns: list[tuple[str, Callable[[Mapping[str, Any]], doc.Cell | str]]] = [
-        ("trainer", lambda row: doc.Cell(str(row["trainer"]))),
-        ("model", lambda row: doc.Cell(str(row["model"]))),
-        ("supported", lambda row: ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"),
-        ("parameters", lambda row: count(row.get("parameters"))),
-        ("layers", lambda row: _layer_words(row.get("layers"))),
-        ("why not", lambda row: str(row.get("reason") or "")),
-    ]
-    table = table_of(rows, columns)
-    return doc.Section("Preflight: which trainer supports which model", [table], "preflight", "Preflight")
-
-
-def _layer_words(layers: Any) -> str:
-    """Return the share of the parameters that each implementation of per-sample gradients handles.
-
-    >>> _layer_words({"ghost": {"Linear": 0.7, "Embedding": 0.2}, "hook": {"LayerNorm": 0.1}})
-    'ghost 90.0 %, hook 10.0 %'
-    """
-    paths = layers.items() if isinstance(layers, Mapping) else ()
-    known = {path: shares.values() for path, shares in paths if isinstance(shares, Mapping)}
-    totals = {path: sum(s for s in shares if isinstance(s, int | float)) for path, shares in known.items()}
-    return ", ".join(f"{path} {percent(total)}" for path, total in totals.items())
 
 
 def _environments(environments: Sequence[Environment]) -> doc.Section:

@@ -27,8 +27,6 @@ from flopwatch.sweep.lease import is_alive_here, visible_seconds
 from flopwatch.sweep.supervisor.spare import SpareSupervisor
 from flopwatch.text import one_line
 
-_EPSILON = 1e-9  # absorbs rounding errors of GPU shares
-
 
 def lock_folder() -> Path:
     """Return the folder of the lock files, which all users of this machine share."""
@@ -37,15 +35,9 @@ def lock_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
-    """The devices of one trial.
-
-    Attributes:
-        share: The trial's share of its GPU, below 1.0 if several trials share the GPU.
-        cores: The cores that the trial is pinned to; if empty, the trial is not pinned.
-    """
+    """The devices of one trial: its GPUs, or the cores that it is pinned to."""
 
     gpus: tuple[str, ...] = ()
-    share: float = 1.0
     cores: tuple[int, ...] = ()
 
     @property
@@ -67,44 +59,39 @@ class SlotPool:
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
         self._sweep = sweep
         slots = [DeviceSlot((gpu,)) for gpu in gpus] or [DeviceSlot(cores=cores) for cores in core_sets(jobs)]
-        self._free_share = dict.fromkeys(slots, 1.0)  # by the slots of one GPU or one set of cores
+        self._free = slots
         self._uuids = gpu_uuids(gpus)
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
         _need_folder()
 
-    def take(self, gpus: float) -> DeviceSlot | None:
+    def take(self, gpus: int) -> DeviceSlot | None:
         """Reserve a slot. If none is free, return None and set `waits_for` to a device and the sweep that uses it."""
         self.waits_for = ""
         if gpus and not self._uuids:
             raise InputError(
-                f"a trial needs {gpus:g} GPUs, but no GPU was found on this machine; remove `gpus` from the "
-                "configuration, or set the GPUs to use with --gpu-ids"
+                f"a trial needs {gpus} GPUs, but no GPU was found on this machine; remove `gpus` from the "
+                "configuration, or set the GPUs to use with CUDA_VISIBLE_DEVICES"
             )
-        wanted = gpus or 1.0
+        wanted = gpus or 1
         if self._uuids and wanted > len(self._uuids):
             raise InputError(
-                f"a trial needs {wanted:g} GPUs, but this machine has {len(self._uuids)}; "
+                f"a trial needs {wanted} GPUs, but this machine has {len(self._uuids)}; "
                 "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
-        count, share = (1, wanted) if wanted < 1.0 else (round(wanted), 1.0)
         chosen: list[DeviceSlot] = []
-        for slot, free in self._free_share.items():
-            if len(chosen) < count and free + _EPSILON >= share and all(map(self._lock, self._lock_names(slot))):
+        for slot in self._free:
+            if len(chosen) < wanted and all(map(self._lock, self._lock_names(slot))):
                 chosen.append(slot)
-        is_enough = len(chosen) == count
-        for slot in chosen if is_enough else ():
-            self._free_share[slot] -= share
-        self._unlock_unused()
-        if not is_enough:
-            return None
-        return DeviceSlot(tuple(gpu for slot in chosen for gpu in slot.gpus), share, chosen[0].cores)
+        is_enough = len(chosen) == wanted
+        if is_enough:
+            self._free = [slot for slot in self._free if slot not in chosen]
+        self._unlock_free()
+        return DeviceSlot(tuple(gpu for slot in chosen for gpu in slot.gpus), chosen[0].cores) if is_enough else None
 
     def give_back(self, slot: DeviceSlot) -> None:
-        for part in self._free_share:
-            if set(part.gpus) & set(slot.gpus) or (part.cores and part.cores == slot.cores):
-                self._free_share[part] = min(1.0, self._free_share[part] + slot.share)
-        self._unlock_unused()
+        self._free += [DeviceSlot((gpu,)) for gpu in slot.gpus] or [slot]
+        self._unlock_free()
 
     def close(self) -> None:
         while self._locks:
@@ -136,14 +123,14 @@ class SlotPool:
             file.close()
             return False
         file.truncate(0)
-        file.write(f"pid {os.getpid()}, sweep in {one_line(str(self._sweep))}")
+        file.write(f"pid {os.getpid()}, sweep in {one_line(str(self._sweep.resolve()))}")
         file.flush()
         self._locks[name] = file
         return True
 
-    def _unlock_unused(self) -> None:
-        for slot, free in self._free_share.items():
-            for name in self._lock_names(slot) if free > 1.0 - _EPSILON else ():
+    def _unlock_free(self) -> None:
+        for slot in self._free:
+            for name in self._lock_names(slot):
                 if name in self._locks:
                     self._locks.pop(name).close()
 
@@ -179,24 +166,6 @@ def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
     # CUDA_VISIBLE_DEVICES may also contain the first characters of a UUID.
     whole = {gpu: next((uuid for uuid in listed.values() if uuid.startswith(gpu)), gpu) for gpu in gpus}
     return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
-
-
-def check_gpus(gpus: Sequence[str]) -> None:
-    """Raise InputError if any of these GPUs is missing on this machine, because torch would silently use the CPU."""
-    known = visible_gpus()
-    if not known and any(Path(place).exists() for place in _UNCOUNTED):
-        return
-    has = f"the GPUs {', '.join(known)}" if known else "no GPU"
-    for gpu in gpus:
-        if gpu.isdecimal() and gpu not in known:
-            raise InputError(
-                f"there is no GPU number {gpu} (--gpu-ids): this machine has {has}; remove --gpu-ids or use other "
-                "numbers. To set the number of GPUs per trial, use --gpus-per-trial"
-            )
-
-
-_UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
-"""If one of these device files exists, there is an accelerator that /proc/driver/nvidia does not list (AMD, WSL)."""
 
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
@@ -299,7 +268,7 @@ class LocalEngine:
 
     def room(self, next_up: TrialSpec) -> int:
         if self._next_slot is None:
-            a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0
+            a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0
             self._next_slot = self._pool.take(next_up.gpus or a_gpu_each)
         return int(self._next_slot is not None)
 

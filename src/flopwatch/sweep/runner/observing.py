@@ -31,9 +31,8 @@ from flopwatch.text import one_line
 class Observer(Protocol):
     """The methods that the runner calls when a trial starts or ends, and several times a second (`ticked`).
 
-    The observer of the command line draws the live table. An observer may also have a method
-    `tries_again(lost: TrialResult, retry: int, most: int)`, which the runner calls before it retries a trial, and
-    `repeats(result: TrialResult, repeat: int, most: int)`, before it repeats a trial whose interval is too wide.
+    An observer may also have a method `tries_again(lost: TrialResult, retry: int, most: int)`, which the runner calls
+    before it retries a trial.
     """
 
     def started(self, trial: Trial) -> None: ...
@@ -51,13 +50,11 @@ class Stop:
         finish: Start no more trials and withdraw queued ones. The user's first Ctrl-C sets it.
         kill: Kill the running trials too. The second Ctrl-C sets it.
         is_over_budget: The runner sets it when the sweep's time budget is used up. It has the effect of `finish`.
-        again: How the user ends the running trials too after `finish`, in the words of the display.
     """
 
     finish: bool = False
     kill: bool = False
     is_over_budget: bool = False
-    again: str = "Ctrl-C again"
 
     @property
     def why(self) -> str:
@@ -217,18 +214,27 @@ class Follower:
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
         self._watched: dict[Path, Lease] = {}
         self._full_disk = FullDisk(clock)
+        self._stopping = ""
 
     def new_results(self) -> Iterator[TrialResult]:
         return new_results(self._results)
 
-    def running(self, state: RunnerState | None) -> dict[str, Trial]:
-        names = (state.running or {}) if state is not None else {}
-        return {name: self._trials[name] for name in names if name in self._trials}
+    def running(self, state: RunnerState) -> dict[str, Trial]:
+        return {name: self._trials[name] for name in state.running or {} if name in self._trials}
+
+    def stopping(self) -> str:
+        """Why the runner starts no more trials, in words; empty while it does."""
+        return {
+            "kill": "ending running trials",
+            "finish": "finishing running trials",
+            "budget": "the time budget is used up; finishing running trials",
+        }.get(self._stopping, "")
 
     def runner(self) -> RunnerState | None:
         if (found := find_runner(self._sweep, self._watched)) is None:
             return None
         state, _ = found
+        self._stopping = state.stopping
         # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
         waits = self._full_disk(self.running(state))
         return replace(state, engine_state=waits) if waits else state

@@ -1,17 +1,17 @@
 """Decides which trials of a sweep are run, retried or skipped, and the exit status of the sweep. Writes no files."""
 
+import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flopwatch.decode import BrokenRecordError, read_record
 from flopwatch.errors import InputError
-from flopwatch.models.presets import check_model_name
-from flopwatch.records.repeats import RepeatPolicy
 from flopwatch.records.sweep_results import SweepResults, TrialList, gather_results, is_sweep_folder, troubles
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
+    COMMAND,
     FAILED,
     OUT_OF_MEMORY,
     UNSETTLED,
@@ -28,7 +28,6 @@ from flopwatch.sweep.spec.names import trial_names
 from flopwatch.text import listed, plural
 
 ONLY = ("failed", "oom", "missing")
-NO_REPEATS = RepeatPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class Plan:
         newer: Names of trials whose files a newer flopwatch wrote. They are neither run nor counted.
         troubles: Messages about damaged files and files of a newer format.
         asked: Names of all trials, or of those that `--limit` selects.
-        repeated: The results of trials in `todo` that run again only because their step time has too wide an interval.
     """
 
     trials: tuple[Trial, ...]
@@ -54,7 +52,6 @@ class Plan:
     newer: frozenset[str] = frozenset()
     troubles: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
-    repeated: Mapping[str, TrialResult] = field(default_factory=dict)
 
 
 def make_plan(
@@ -63,9 +60,7 @@ def make_plan(
     *,
     only: str | None = None,
     limit: str | None = None,
-    shuffle_seed: int | None = 0,
     engine: str = "local",
-    repeats: RepeatPolicy = NO_REPEATS,
 ) -> Plan:
     """Compare the trials of a sweep with the results in its folder, which need not exist yet, and choose those to run.
 
@@ -74,15 +69,10 @@ def make_plan(
         specs: The configurations of all trials.
         only: `failed`, `oom` or `missing` runs only those trials. None runs all trials without a final result.
         limit: `100:200` selects this slice of the trials, and `20` the first twenty.
-        shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
-            slower would look like an effect of a setting. None keeps the order of `specs`.
         engine: With `local`, results from devices that this host does not have are not valid.
-        repeats: Which trials with a result run again, because the interval of their step time is too wide.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
-    for model in dict.fromkeys(spec.model for spec in specs if spec.trainer != "command"):
-        check_model_name(model)
 
     def key_of(spec: TrialSpec) -> str:
         return content_key(spec, fingerprint(spec, is_here=engine == "local"))
@@ -96,13 +86,12 @@ def make_plan(
     trials, raised = match_memory_limits(trials, earlier.results, key_of)
     raised = raised if only == "oom" else frozenset()
     check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
-    repeats = repeats if only is None else NO_REPEATS
     asked = trials[_slice(limit)]
     if not asked:
         raise InputError(
             f"--limit {limit!r} selects none of the {plural(len(trials), 'trial')}, which are numbered from 0"
         )
-    plan = _choose(trials, earlier, asked, only, raised, shuffle_seed, repeats)
+    plan = _choose(trials, earlier, asked, only, raised)
     return replace(plan, troubles=(*plan.troubles, *_outdated(plan.todo, earlier.results)))
 
 
@@ -128,35 +117,31 @@ def _choose(
     asked: tuple[Trial, ...],
     only: str | None,
     raised: frozenset[str],
-    shuffle_seed: int | None,
-    repeats: RepeatPolicy,
 ) -> Plan:
     by_key = {result.key: result for result in earlier.results.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
     names = tuple(trial.name for trial in asked)
     newer = frozenset(trial.name for trial in trials if trial.name in earlier.newer and trial.name not in kept)
-    repeated = {name: kept[name] for name in names if name in kept and repeats.repeats(kept[name])}
-    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
+    wanted = {None: UNSETTLED, "failed": (*FAILED, "skipped"), "oom": OUT_OF_MEMORY, "missing": ()}[only]
 
     def is_chosen(name: str) -> bool:
-        if name in newer or name in raised or name in repeated:
+        if name in newer or name in raised:
             return name not in newer
         return kept[name].outcome in wanted if name in kept else only in (None, "missing")
 
     chosen = [trial for trial in asked if is_chosen(trial.name)]
-    if shuffle_seed is not None:
-        random.Random(shuffle_seed).shuffle(chosen)
-    again = frozenset(trial.name for trial in chosen if trial.name in kept and trial.name not in repeated)
+    # In the order of the matrix, a device that gets warmer and slower would look like an effect of a setting.
+    random.Random(0).shuffle(chosen)
+    again = frozenset(trial.name for trial in chosen if trial.name in kept)
     return Plan(
         trials,
         tuple(chosen),
-        {name: kept[name] for name in kept if name not in again and name not in repeated},
+        {name: kept[name] for name in kept if name not in again},
         again,
         tuple(earlier.results[name] for name in earlier.unlisted),
         newer,
         troubles(earlier),
         names,
-        repeated,
     )
 
 
@@ -269,7 +254,7 @@ DEFAULT_POLICY = RetryPolicy()
 def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
     if unknown := [word for word in also if word not in allowed]:
-        raise InputError(f"--retry-on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
+        raise InputError(f"retry_on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
     return RetryPolicy(most, tuple(dict.fromkeys(("lost", *(outcome for outcome in allowed if outcome in also)))))
 
 
@@ -313,6 +298,37 @@ def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResul
     return TrialResult(trial.name, trial.key, trial.spec, "oom_inferred", reason, evidence)
 
 
+_NOT_THE_KIND = ("batch_size", "seq_len", "seed", "micro_batch_size", "privacy", "memory_bytes")
+
+
+def kind_of(spec: TrialSpec) -> str:
+    """What trials that differ only in their size and seed have in common; for a command, this trial alone."""
+    settings = spec.measured_settings()
+    kept = settings if spec.trainer == COMMAND else {k: settings[k] for k in settings if k not in _NOT_THE_KIND}
+    return json.dumps(kept, sort_keys=True)
+
+
+def smallest_of_each_kind(trials: Iterable[Trial]) -> dict[str, Trial]:
+    found: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: (trial.spec.batch_size * trial.spec.seq_len, trial.name)):
+        found.setdefault(kind_of(trial.spec), trial)
+    return found
+
+
+_BEFORE_THE_STEPS = ("start", "import", "build")
+
+
+def cannot_run(result: TrialResult) -> bool:
+    """Whether no trial of this kind can run, whatever its size, because this one did not get to the end of a step.
+
+    An `error` in the first step proves nothing, because it may depend on the size: BatchNorm raises one for one sample.
+    """
+    if result.outcome not in ("error", "unsupported", "invalid") or result.spec.trainer == COMMAND:
+        return False
+    is_in_first_step = result.phase in ("warmup", "measure") and not result.step and result.measured.steps is None
+    return result.phase in _BEFORE_THE_STEPS or (is_in_first_step and result.outcome != "error")
+
+
 GREEN = ("ok", "oom_device", "oom_host", "oom_inferred", "unsupported", "skipped")
 """Outcomes that do not make a sweep fail. Out of memory is one of them, because sweeps search for the memory limit."""
 
@@ -335,7 +351,7 @@ def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_
 
 
 def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
-    return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
+    return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in ("cancelled", "lost"))
 
 
 def failed_before(plan: Plan) -> int:

@@ -1,18 +1,20 @@
-"""Runs the trials of a plan on an engine and writes each result to `results.jsonl` when its trial has ended."""
+"""Runs the trials of a plan on an engine and writes each result to `results.jsonl` when its trial has ended.
+
+Trials that differ only in their batch, length or seed are of one kind. The smallest trial of each kind runs first, and
+the others wait for its end. If it cannot run at all, they are `skipped` with its reason.
+"""
 
 import contextlib
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.repeats import RepeatPolicy, after_failed_repeat, is_run, repeats_of
 from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
 from flopwatch.records.trial_files import RESULTS, SWEEP
-from flopwatch.sweep.attempts import attempt_from, listed_attempts, lost_attempts, put_aside, put_back
+from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.engines.protocol import Ended, Engine
 from flopwatch.sweep.folder import (
     StillRunsError,
@@ -29,12 +31,14 @@ from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
     DEFAULT_POLICY,
-    NO_REPEATS,
     Plan,
     RetryPolicy,
+    cannot_run,
     hosts_to_avoid,
     inferred_result,
+    kind_of,
     proves_too_large,
+    smallest_of_each_kind,
 )
 
 _PAUSE_SECONDS = 5.0  # time between two tries to write to a full disk
@@ -42,28 +46,24 @@ _CLOSE_SECONDS = 60.0  # how long to try to write the last results
 _TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
 _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
 
-Refusal = Callable[[Trial], str | None]
 
-
-def run_plan(  # noqa: PLR0913 - the choices of the user, each with a default
+def run_plan(
     plan: Plan,
     engine: Engine,
     observer: Observer | SafeObserver,
     stop: Stop,
-    refuse: Refusal = lambda trial: None,
     *,
     retries: RetryPolicy = DEFAULT_POLICY,
-    repeats: RepeatPolicy = NO_REPEATS,
     budget_seconds: float | None = None,
     clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
     """Run the trials `plan.todo` and append each result to `results.jsonl`; return how many trials ended, by outcome.
 
     An exception of the observer does not end the sweep. Another thread or a signal handler can set flags of `stop`.
-    `refuse` returns why a trial cannot run (its preflight failed), or None. No trial starts after `budget_seconds`.
+    No trial starts after `budget_seconds`.
     """
     safe = observer if isinstance(observer, SafeObserver) else SafeObserver(observer)
-    run = _Run(plan, engine, safe, stop, refuse, retries, repeats)
+    run = _Run(plan, engine, safe, stop, retries)
     began = clock()
     run.adopt_earlier_trials()
     try:
@@ -85,21 +85,21 @@ class _Run:
         unwritten: Results that are not in `results.jsonl` yet, because the disk is full or does not respond.
         waits_for: Why nothing can be written until `next_try`; empty if it can be.
         out_of_memory: Results which prove that larger trials would run out of memory too.
-        repeating: The results, so far, of trials that are run again because their intervals are too wide.
+        held: By kind, the trials that wait for the end of the smallest trial of their kind.
+        impossible: By kind, the result of a smallest trial that cannot run at all.
     """
 
     plan: Plan
     engine: Engine
     observer: SafeObserver
     stop: Stop
-    refuse: Refusal
     retries: RetryPolicy
-    repeats: RepeatPolicy
     waiting: deque[Trial] = field(default_factory=deque)
     running: dict[str, Trial] = field(default_factory=dict)
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
-    repeating: dict[str, TrialResult] = field(default_factory=dict)
+    held: dict[str, list[Trial]] = field(default_factory=dict)
+    impossible: dict[str, TrialResult] = field(default_factory=dict)
     unwritten: deque[TrialResult] = field(default_factory=deque)
     counts: Counter[str] = field(default_factory=Counter)
     is_cancelled: bool = False
@@ -119,23 +119,28 @@ class _Run:
     def adopt_earlier_trials(self) -> None:
         """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
         self.out_of_memory = [result for result in self.plan.kept.values() if proves_too_large(result)]
-        self.repeating = dict(self.plan.repeated)
-        todo = [self._prepared_repeat(trial) for trial in self.plan.todo]
-        begun = {trial.name: self._with_attempts(trial) for trial in todo if trial.folder.exists()}
+        begun = {trial.name: self._with_attempts(trial) for trial in self.plan.todo if trial.folder.exists()}
         adopted = set(self.engine.open(self.sweep, list(begun.values())))
         self.running = {name: trial for name, trial in begun.items() if name in adopted}
         self.elsewhere = {name: trial for name, trial in begun.items() if name not in adopted}
-        self.waiting = deque(trial for trial in todo if trial.name not in begun)
+        self._hold_back([trial for trial in self.plan.todo if trial.name not in begun])
         self._reclaim_ended()
 
-    def _prepared_repeat(self, trial: Trial) -> Trial:
-        """Put the last run of a trial aside, if the trial is to be repeated and an earlier runner has not done so."""
-        result = self.repeating.get(trial.name)
-        if result is None:
-            return trial
-        listed = listed_attempts(trial.sweep, trial.name, trial.key)
-        is_done = sum(map(is_run, listed)) > repeats_of(result)
-        return trial if is_done else _next_attempt(trial, result)
+    def _hold_back(self, trials: list[Trial]) -> None:
+        """Queue these trials, except those of a kind whose smallest trial has not shown yet that the kind can run."""
+        kept = {kind_of(result.spec): result for result in self.plan.kept.values() if not cannot_run(result)}
+        self.impossible = {
+            kind: result
+            for result in self.plan.kept.values()
+            if cannot_run(result) and (kind := kind_of(result.spec)) not in kept
+        }
+        first = smallest_of_each_kind(trial for trial in self.plan.todo if kind_of(trial.spec) not in kept)
+        for trial in trials:
+            kind = kind_of(trial.spec)
+            if kind in self.impossible or kind not in first or first[kind].name == trial.name:
+                self.waiting.append(trial)
+            else:
+                self.held.setdefault(kind, []).append(trial)
 
     def _with_attempts(self, trial: Trial) -> Trial:
         """Add the attempts of an earlier runner that was killed, so that they count as retries of this trial."""
@@ -158,7 +163,9 @@ class _Run:
         for end in self.endings.certain(ended, self.running, is_patient=not self.is_cancelled):
             self._finish(end)
         self._write_results()
-        self.observer.tell("ticked", self.running, len(self.waiting), self.waits_for or self.engine.state())
+        held = sum(map(len, self.held.values()))
+        state = self.waits_for or self.engine.state()
+        self.observer.tell("ticked", self.running, len(self.waiting) + held, state)
 
     def close(self) -> None:
         if self.running:
@@ -178,8 +185,7 @@ class _Run:
         while self.unwritten and self._can_write():
             try:
                 if not (self.sweep / SWEEP).exists():  # a trial may delete it
-                    kept = [*self.plan.kept.values(), *self.repeating.values()]
-                    restore_lists(self.sweep, self.plan.trials, kept, self.engine.name)
+                    restore_lists(self.sweep, self.plan.trials, list(self.plan.kept.values()), self.engine.name)
                 record(self.sweep, self.unwritten[0])
             except OSError as error:
                 if error.errno not in TRANSIENT:
@@ -201,6 +207,10 @@ class _Run:
         self._write_results()
         self.counts[result.outcome] += 1
         self.observer.tell("ended", result)
+        kind = kind_of(result.spec)
+        if cannot_run(result) and kind in self.held:
+            self.impossible[kind] = result
+        self.waiting.extend(self.held.pop(kind, ()))
 
     def _reclaim_ended(self) -> None:
         """Remove ended trials from `elsewhere`: record the result of each, or queue the trial again if it has none."""
@@ -240,9 +250,7 @@ class _Run:
         batch: list[Trial] = []
         while self.waiting and len(batch) < room:
             trial = self.waiting.popleft()
-            settled = inferred_result(trial, self.out_of_memory)
-            if (reason := self.refuse(trial)) is not None:
-                settled = _not_run(trial, "unsupported", reason, "preflight")
+            settled = inferred_result(trial, self.out_of_memory) or self._skipped(trial)
             if settled is not None:
                 self._settle(settled)
                 continue
@@ -271,27 +279,22 @@ class _Run:
         if trial is None:
             return
         result = result_of(trial, ended, is_cancelled=self.is_cancelled)
-        earlier = lost_attempts(result.earlier_attempts)
+        earlier = len(result.earlier_attempts)
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.waiting.append(_next_attempt(trial, result))
             self.observer.tell("tries_again", result, earlier + 1, self.retries.most)
-            return
-        if result.outcome != "ok" and trial.name in self.repeating:
-            result = _result_before(self.repeating[trial.name], trial, result)
-        elif self.repeats.repeats(result):
-            self._repeat(trial, result)
             return
         if proves_too_large(result):
             self.out_of_memory.append(result)
         self._settle(result)
 
-    def _repeat(self, trial: Trial, result: TrialResult) -> None:
-        self.unwritten.append(result)
-        self._write_results()
-        self.repeating[trial.name] = result
-        # A stopped sweep leaves the files where they are: it starts nothing, and the next one prepares the repeat.
-        self.waiting.append(trial if self.stop.is_finishing else _next_attempt(trial, result))
-        self.observer.tell("repeats", result, repeats_of(result) + 1, self.repeats.most)
+    def _skipped(self, trial: Trial) -> TrialResult | None:
+        """The result of a trial whose kind cannot run, as its smallest trial showed; None for any other."""
+        smallest = self.impossible.get(kind_of(trial.spec))
+        if smallest is None or smallest.name == trial.name:
+            return None
+        reason = f"not run, because {smallest.name} could not begin ({smallest.outcome}: {smallest.reason})"
+        return _not_run(trial, "skipped", reason, smallest.name)
 
 
 def _not_run(trial: Trial, outcome: Outcome, reason: str, source: str) -> TrialResult:
@@ -309,12 +312,3 @@ def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
     with contextlib.suppress(OSError):
         prepare(trial)
     return trial
-
-
-def _result_before(before: TrialResult, trial: Trial, failed: TrialResult) -> TrialResult:
-    """The result of a trial whose repeat did not end `ok`: its earlier runs stay valid, and their files come back."""
-    runs = [attempt for attempt in trial.earlier_attempts if is_run(attempt) and attempt.get("folder")]
-    place = None
-    with contextlib.suppress(OSError):
-        place = put_back(trial.sweep, trial.name, runs[-1]["folder"]) if runs else None
-    return after_failed_repeat(before, attempt_from(failed, place))

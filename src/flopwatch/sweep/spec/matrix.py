@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
-from flopwatch.records.repeats import MOST_REPEATS
-from flopwatch.records.settings import MATRIX_KEYS, SETTINGS, Setting
+from flopwatch.records.settings import SETTINGS, Setting
 from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
+from flopwatch.spellings import SWEEP
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
@@ -24,7 +24,6 @@ from flopwatch.sweep.spec.parsing import (
     parse_bytes,
     parse_condition,
     parse_seconds,
-    parse_share,
     process_points,
 )
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
@@ -33,7 +32,6 @@ from flopwatch.text import cut, first_line
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 2
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
-_MOST_VALUES = 1_000_000  # of a file; eight levels of aliases, each used nine times, stand for 43 million
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -70,26 +68,19 @@ class TrainerEntry(BaseModel):
         return {"trainer": value} if isinstance(value, str) else value
 
 
-class LimitSettings(BaseModel):
-    """Limits above which a trial is ended."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    wall_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 3600.0
-    no_progress_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+Seconds = Annotated[float | None, BeforeValidator(parse_seconds)]
 
 
-def _field(default: Any, text: str, section: str = "") -> Any:
-    """A key with its default as YAML says it, and what `flopwatch init --sweep` says about it."""
-    return Field(default, validate_default=True, description=text, title=section)
+def _field(default: Any, text: str) -> Any:
+    """A key with its default as YAML says it, and what help and `flopwatch init --sweep` say about it."""
+    return Field(default, validate_default=True, description=text)
 
 
 def _field_of(name: str, *default: Any) -> Any:
     """The key of this field of `TrialSpec`; its default is that of the field, if no other is given."""
     setting = SETTINGS[name]
     found = TrialSpec.__dataclass_fields__[name].default if setting.axis is None else list(setting.axis)
-    return _field(default[0] if default else found, setting.text, setting.section)
+    return _field(default[0] if default else found, setting.text)
 
 
 def _type_of(setting: Setting, kind: Any) -> Any:
@@ -110,9 +101,9 @@ def _with_settings(declared: type[_Model]) -> type[_Model]:
     kinds = get_type_hints(TrialSpec)
     fields: dict[str, Any] = {key: (field.annotation, field) for key, field in declared.model_fields.items()}
     of_trials: dict[str, Any] = {
-        setting.key: fields.pop(setting.key, None) or (_type_of(setting, kinds[name]), _field_of(name))
+        name: fields.pop(name, None) or (_type_of(setting, kinds[name]), _field_of(name))
         for name, setting in SETTINGS.items()
-        if setting.key
+        if setting.text
     }
     made: Any = create_model(declared.__name__, __config__=declared.model_config, **of_trials, **fields)
     made.__doc__ = declared.__doc__
@@ -125,27 +116,29 @@ class Matrix(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    trainers: Annotated[list[TrainerEntry], Several] = _field_of("trainer")
-    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _field_of("gpus", None)
+    trainer: Annotated[list[TrainerEntry], Several] = _field_of("trainer")
+    command: str | None = _field_of("command")
+    gpus: Annotated[int, Field(ge=0)] = _field_of("gpus")
     options: dict[str, Any] = _field_of("options", {})
     privacy: PrivacySettings | None = _field_of("privacy", None)
-    limits: LimitSettings = _field_of("limits", {"wall_seconds": 3600})
     processes: Ints = _field_of("processes")
-    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several] = _field_of("layout")
+    layout: Annotated[list[Literal["ddp", "fsdp"]], Several] = _field_of("layout")
+    repeats: PositiveInt = _field(1, "Runs of each trial, with the seeds 0, 1, 2, ...; the report shows mean times.")
     exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = _field(
         [],
         'Conditions that leave a trial out, such as ["trainer=ghost seq_len>=1024", {checkpointing: true, trainer: '
         "standard}].",
     )
+    memory: Annotated[int | None, BeforeValidator(parse_bytes)] = _field(
+        None, "Limit of host memory for each trial, such as 16GiB."
+    )
+    timeout: Seconds = _field(3600, "End a trial after this time, such as 30m.")
+    no_progress: Seconds = _field(
+        None, "End a trial that finishes no step for this time; null: 600 seconds, and no limit for a command."
+    )
     retries: Annotated[int, Field(ge=0)] = _field(2, "Retries of a trial that was lost or preempted.")
     retry_on: Words = _field([], "Other outcomes to retry: error, crash, timeout, hang.")
-    until: Annotated[float | None, BeforeValidator(parse_share)] = _field(
-        None, "Repeat each trial until the 95 % interval of its step time is at most this wide, such as 5%."
-    )
-    max_repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = _field(5, "The most repeats of a trial.")
-    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = _field(
-        None, "Start no new trial after this time, such as 8h or 90m."
-    )
+    budget: Seconds = _field(None, "Start no new trial after this time, such as 8h or 90m.")
 
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
@@ -163,9 +156,8 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        inner: dict[Any, type[BaseModel]] = {"trainers": TrainerEntry, "limits": LimitSettings}
-        model = inner.get(place[0], PrivacySettings)
-        known = [*Matrix.model_fields, *MATRIX_KEYS] if len(place) == 1 else model.model_fields
+        model = TrainerEntry if place[0] == "trainer" else PrivacySettings
+        known = Matrix.model_fields if len(place) == 1 else model.model_fields
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
     message = message.removeprefix("Value error, ")
     shown = repr(value)
@@ -173,19 +165,15 @@ def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: 
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: later ones take precedence, and mappings such as `limits` and `options` are merged too.
+    """Merge settings: later ones take precedence, and the mappings `options` and `privacy` are merged too.
 
-    >>> layered({"limits": {"memory": "4GiB"}, "steps": 5}, {"limits": {"wall_seconds": 60}, "steps": 9})
-    {'limits': {'memory': '4GiB', 'wall_seconds': 60}, 'steps': 9}
+    >>> layered({"options": {"lr": 0.1}, "steps": 5}, {"options": {"rank": 8}, "steps": 9})
+    {'options': {'lr': 0.1, 'rank': 8}, 'steps': 9}
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        given: dict[str, str] = {}  # so that `batch_size` in a later layer overrides `batch_sizes`
         for word, value in layer.items():
-            key = MATRIX_KEYS.get(word, word)
-            if key in given:
-                raise InputError(f"{given[key]} and {word} are the same setting; give one of them")
-            given[key] = word
+            key = SWEEP.get(word, word)
             below = found.get(key)
             both = isinstance(value, Mapping) and isinstance(below, Mapping)
             found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
@@ -200,7 +188,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
             raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
-        content = _load_yaml(text.decode("utf-8"))
+        content = yaml.load(text.decode("utf-8"), _Loader)
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
     except InputError:
@@ -212,10 +200,10 @@ def _read_file(file: Path | None) -> dict[str, Any]:
             f"{file} is not YAML for a matrix ({cut(what, 200)}); correct it, or name a YAML file"
         ) from None
     if content is None:
-        raise InputError(f"{file} is empty; write settings into it, such as `trainers: [standard, ghost]`")
+        raise InputError(f"{file} is empty; write settings into it, such as `trainer: [standard, ghost]`")
     if not isinstance(content, dict):
         raise InputError(
-            f"{file} contains a {type(content).__name__}; write it as a mapping such as `trainers: [standard, ghost]`"
+            f"{file} contains a {type(content).__name__}; write it as a mapping such as `trainer: [standard, ghost]`"
         )
     inner = content.get("sweep", content)
     if not isinstance(inner, dict):
@@ -223,46 +211,23 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     return inner
 
 
-def _load_yaml(text: str) -> Any:
-    """The content of a YAML document. A YAMLError that names the line refuses doubled keys and endless aliases."""
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_node(node, {})
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, of which a few lines can stand for billions of values, and keys that are given twice."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.get_event().start_mark  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it out
+            raise yaml.MarkedYAMLError(problem="there is an alias; write its value out", problem_mark=mark)
+        return super().compose_node(parent, index)
 
-def _check_node(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many values the node has once all aliases in it are expanded; `sizes` has those of earlier nodes."""
-    if id(node) in sizes:
-        if sizes[id(node)] == 0:  # its children are being counted
-            raise _refusal("an alias that contains itself", node)
-        return sizes[id(node)]
-    sizes[id(node)] = 0
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[tuple[str, str], yaml.Node] = {}
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            first = seen.setdefault((key.tag, key.value), key)
-            if first is not key:
-                line = first.start_mark.line + 1
-                raise _refusal(f"the key {key.value!r} is given twice, first in line {line} and again", key)
-        children = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        children = node.value
-    size = 1 + sum(_check_node(child, sizes) for child in children)
-    if size > _MOST_VALUES:
-        raise _refusal(f"aliases that stand for more than {_MOST_VALUES:,} values", node)
-    sizes[id(node)] = size
-    return size
-
-
-def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+            if key.value in seen:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def expand(matrix: Matrix) -> list[TrialSpec]:
@@ -270,7 +235,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
 
     Raises InputError if no trial is left, there are too many, or settings contradict each other.
     """
-    for name, value in itertools.chain(matrix.options.items(), *(entry.options.items() for entry in matrix.trainers)):
+    for name, value in itertools.chain(matrix.options.items(), *(entry.options.items() for entry in matrix.trainer)):
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):  # such as the dates and sets of YAML
@@ -300,19 +265,25 @@ _OUTERMOST = ("entry", "model", "dtype", "checkpointing", "seed", "place", "seq_
 
 
 def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
-    entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    named = matrix.trainer if matrix.command is None or "trainer" in matrix.model_fields_set else []
+    of_command = [] if matrix.command is None else [TrainerEntry(command=matrix.command)]
+    entries = [(entry, *_resolved(entry)) for entry in [*named, *of_command]]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     joined = ("trainer", "processes", "layout")
     axes: dict[str, Sequence[Any]] = {
-        name: getattr(matrix, setting.key)
+        name: getattr(matrix, name)
         for name, setting in SETTINGS.items()
         if setting.axis is not None and name not in joined
     }
     axes["entry"] = [
         (entry.model_copy(update={"options": own}), *names) for entry, *names in entries for own in _each(entry.options)
     ]
-    axes["place"] = process_points(matrix.processes, matrix.layouts)
+    axes["place"] = process_points(matrix.processes, matrix.layout)
     axes["options"] = _each(matrix.options)
+    if matrix.repeats > 1:
+        if "seed" in matrix.model_fields_set:
+            raise InputError("`repeats` and `seed` both say how often each trial runs; leave one out")
+        axes["seed"] = range(matrix.repeats)
     return {name: axes[name] for name in dict.fromkeys((*_OUTERMOST, *axes))}
 
 
@@ -353,17 +324,15 @@ def _spec(
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
         settings["seq_len"] = images.image_size
     chosen = {**options, **own.options}
-    # A command reports no progress, so `no_progress_seconds` has no default for commands.
-    is_set = trainer == "command" or "no_progress_seconds" in matrix.limits.model_fields_set
-    silence = matrix.limits.no_progress_seconds if is_set else Limits().no_progress_seconds
-    same = {name: getattr(matrix, each.key) for name, each in SETTINGS.items() if each.key and each.axis is None}
+    # A command reports no progress, so `no_progress` has no default for commands.
+    silence = matrix.no_progress or (None if trainer == "command" else Limits().no_progress_seconds)
+    same = {name: getattr(matrix, name) for name, each in SETTINGS.items() if each.text and each.axis is None}
     own_code = {
         "trainer": trainer,
         "label": label,
         "command": own.command,
-        "gpus": matrix.gpus or 0.0,
         "options": chosen,
-        "limits": Limits(matrix.limits.wall_seconds, silence, matrix.limits.memory),
+        "limits": Limits(matrix.timeout, silence, matrix.memory),
         "processes": processes,
         "layout": None if trainer == "command" else layout,  # a command starts its own processes
         "privacy": matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},

@@ -1,24 +1,19 @@
 """Makes the names of trials, and checks the names that a user writes before anything runs.
 
 A trial's name, such as `StandardTrainer_bs4_seq512_bf16`, contains every setting that varies; files are named after it.
-Names of trainers, models, dtypes and devices are checked without importing the user's code, because an import would run
-it and load torch.
+Names are checked without importing the user's code, because an import would run it and load torch.
 """
 
 import difflib
 import itertools
-import os
 import re
-import symtable
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
+from flopwatch.models.presets import check_model_name
 from flopwatch.records.settings import SETTINGS, placeholders
 from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
@@ -89,70 +84,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
 
 
-def check_attribute(what: str, name: str) -> None:
-    """Raise InputError when `package.module:name` certainly does not exist; the working directory is searched first."""
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = _find(what, name, module)
-    finally:
-        sys.path.pop(0)
-    if found is not None and found.origin and found.origin.endswith(".py"):
-        _check_source(what, name, Path(found.origin), attribute.partition(".")[0])
-
-
-def _find(what: str, name: str, module: str) -> ModuleSpec | None:
-    """The module's spec; None if only importing the module could show whether it exists."""
-    place: Any = None
-    found: ModuleSpec | None = None
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        part = ".".join(parts[:count])
-        try:
-            finds = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            found = next(filter(None, (find(part, place) for find in finds)), None)
-        except Exception:  # noqa: BLE001 - an import hook of another package may raise anything
-            return None
-        if found is None:
-            where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
-            raise InputError(
-                f"{what} {one_line(name, 200)!r} cannot be loaded: there is no module {part!r} {where}; correct the "
-                "name, change to the folder of the module, or set PYTHONPATH"
-            )
-        place = found.submodule_search_locations
-        if place is None and count < len(parts):
-            return None  # the rest of the name may be an attribute of the module, such as `path` of `os`
-    return found
-
-
-def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
-    try:
-        text = file.read_text(encoding="utf-8")
-        symbols = symtable.symtable(text, str(file), "exec").get_symbols()
-    except SyntaxError as error:
-        raise InputError(f"{what} {name!r} cannot be loaded: {file}, line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError, RecursionError):
-        return
-    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
-    if attribute not in names and "__getattr__" not in names and not _MAY_DEFINE_MORE.search(text):
-        hint = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
-        raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{hint}")
-
-
-_MAY_DEFINE_MORE = re.compile(r"\bglobals\(\)|\bimport\s*\*")
-
-
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _ALIKE = 0.75  # similarity at which a word is a typo of a placeholder; at difflib's default of 0.6, {date} would be one
 
 
-def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
-    """Raise InputError for the first unknown name, so that no sweep starts with a typo.
-
-    `with_modules` is False if the user's trainers and models may exist only on the nodes of a cluster.
-    """
+def check_names(specs: Sequence[TrialSpec]) -> None:
+    """Raise InputError for the first unknown name; a user's trainers and models may exist only on another host."""
     ours = [spec for spec in specs if spec.trainer != COMMAND]
     for dtype in dict.fromkeys(spec.dtype for spec in ours):
         if dtype not in DTYPES:
@@ -160,23 +99,12 @@ def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> Non
     for device in dict.fromkeys(spec.device for spec in ours):
         if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
             raise InputError(f"there is no device {one_line(device, 100)!r}{did_you_mean(device, DEVICES)}")
+    for model in dict.fromkeys(spec.model for spec in ours):
+        check_model_name(model)
     for spec in {repr(spec.options): spec for spec in ours if spec.trainer in LABELS}.values():
         read_options(spec.options)
-    if with_modules:
-        _check_modules(ours)
     for spec in {str(spec.command): spec for spec in specs if spec.trainer == COMMAND}.values():
         _check_placeholders(spec)
-
-
-def _check_modules(specs: Sequence[TrialSpec]) -> None:
-    for trainer in dict.fromkeys(spec.trainer for spec in specs if spec.trainer not in LABELS):
-        check_attribute("trainer", trainer)
-    for model in dict.fromkeys(spec.model for spec in specs):
-        check_model_name(model)
-        if model not in PRESETS and image_preset(model) is None and not is_config(model):
-            check_attribute("model", model)
-    for batch in dict.fromkeys(spec.batch for spec in specs if spec.batch is not None):
-        check_attribute("batch", batch)
 
 
 def _check_placeholders(spec: TrialSpec) -> None:

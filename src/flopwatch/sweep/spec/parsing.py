@@ -1,6 +1,6 @@
 """Reads and checks parts of a sweep's settings: `KEY=VALUE` words, amounts, conditions, numbers of processes.
 
-Loads neither pydantic nor torch, because the runner, the preflight and the worker import it too.
+Loads neither pydantic nor torch, because the runner and the worker import it too.
 """
 
 import contextlib
@@ -47,6 +47,24 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         parts = [_scalar(part) for part in text.split(",")]
         place[last] = parts if len(parts) > 1 else parts[0]
     return found
+
+
+_OF_SWEEPS = ("memory", "timeout", "exclude", "repeats", "budget")
+FLAGS = (*(name for name, setting in SETTINGS.items() if setting.has_flag), *_OF_SWEEPS)
+"""The settings with a flag of their own in `sweep`, `trial` and `fit`."""
+
+
+def settings_without_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The settings of `KEY=VALUE` words; raises InputError for one that has a flag, which is the only way to write it.
+
+    >>> settings_without_flags(["seed=1"])
+    {'seed': 1}
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in FLAGS:
+            raise InputError(f"write {one_line(word, 100)!r} as --{key.replace('_', '-')} {one_line(value, 100)}")
+    return parse_overrides(words)
 
 
 def _scalar(text: str) -> Any:
@@ -114,26 +132,11 @@ def parse_seconds(text: Any) -> float | None:
     return seconds
 
 
-def parse_share(text: Any) -> float | None:
-    """The share that a text such as `5%`, or a number below 1, stands for; None for None.
-
-    >>> parse_share("5%"), parse_share("2.5 %"), parse_share(0.05)
-    (0.05, 0.025, 0.05)
-    """
-    if text is None:
-        return None
-    written = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", str(text).strip())
-    share = float(written[1]) / (100 if written[2] else 1) if written else 0.0
-    if isinstance(text, bool) or not 0 < share < 1:
-        raise InputError(f"{text!r} is not a share between 0 and 100 %; write it as 5% or 0.05")
-    return share
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: a known name that is similar, or else all known names.
 
-    >>> did_you_mean("batchsize", ["batch_sizes", "steps"])
-    "; did you mean 'batch_sizes'?"
+    >>> did_you_mean("batchsize", ["batch_size", "steps"])
+    "; did you mean 'batch_size'?"
     >>> did_you_mean("speed", ["lr", "steps"])
     '; there are lr, steps'
     """

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from flopwatch.decode import BrokenRecordError, clean_value, read_or_none, read_record
 from flopwatch.errors import FlopwatchError
 from flopwatch.files import UnreadableError, load_json, read_json, read_lines, tail
-from flopwatch.records.repeats import UNSTABLE_WIDTH, with_repeats
 from flopwatch.records.trial import (
     AFTER_THE_STEPS,
     OUT_OF_MEMORY,
+    UNSTABLE_WIDTH,
     Measured,
     MemoryUse,
     Outcome,
@@ -99,9 +99,8 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
     is_complete = outcome == "ok" and (collected.done or facts.is_command)
     progress = Progress("done") if is_complete else Progress("run") if facts.is_command else read_progress(folder)
     measured = collected.measured
-    if outcome == "ok":
-        measured = with_repeats(measured, job.earlier_attempts)
-        measured = measured if is_complete else _with_missing_phases(measured, spec, progress, reason)
+    if outcome == "ok" and not is_complete:
+        measured = _with_missing_phases(measured, spec, progress, reason)
     return TrialResult(
         name=name,
         key=job.key,
@@ -136,14 +135,13 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
         return result
     _, reason = ok_after_steps(result.reason)
     progress = read_progress(folder)
-    measured = with_repeats(collected.measured, result.earlier_attempts)
     return replace(
         result,
         outcome="ok",
         reason=reason,
         phase=progress.phase,
         step=progress.step,
-        measured=_with_missing_phases(measured, result.spec, progress, reason),
+        measured=_with_missing_phases(collected.measured, result.spec, progress, reason),
         environment={**result.environment, **collected.environment},
     )
 

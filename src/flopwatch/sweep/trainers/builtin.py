@@ -16,7 +16,7 @@ from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
 from flopwatch.sweep.trainers.options import read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
-from flopwatch.sweep.trainers.unsupported import check_supported
+from flopwatch.sweep.trainers.unsupported import check_supported, explained_failures
 
 # Losses. If a model returns logits but no loss, the loss is the cross-entropy of the logits and the batch's labels.
 #
@@ -237,22 +237,24 @@ class _PrivateTrainer:
         if self._losses is None:
             # In a region of its own: in torch 2.10 and earlier, autocast keeps weights that it has converted for the
             # rest of the region, and weights that were converted without gradients get none.
-            with autocast(self.settings):
+            with autocast(self.settings), explained_failures(self.plain_model):
                 self._losses = find_per_sample_losses(self.plain_model, batch)
-        with autocast(self.settings):
+        with autocast(self.settings), explained_failures(self.plain_model):
             losses = self._losses(self.model(**model_inputs(self.plain_model, batch)), batch)
         if self._two_pass_loss is None:
             return losses.mean()
         return self._two_pass_loss(self.model, self.optimizer, losses, "mean")
 
     def backward(self, loss: Any) -> None:
-        loss.backward()
+        with explained_failures(self.plain_model):
+            loss.backward()
 
     def accumulate(self) -> None:
         clip_and_accumulate(self.optimizer)
 
     def update(self) -> None:
-        self.optimizer.step()
+        with explained_failures(self.plain_model):
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
 

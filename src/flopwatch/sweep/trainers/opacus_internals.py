@@ -1,7 +1,7 @@
 """All names of Opacus that flopwatch uses, most of them undocumented, and workarounds for Opacus's side effects.
 
-Checked with Opacus 1.6.0. If another version lacks a name, the trial or the preflight ends with a
-MissingDependencyError that says so. This module imports Opacus only when a function is called, and never imports torch.
+Checked with Opacus 1.6.0. If another version lacks a name, the trial ends with a MissingDependencyError
+that says so. This module imports Opacus only when a function is called, and never imports torch.
 """
 
 import logging
@@ -73,9 +73,18 @@ def clip_and_accumulate(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def finish_gradients(optimizer: Any) -> None:
-    """Set each `p.grad` to the clipped, noised and scaled gradient, without the step of the inner optimizer."""
-    _attribute(optimizer, "pre_step")()
+def without_sample_gradients(model: Any) -> list[str]:
+    """The trainable parameters for which the last backward pass found neither per-sample gradients nor their norms.
+
+    Opacus keeps these in undocumented attributes of the parameters.
+    """
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and getattr(parameter, "grad_sample", None) is None
+        and getattr(parameter, "_norm_sample", None) is None
+    ]
 
 
 def epsilon_spent(accountant: str, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:

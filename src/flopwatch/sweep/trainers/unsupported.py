@@ -1,15 +1,21 @@
-"""Finds out why a DP trainer cannot train a model and what to do about it, and how Opacus handles each layer.
+"""Finds out why a DP trainer cannot train a model and what to do about it.
 
 Opacus itself gives no message or a misleading one for a model that it cannot train.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import nn
 
 from flopwatch.errors import UnsupportedError
-from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
+from flopwatch.sweep.trainers.opacus_internals import (
+    MISSING_GRADIENT_SIGNS,
+    has_ghost_norm,
+    has_gradient_hook,
+    without_sample_gradients,
+)
 from flopwatch.text import first_line, listed
 from flopwatch.torch_internals.modules import ANY_BATCH_NORM
 
@@ -88,13 +94,20 @@ def tied_parameters(model: nn.Module) -> list[str]:
     return next((owners for key, owners in names.items() if len(owners) > 1 and key in ghost), [])
 
 
-def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
-    """Explain why a step failed, if Opacus's message is misleading; otherwise return the message.
+@contextmanager
+def explained_failures(model: nn.Module) -> Iterator[None]:
+    """Raise UnsupportedError with the true reason if Opacus fails with a message that is known to mislead."""
+    try:
+        yield
+    except Exception as error:
+        reason = _meaning(first_line(error, 1000), model)
+        if reason is None:
+            raise
+        raise UnsupportedError(reason) from error
 
-    `idle` are the trainable parameters that get no gradient in a standard step.
-    """
-    message = first_line(error, 1000)
-    if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
+
+def _meaning(message: str, model: nn.Module) -> str | None:
+    if any(sign in message for sign in MISSING_GRADIENT_SIGNS) and (idle := without_sample_gradients(model)):
         return (
             f"{listed(idle, _MOST_NAMED)} got no gradient in the step, but Opacus needs a gradient for every trainable "
             "parameter; freeze the parameter (requires_grad = False), or remove it from the model"
@@ -102,7 +115,7 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     for sign, meaning in _MEANINGS.items():
         if sign in message:
             return meaning if sign == _MISLEADING else f"{meaning}; the message was: {message}"
-    return f"{trainer} raised {type(error).__name__}: {message}"
+    return None
 
 
 # Parts of messages of Opacus 1.6 and torch 2.13, and what they mean. Other messages are shown unchanged.
@@ -134,27 +147,6 @@ Path = Literal["ghost", "hook", "functorch"]
 """How Opacus handles a layer of a given class: `ghost` computes only gradient norms, `hook` computes per-sample
 gradients by a formula, and `functorch` runs the layer again and differentiates it under vmap.
 """
-
-
-def layer_paths(trainer: str, model: nn.Module) -> dict[str, dict[str, float]]:
-    """For each method of Opacus, the classes of the layers it handles and their share of the trainable parameters.
-
-    The model may be on the meta device.
-
-    >>> layer_paths("ghost", nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5, bias=False)))
-    {'ghost': {'Linear': 0.8333333333333334}, 'hook': {'LayerNorm': 0.16666666666666666}}
-    """
-    total = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shares: dict[str, dict[str, float]] = {}
-    seen: set[int] = set()
-    for layer in handled_layers(model):
-        path = path_of(trainer, layer)
-        own = [p for p in layer.parameters(path == "functorch") if p.requires_grad and id(p) not in seen]
-        seen.update(map(id, own))
-        by_class = shares.setdefault(path, {})
-        name = type(layer).__name__
-        by_class[name] = by_class.get(name, 0.0) + sum(parameter.numel() for parameter in own) / total
-    return shares
 
 
 def path_of(trainer: str, layer: nn.Module) -> Path:

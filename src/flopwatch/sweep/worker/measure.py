@@ -49,6 +49,10 @@ from flopwatch.sweep.worker.step_cost import count_step
 PARTS = ("forward", "backward", "optimizer")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
+_MOST_BEFORE_A_TRACE = 0.85
+"""A trial whose steps used a larger share of its memory limit records no trace, which may need 10 % more than a step.
+"""
+
 _LEAST_RESET_BYTES = 64 << 20
 """A peak at most this far above the present size counts as reset, because the kernel's memory counters may lag."""
 
@@ -196,6 +200,11 @@ class _TrialRun:
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
+        held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
+        if held is not None and limit is not None and held * self.ranks.size > _MOST_BEFORE_A_TRACE * limit:
+            why = f"left out, because the steps used {held / 2**20:,.0f} MiB of the limit of {limit / 2**20:,.0f} MiB"
+            self._note_missing("trace", why)
+            return
         if self.ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
             run_step(self._parts())
             return

@@ -10,7 +10,6 @@ from torch import nn
 from flopwatch.records.trial import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.builtin import find_per_sample_losses, model_inputs
-from flopwatch.sweep.trainers.opacus_internals import finish_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.torch_internals.modules import ANY_DROPOUT
 
@@ -73,7 +72,7 @@ def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], 
     settings = TrainerSettings(batch_rows(batch), device, options=options)
     instance: Any = load_trainer(trainer)(model, settings)
     instance.backward(instance.forward(batch))
-    finish_gradients(instance.optimizer)
+    instance.optimizer.pre_step()  # clips, adds noise and scales, without the step of the inner optimizer
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
