@@ -32,8 +32,9 @@ _TOLERANCE, _LEAST_POINTS = 0.25, 3.0
 peak. Over 608 production trainings they were within 2 points of each other after a correction for tiles (arXiv
 2605.20799); without it, the cores may be busy with padding up to 15 % in trainings whose sizes are no multiples of a
 tile."""
-_SPAN_SECONDS, _SPAN_READINGS, _CONFIRMED_BY = 5.0, 10, 3
-"""Windows are compared together until they have these, because both ends are uncertain; so many spans must agree."""
+_SPAN_SECONDS, _SPAN_READINGS = 15.0, 30
+"""Windows are compared together until they have these, because a short one says little: both its ends are uncertain."""
+_RATES = "counted_flops_per_s", "counter_flops_per_s"
 _COVERED = 0.9
 """Windows whose steps take less than this share of the counters' time are left out: other work is in the rest."""
 
@@ -62,42 +63,34 @@ class Compared:
         return self.seconds > 0 and abs(self.steps_seconds - self.seconds) <= allowed
 
     @property
-    def disagrees(self) -> int:
-        """1 if the counters show plainly more than the count, -1 if plainly less, otherwise 0.
+    def disagrees(self) -> bool:
+        """Whether the counters show plainly more or less than the count.
 
         >>> [Compared(10, 10, 50, 989e12, 400e12, shown).disagrees for shown in (430e12, 800e12)]
-        [0, 1]
+        [False, True]
         """
-        more = self.counter_flops_per_s - self.counted_flops_per_s
-        is_close = 100 * abs(more) < _LEAST_POINTS * self.peak_flops_per_s
         low, high = sorted((self.counter_flops_per_s, self.counted_flops_per_s))
-        return 0 if is_close or high <= (1 + _TOLERANCE) * low else 1 if more > 0 else -1
+        return 100 * (high - low) >= _LEAST_POINTS * self.peak_flops_per_s and high > (1 + _TOLERANCE) * low
 
 
 class CounterAlarm:
-    """Confirms a disagreement over several spans, and gives it once."""
+    """Compares over spans of several windows, and gives the first disagreement."""
 
     def __init__(self) -> None:
         self._span: list[Compared] = []
-        self._last = self._confirmed = 0
         self._is_given = False
 
     def add(self, window: Compared) -> Compared | None:
-        """Add a window; return what disagrees if this window confirms it, and it was not given before."""
+        """Add a window; return the span that ends with it if it disagrees and none did before."""
         if self._is_given or not window.is_comparable:
             return None
         self._span.append(window)
-        seconds = sum(each.seconds for each in self._span)
-        readings = sum(each.readings for each in self._span)
+        seconds, readings = (sum(getattr(each, name) for each in self._span) for name in ("seconds", "readings"))
         if seconds < _SPAN_SECONDS or readings < _SPAN_READINGS:
             return None
-        counted, shown = (
-            weighted_mean(self._span, name, "seconds") or 0.0 for name in ("counted_flops_per_s", "counter_flops_per_s")
-        )
-        span = replace(window, seconds=seconds, counted_flops_per_s=counted, counter_flops_per_s=shown)
-        self._confirmed = self._confirmed + 1 if span.disagrees == self._last else 1
-        self._span, self._last = [], span.disagrees
-        self._is_given = bool(span.disagrees) and self._confirmed >= _CONFIRMED_BY
+        counted, shown = (weighted_mean(self._span, name, "seconds") or 0.0 for name in _RATES)
+        span = replace(window, counted_flops_per_s=counted, counter_flops_per_s=shown)
+        self._span, self._is_given = [], span.disagrees
         return span if self._is_given else None
 
 
