@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
+from flopwatch.language import Said, _, counted
 from flopwatch.numbers import byte_size, count, energy, flop_prefix, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing
-from flopwatch.report.run.contents import Curve, Kind, Moment, Point, RunReport, merged
+from flopwatch.report.run.contents import Curve, Moment, Point, RunReport, merged
 from flopwatch.report.run.words import metric_name, moment_words, utc
 from flopwatch.stats import in_groups
-from flopwatch.text import plural
 
 _WIDTH, _HEIGHT = 460.0, 206.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 450.0, 10.0, 168.0
 MOST_TIPS = 150
 _SPIKE_FACTOR = 3.0
 """The axis of the step time ends at this many times the ordinary values, so that one stall does not flatten them."""
-KINDS: tuple[Kind, ...] = ("evaluation", "checkpoint", "restart", "notice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +48,19 @@ _SHARE = ChartStyle(lambda value: percent(value / 100))
 _DATA_RANGE = ChartStyle(number, from_zero=False)
 _MEMORY = ChartStyle(lambda gib: byte_size(gib * 2**30))
 _CHARTS: Mapping[str, tuple[Sequence[str], ChartStyle]] = {
-    "MFU and HFU": (("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
-    "Loss": (("training/loss",), _DATA_RANGE),
-    "Tokens/s": (("perf/tokens_per_second",), ChartStyle(count)),
-    "Samples/s": (("perf/samples_per_second",), ChartStyle(count)),
-    "Step time": (("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
-    "Input wait, share of the step time": (("perf/input_wait_percent",), _SHARE),
-    "Most memory so far": (("perf/memory_allocated_gib", "perf/memory_reserved_gib"), _MEMORY),
-    "FLOP/s of a device, counted and by hardware counters": (
+    Said("MFU and HFU"): (("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
+    Said("Loss"): (("training/loss",), _DATA_RANGE),
+    Said("Tokens/s"): (("perf/tokens_per_second",), ChartStyle(count)),
+    Said("Samples/s"): (("perf/samples_per_second",), ChartStyle(count)),
+    Said("Step time"): (("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
+    Said("Input wait, share of the step time"): (("perf/input_wait_percent",), _SHARE),
+    Said("Most memory so far"): (("perf/memory_allocated_gib", "perf/memory_reserved_gib"), _MEMORY),
+    Said("FLOP/s of a device, counted and by hardware counters"): (
         ("perf/hardware_flops_per_second_per_device", "counters/flops_per_second_per_device"),
         ChartStyle(_short_flops),
     ),
-    "Tensor cores busy, share of the cycles": (("counters/tensor_active",), ChartStyle(percent)),
-    "Energy per token": (("perf/joules_per_token",), ChartStyle(energy)),
+    Said("Tensor cores busy, share of the cycles"): (("counters/tensor_active",), ChartStyle(percent)),
+    Said("Energy per token"): (("perf/joules_per_token",), ChartStyle(energy)),
 }
 
 
@@ -103,7 +102,12 @@ def _line_chart(
     for kind, curve in enumerate(curves, start=1):
         parts += _drawn(curve.points, x, y, kind)
     parts += _tips(curves, x, style)
-    remark = f"{plural(over, 'spike')} above the axis, up to {style.write(max(p.high for p in points))}" if over else ""
+    remark: str = ""
+    if over:
+        most = style.write(max(point.high for point in points))
+        remark = counted(
+            over, "{n} spike above the axis, up to {most}", "{n} spikes above the axis, up to {most}", most=most
+        )
     legend = [(metric_name(curve.key), kind) for kind, curve in enumerate(curves, start=1)] if len(curves) > 1 else []
     return Drawing(title, remark, "".join(parts), _WIDTH, _HEIGHT, legend)
 
@@ -125,7 +129,7 @@ def _step_labels(x: svg.LinearScale) -> Iterator[str]:
     for tick in svg.linear_ticks(x.low, x.high):
         if tick == round(tick):
             yield svg.text(x(tick), y, count(tick), anchor="end" if x(tick) > _RIGHT - 12 else "middle")
-    yield svg.text(_LEFT - 14, y, "step", anchor="end", style="title")
+    yield svg.text(_LEFT - 14, y, Said("step"), anchor="end", style="title")
 
 
 def _drawn(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind: int) -> Iterator[str]:
@@ -169,11 +173,13 @@ def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Ite
         left = x(point.first_step) if place else _LEFT
         right = x(longest[place + 1].first_step) if place + 1 < len(longest) else _RIGHT
         first, last = f"{point.first_step:,}", f"{point.last_step:,}"
-        lines = [f"step {last}" if first == last else f"steps {first} to {last}", f"{utc(point.unix_time)} UTC"]
+        steps = Said("step {last}") if first == last else Said("steps {first} to {last}")
+        lines: list[str] = [steps.filled(first=first, last=last), f"{utc(point.unix_time)} UTC"]
         for curve, column in zip(curves, columns, strict=False):
             if place < len(column):
                 low, mean, high = map(style.write, (column[place].low, column[place].mean, column[place].high))
-                lines.append(f"{metric_name(curve.key)} {mean}{'' if low == high else f' ({low} to {high})'}")
+                value = Said("{metric} {mean}") if low == high else Said("{metric} {mean} ({low} to {high})")
+                lines.append(value.filled(metric=metric_name(curve.key), mean=mean, low=low, high=high))
         size_words = f'x="{left:.1f}" y="{_TOP + 8:.0f}" width="{max(right - left, 0.5):.1f}"'
         height = f'height="{_BOTTOM - _TOP - 8:.0f}"'
-        yield f'<rect class="tip" {size_words} {height}{svg.tipped(chr(10).join(lines))}/>'
+        yield f'<rect class="tip" {size_words} {height}{svg.tipped(chr(10).join(map(_, lines)))}/>'

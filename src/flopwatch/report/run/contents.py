@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
+from flopwatch.language import Said, Templates
 from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, RunStart, Summary
 from flopwatch.runs.advice import Conclusion, Times, conclusion_of, times_of
@@ -46,6 +47,12 @@ MOST_MOMENTS = 200
 MOST_NOTES = 20
 MOST_VALUES = 200
 Kind = Literal["evaluation", "checkpoint", "restart", "notice"]
+KINDS: Templates = {
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "restart": "restart",
+    "notice": "notice",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,11 +404,12 @@ class _Collector:
         for start in log.starts[1:]:
             where = start.resumed_after_step
             host = start.environment.get("host")
-            yield Moment("restart", where, where, start.unix_time, words=f"resumed on {host}" if host else "resumed")
+            resumed = Said("resumed on {host}", host=str(host)) if host else Said("resumed")
+            yield Moment("restart", where, where, start.unix_time, words=resumed)
         for notice in log.notices:
             # One without a step was given before the first step.
             step = notice.step if notice.step is not None else self.first_step
-            words = f"{notice.code}: {notice.message}"
+            words = Said("{code}: {notice}", code=notice.code, notice=notice.message)
             yield Moment("notice", notice.step, step, words=words, level=notice.level)
 
     def curves(self) -> dict[str, Curve]:

@@ -4,20 +4,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flopwatch.language import Said
+from flopwatch.language import ENGLISH, Said, commas, counted, language, semicolons, sentences
 from flopwatch.numbers import UNKNOWN, duration, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.time_uses import USES
 from flopwatch.report.run import words
-from flopwatch.report.run.charts import KINDS, charts_of
+from flopwatch.report.run.charts import charts_of
 from flopwatch.report.run.contents import RunReport
 from flopwatch.runs.advice import waterfall_bars
 from flopwatch.runs.counters import counter_sentences
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
-from flopwatch.text import one_line, plural
+from flopwatch.text import one_line
 
 _MOST_SESSIONS = 50
 _MOST_PROVENANCES = 10
@@ -68,7 +68,7 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
     said = report.conclusion
     verdict: list[doc.Part] = [doc.Text(said.sentence, "strong")]
     verdict += [doc.Text(said.reservation)] if said.reservation else []
-    verdict += [doc.Text(f"Next: {said.next_step}")] if said.next_step else []
+    verdict += [doc.Text(Said("Next: {step}", step=said.next_step))] if said.next_step else []
     losses = doc.Items([_loss(loss, said.next_step) for loss in said.losses], is_numbered=True)
     yield doc.Section("", [*verdict, *([doc.Only(("html",), [losses])] if said.losses else [])], tone="verdict")
     yield doc.Section("", [doc.Tiles(list(words.tiles(report)))])
@@ -76,9 +76,11 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
 
 
 def _loss(loss: Loss, said: str) -> doc.Cell:
-    advice = f"\nNext: {loss.advice}" if loss.advice and loss.advice not in said else ""
-    points = percent(loss.points / 100).replace("%", "points")
-    return doc.Cell(f"{loss.name}: {points}.", detail=f"{loss.evidence}{advice}")
+    points = Said("{points} points", points=percent(loss.points / 100).removesuffix(" %"))
+    more = Said("{evidence}\nNext: {advice}", evidence=loss.evidence, advice=loss.advice)
+    has_more = loss.advice and loss.advice not in said
+    name = Said("{what}: {facts}", what=loss.name, facts=points)
+    return doc.Cell(Said("{sentence}.", sentence=name), detail=more if has_more else loss.evidence)
 
 
 def _sections(report: RunReport) -> Iterator[doc.Part]:
@@ -92,76 +94,102 @@ def _sections(report: RunReport) -> Iterator[doc.Part]:
 
 def _end(report: RunReport) -> Iterator[doc.Part]:
     """What a terminal says instead of the sections that it leaves out."""
-    counts = ", ".join(plural(number, kind) for kind, number in report.moment_counts.items())
-    sure = f"{words.exact_sentence(report)} Peak: {words.peak_text(report.provenance)}."
+    counts = commas(words.moments_counted(report).values())
+    peak = Said("Peak: {peak}.", peak=words.peak_text(report.provenance))
+    sure = sentences([words.exact_sentence(report), peak])
     notices = [moment for moment in report.moments if moment.kind == "notice" and moment.level != "info"]
-    said = [doc.Text(one_line(moment.words, 300), "warn") for moment in notices[-3:]]
-    hint = doc.Text("The whole report: flopwatch report RUN_DIR --html page.html", "soft")
+    said = [doc.Text(words.shortened(moment.words, 300), "warn") for moment in notices[-3:]]
+    hint = doc.Text(Said("The whole report: {command}", command="flopwatch report RUN_DIR --html page.html"), "soft")
     yield doc.Only(("terminal",), [doc.Section("", [doc.Text(counts), doc.Text(sure), *said, hint])])
 
 
 def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> doc.Section:
-    traced = [f"{split.file}: {plural(split.steps, 'step')} of rank {split.rank}" for split in waterfall.traced]
-    said = [*notes, *([f"Traces used: {'; '.join(traced)}."] if traced else [])]
-    remark = f"in points, of {duration(waterfall.wall_seconds)} wall time"
-    bars = replace(waterfall_bars(waterfall), title="From 100 % of the peak down to the MFU", remark=remark)
+    traced = [
+        Said(
+            "{file}: {steps} of rank {rank}",
+            file=split.file,
+            steps=counted(split.steps, "{n} step", "{n} steps"),
+            rank=split.rank,
+        )
+        for split in waterfall.traced
+    ]
+    said = [*notes, *([Said("Traces used: {traces}.", traces=semicolons(traced))] if traced else [])]
+    remark = Said("in points, of {time} wall time", time=duration(waterfall.wall_seconds))
+    bars = replace(waterfall_bars(waterfall), title=Said("From 100 % of the peak down to the MFU"), remark=remark)
     below = doc.Only(("markdown", "html"), [doc.Text(note, "note") for note in said])
-    return doc.Section("Where the rest of the peak went", [bars, below], "waterfall", "Waterfall")
+    return doc.Section(Said("Where the rest of the peak went"), [bars, below], "waterfall", Said("Waterfall"))
 
 
 def _time_section(report: RunReport) -> doc.Section:
-    title, link, goodput = "Where the wall time went", "Wall time", report.goodput
+    title, link, goodput = Said("Where the wall time went"), Said("Wall time"), report.goodput
     if goodput is None:
-        return doc.Section(title, [doc.Text("The log does not have the wall time of the run.")], "time", link)
+        return doc.Section(title, [doc.Text(Said("The log does not have the wall time of the run."))], "time", link)
     wall = goodput.wall_seconds
     if report.times is None:
         lost = [(USES[name].name, seconds) for name, seconds in goodput.largest_losses(99)]
         uses = [(USES["productive"].name, goodput.productive_seconds), *lost]
     else:
         ordered = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
-        each = {use.key: f", {step_time(use.seconds_per_step)} per step" for use in ordered if use.seconds_per_step}
-        uses = [(f"{use.name}{each.get(use.key, '')}", use.seconds) for use in ordered]
+        each = Said("{use}, {time} per step")
+        uses = [
+            (
+                each.filled(use=use.name, time=step_time(use.seconds_per_step)) if use.seconds_per_step else use.name,
+                use.seconds,
+            )
+            for use in ordered
+        ]
     rows = [(name, duration(seconds), percent(seconds / wall)) for name, seconds in uses]
     bars = [
         doc.Bar(name, 0.0, seconds / wall, f"{time} · {share}", "loss" if place else "rest")
         for place, ((name, seconds), (_, time, share)) in enumerate(zip(uses, rows, strict=True))
     ]
-    rows.append(("wall time", duration(wall), "100 %"))
-    behind = doc.Grid(("use", *doc.numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
-    drawn = doc.Bars(bars, f"Goodput {percent(goodput.share)}", f"of {duration(goodput.known_seconds)}", behind)
+    rows.append((Said("wall time"), duration(wall), "100 %"))
+    behind = doc.Grid((Said("use"), *doc.numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
+    drawn = doc.Bars(
+        bars,
+        Said("Goodput {share}", share=percent(goodput.share)),
+        Said("of {time}", time=duration(goodput.known_seconds)),
+        behind,
+    )
     notes = [doc.Text(note, "note") for note in ([goodput.caveat] if goodput.caveat else [])]
     return doc.Section(title, [drawn, *notes], "time", link)
 
 
 def _curves(report: RunReport) -> Iterator[doc.Part]:
     if not report.curves:
-        yield doc.Section("Over time", [doc.Text("The log has no logging window yet.")], "curves")
+        yield doc.Section(Said("Over time"), [doc.Text(Said("The log has no logging window yet."))], "curves")
         return
     levels = {moment.level for moment in report.moments}
     worst = next((level for level in ("error", "warning") if level in levels), "")
-    kinds = [kind for kind in KINDS if report.moment_counts.get(kind)]
-    marks = doc.Legend([(plural(report.moment_counts[kind], kind), f"{kind} {worst}".strip()) for kind in kinds])
+    counts = words.moments_counted(report)
+    marks = doc.Legend([(text, f"{kind} {worst}".strip()) for kind, text in counts.items()])
     said = [doc.Text(sentence) for sentence in (counter_sentences(report.counters) if report.counters else ())]
     if report.left_out:
-        more, names = plural(len(report.left_out), "more metric"), one_line(", ".join(report.left_out), _LONGEST)
-        said.append(doc.Text(f"{more} of the user without a chart: {names}.", "note"))
-    about = doc.Text("By step; point at a chart to see its values and the time of day.", "soft")
-    counts = doc.Text(", ".join(plural(number, kind) for kind, number in report.moment_counts.items()))
+        more = counted(
+            len(report.left_out),
+            "{n} more metric of the user without a chart: {names}.",
+            "{n} more metrics of the user without a chart: {names}.",
+            names=one_line(", ".join(report.left_out), _LONGEST),
+        )
+        said.append(doc.Text(more, "note"))
+    about = doc.Text(Said("By step; point at a chart to see its values and the time of day."), "soft")
     charts = doc.Only(("html",), [about, marks, doc.Panels(list(charts_of(report)))])
-    yield doc.Section("Over time", [charts, doc.Only(("markdown",), [counts]), *said], "curves")
+    told = doc.Text(commas(counts.values()))
+    yield doc.Section(Said("Over time"), [charts, doc.Only(("markdown",), [told]), *said], "curves")
 
 
 def _notices(report: RunReport) -> Iterator[doc.Part]:
     notable = [moment for moment in reversed(report.moments) if moment.kind in ("restart", "notice")]
     if notable:
-        said = dict.fromkeys(one_line(words.moment_words(moment), _LONGEST) for moment in notable)
-        newest_first = doc.Items(list(said), most=doc.Most(0, 40, 40), more="older ones")
-        yield doc.Section("Restarts and notices", [newest_first], "events", "Notices")
+        said = dict.fromkeys(words.shortened(words.moment_words(moment), _LONGEST) for moment in notable)
+        newest_first = doc.Items(list(said), most=doc.Most(0, 40, 40), more=Said("older ones"))
+        yield doc.Section(Said("Restarts and notices"), [newest_first], "events", Said("Notices"))
 
 
 def _metrics(report: RunReport) -> Iterator[doc.Part]:
     """Every metric: the range of those with a curve, and the newest value."""
-    columns: list[doc.Head | str] = ["metric", *doc.numbers("least", "mean", "most", "newest", "at step"), "what it is"]
+    columns: list[doc.Head | str] = [Said("metric"), *doc.numbers("least", "mean", "most", "newest", "at step")]
+    columns += ["what it is"] if language() == ENGLISH else []  # the definitions are those of the docs
     rows = []
     for key in [*report.curves, *sorted(set(report.values) - set(report.curves))]:
         curve, (newest, step) = report.curves.get(key), report.values.get(key, (None, None))
@@ -169,10 +197,11 @@ def _metrics(report: RunReport) -> Iterator[doc.Part]:
         least, most = min((one.low for one in points), default=None), max((one.high for one in points), default=None)
         values = (least, curve.mean if curve else None, most, newest)
         texts = ("" if value is None else words.metric_text(key, value) for value in values)
-        rows.append((one_line(key, 120), *texts, "" if step is None else f"{step:,}", find_metric(key).description))
+        row = (one_line(key, 120), *texts, "" if step is None else f"{step:,}", find_metric(key).description)
+        rows.append(row[: len(columns)])
     if rows:
         table = doc.Grid(columns, rows, most=_ALL_ROWS)
-        yield doc.Section("Every metric", [table], "metrics", "Metrics", is_open=False)
+        yield doc.Section(Said("Every metric"), [table], "metrics", Said("Metrics"), is_open=False)
 
 
 def _place_section(report: RunReport) -> doc.Section:
@@ -180,35 +209,49 @@ def _place_section(report: RunReport) -> doc.Section:
     if report.start is not None and report.start.config:
         settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
         rows_of_names = [tuple(doc.Cell(text) for text in pair) for pair in settings]
-        grid = doc.Grid(("setting", "value"), rows_of_names)
-        listed = doc.Section("Configuration of the monitor", [grid], is_open=False)
+        grid = doc.Grid((Said("setting"), Said("value")), rows_of_names)
+        listed = doc.Section(Said("Configuration of the monitor"), [grid], is_open=False)
         parts.append(doc.Only(("html",), [listed]))
     if len(report.starts) > 1:
         columns: list[doc.Head | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]
-        columns += ["host", "device", "torch", *doc.numbers("world size")]
+        columns += [Said("host"), Said("device"), "torch", *doc.numbers("world size")]
         rows = []
         for place, start in enumerate(report.starts, start=1):
             named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
             resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
             rows.append((f"{place}", words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}"))
-        parts.append(doc.Section(f"{len(report.starts):,} sessions", [doc.Grid(columns, rows[-_MOST_SESSIONS:])]))
-    return doc.Section("What ran where", parts, "where")
+        parts.append(
+            doc.Section(
+                counted(len(report.starts), "{n} session", "{n} sessions"), [doc.Grid(columns, rows[-_MOST_SESSIONS:])]
+            )
+        )
+    return doc.Section(Said("What ran where"), parts, "where")
 
 
 def _provenance_section(report: RunReport) -> doc.Section:
     parts: list[doc.Part] = [
         doc.Text(
-            "MFU is the number of model FLOPs of the timed steps, divided by their seconds, by the peak of a device "
-            "and by the number of devices. HFU also counts recomputation and padding. Warm-up steps are left out. "
-            f"{words.exact_sentence(report)} `flopwatch explain` shows the division for any step."
+            sentences(
+                [
+                    Said(
+                        "MFU is the number of model FLOPs of the timed steps, divided by their seconds, by the peak "
+                        "of a device and by the number of devices. HFU also counts recomputation and padding. Warm-up "
+                        "steps are left out."
+                    ),
+                    words.exact_sentence(report),
+                    Said("`flopwatch explain` shows the division for any step."),
+                ]
+            )
         )
     ]
     if report.exactness.notes:
         rows = [(note, f"{windows:,}") for note, windows in report.exactness.notes.items()]
         parts.append(
-            doc.Section("Why FLOPs are not exact", [doc.Grid(("reason", *doc.numbers("logging windows")), rows)])
+            doc.Section(
+                Said("Why FLOPs are not exact"), [doc.Grid((Said("reason"), *doc.numbers("logging windows")), rows)]
+            )
         )
     parts += [doc.Facts(words.provenance_facts(record)) for record in report.provenances[-_MOST_PROVENANCES:]]
     if not report.provenances:
-        parts.append(doc.Text("The log does not say how FLOPs and peak were found."))
-    return doc.Section("Provenance of the numbers", parts, "provenance", "Provenance")
+        parts.append(doc.Text(Said("The log does not say how FLOPs and peak were found.")))
+    return doc.Section(Said("Provenance of the numbers"), parts, "provenance", Said("Provenance"))

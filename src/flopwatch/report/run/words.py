@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from flopwatch.language import Said, Templates, commas, counted, in_words, semicolons, sentences
 from flopwatch.numbers import UNKNOWN, count, duration, energy, flop_rate, flops, number, percent, step_time
+from flopwatch.records.flops import PEAK_WORDS
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
-from flopwatch.report.run.contents import Moment, RunReport
+from flopwatch.report.run.contents import KINDS, Moment, RunReport
 from flopwatch.runs.counters import energy_per_work
-from flopwatch.runs.explain import what_ran
-from flopwatch.text import one_line, plural
+from flopwatch.runs.explain import WHAT_RAN, what_ran
+from flopwatch.text import one_line
 
-NAMES = {
+NAMES: Templates = {
     "perf/mfu_percent": "MFU",
     "perf/hfu_percent": "HFU",
     "training/loss": "loss",
@@ -30,7 +32,7 @@ NAMES = {
     "training/grad_norm": "gradient norm",
 }
 _WRITTEN: Mapping[str, Callable[[float], str]] = {"FLOP": flops, "FLOP/s": flop_rate, "J": energy}
-_STATES = {
+_STATES: Templates = {
     "ended": "The run ended.",
     "stopped": "The run was stopped from the keyboard.",
     "failed": "The run has failed.",
@@ -38,12 +40,26 @@ _STATES = {
     "killed": "The process is gone and its log has no end: it was killed, or the end could not be written.",
     "running or killed": "The log has no end: the run is still going on, or it was killed.",
 }
-_QUICKEST = "the quickest matmul that was measured on this device"
+_AMOUNTS: Templates = {
+    "tokens": "{n} tokens",
+    "samples": "{n} samples",
+    "steps": "{n} steps",
+    "tokens/s": "{n} tokens/s",
+    "samples/s": "{n} samples/s",
+}
+_PLACES: Templates = {
+    **WHAT_RAN,
+    "folder": "folder",
+    "host": "host",
+    "device": "device",
+    "world size": "world size",
+    "rank that logs": "rank that logs",
+}
 _LONGEST = 300
 
 
 def metric_name(key: str) -> str:
-    return NAMES.get(key, one_line(key, 80))
+    return Said(NAMES[key]) if key in NAMES else one_line(key, 80)
 
 
 def metric_text(key: str, value: float | None) -> str:
@@ -63,8 +79,8 @@ def metric_text(key: str, value: float | None) -> str:
         return step_time(value) if key.startswith(("perf/", "ranks/")) else duration(value)
     if unit in _WRITTEN:
         return _WRITTEN[unit](value)
-    if unit in ("tokens", "samples", "steps", "tokens/s", "samples/s"):
-        return f"{count(value, 4)} {unit}"
+    if unit in _AMOUNTS:
+        return Said(_AMOUNTS[unit], n=count(value, 4))
     if unit in ("GiB", "epochs", "W", "MHz"):
         return f"{number(value, 4)} {unit}"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else number(value, 4)
@@ -83,52 +99,66 @@ def utc(unix_time: float | None) -> str:
 
 
 def state_sentence(report: RunReport) -> str:
-    cause = f" {one_line(report.ended_by, _LONGEST).rstrip('.')}." if report.ended_by else ""
+    cause = f"{one_line(report.ended_by, _LONGEST).rstrip('.')}." if report.ended_by else ""
     planned = report.start.total_steps if report.start else None
-    of_planned = f" of {planned:,} planned" if isinstance(planned, int) else ""
-    done = f"{report.steps:,}{of_planned} steps" if report.steps != 1 or of_planned else "1 step"
-    wall = f" in {duration(report.wall_seconds)}" if report.wall_seconds else ""
-    sessions = f", {plural(len(report.starts), 'session')}" if len(report.starts) > 1 else ""
-    return f"{_STATES[report.state]}{cause} {done}{wall}{sessions}."
+    done: str = counted(report.steps, "{n} step", "{n} steps")
+    if isinstance(planned, int):
+        done = Said("{steps:,} of {planned:,} planned steps", steps=report.steps, planned=planned)
+    if report.wall_seconds:
+        done = Said("{steps} in {time}", steps=done, time=duration(report.wall_seconds))
+    if len(report.starts) > 1:
+        done = commas([done, counted(len(report.starts), "{n} session", "{n} sessions")])
+    return sentences([Said(_STATES[report.state]), cause, Said("{sentence}.", sentence=done)])
 
 
 def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     """The main numbers, each with the words that say what it is; `~` marks those of FLOPs that are not exact."""
     about = "~" if report.exactness.inexact_windows else ""
     whole = report.waterfall.mfu_percent if report.waterfall else None
-    of_wall = f"; {about}{percent(whole / 100)} of the whole wall time" if whole is not None else ""
+    of_wall = Said("{share} of the whole wall time", share=f"{about}{percent((whole or 0) / 100)}")
     rate = report.times.flops_per_second if report.times is not None else None
     if rate is not None and "perf/mfu_percent" not in report.curves:
-        yield f"{about}{flop_rate(rate)}", "model FLOP/s of one device"
+        yield f"{about}{flop_rate(rate)}", Said("model FLOP/s of one device")
     else:
-        for key, words in (("mfu", f"MFU of the training steps{of_wall}"), ("hfu", "HFU of the training steps")):
+        mfu = semicolons([Said("MFU of the training steps"), None if whole is None else of_wall])
+        for key, words in (("mfu", mfu), ("hfu", Said("HFU of the training steps"))):
             mean = report.mean(f"perf/{key}_percent")
             yield f"{about if mean is not None else ''}{metric_text(f'perf/{key}_percent', mean)}", words
-    of = next((name for name in ("tokens", "samples") if f"perf/{name}_per_second" in report.curves), None)
-    if of is not None:
-        yield count(report.mean(f"perf/{of}_per_second")), f"{of} per second"
-    yield metric_text("perf/step_time", report.mean("perf/step_time")), "mean step time"
+    rates = {
+        "perf/tokens_per_second": Said("tokens per second"),
+        "perf/samples_per_second": Said("samples per second"),
+    }
+    rate_key = next((key for key in rates if key in report.curves), None)
+    if rate_key is not None:
+        yield count(report.mean(rate_key)), rates[rate_key]
+    yield metric_text("perf/step_time", report.mean("perf/step_time")), Said("mean step time")
     if "training/loss" in report.curves:  # `flopwatch run` does not know it in a loop of the user's own
-        yield metric_text("training/loss", report.last("training/loss")), "newest loss"
+        yield metric_text("training/loss", report.last("training/loss")), Said("newest loss")
     if report.counters is not None and report.counters.energy_joules is not None:
-        what = ["measured energy of the devices", *energy_per_work(report.counters)[:1]]
-        yield energy(report.counters.energy_joules), ", ".join(what)
+        what = [Said("measured energy of the devices"), *energy_per_work(report.counters)[:1]]
+        yield energy(report.counters.energy_joules), commas(what)
     if report.goodput is not None:
         productive, known = duration(report.goodput.productive_seconds), duration(report.goodput.known_seconds)
-        yield percent(report.goodput.share), f"goodput: {productive} of {known} productive"
+        goodput = Said("goodput: {productive} of {known} productive", productive=productive, known=known)
+        yield percent(report.goodput.share), goodput
 
 
 def warnings(report: RunReport) -> list[str]:
-    found = []
+    found: list[str] = []
     if report.torn_lines:
-        found.append(f"{plural(report.torn_lines, 'line')} of the log could not be read; the report does without them.")
+        lines = counted(report.torn_lines, "{n} line", "{n} lines")
+        found.append(Said("{lines} of the log could not be read; the report does without them.", lines=lines))
     for curve in report.curves.values():
         if curve.broken_windows:
-            windows = plural(curve.broken_windows, "logging window")
-            where = f"in {windows}, first in the one that begins with step {curve.broken_at_step:,}"
-            found.append(f"The metric {metric_name(curve.key)} is nan or infinite {where}.")
+            broken = Said(
+                "The metric {metric} is nan or infinite in {windows}, first in the one that begins with step {step:,}.",
+                metric=metric_name(curve.key),
+                windows=counted(curve.broken_windows, "{n} logging window", "{n} logging windows"),
+                step=curve.broken_at_step,
+            )
+            found.append(broken)
     if report.exactness.inexact_windows:
-        found.append(f"{exact_sentence(report)} The reasons are under Provenance.")
+        found.append(sentences([exact_sentence(report), Said("The reasons are under Provenance.")]))
     return found
 
 
@@ -141,7 +171,8 @@ def places(report: RunReport) -> list[tuple[str, str]]:
     facts: dict[str, Any] = {**dict(what_ran(start)), "folder": start.output_dir}
     facts |= {name: environment.pop(name, None) for name in ("host", "device", "torch", "python")}
     facts |= {"world size": start.world_size, "rank that logs": start.rank, **environment}
-    return setting_texts({name: value for name, value in facts.items() if value is not None})
+    known = setting_texts({name: value for name, value in facts.items() if value is not None})
+    return [(in_words(_PLACES, name), text) for name, text in known]
 
 
 def setting_texts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -151,6 +182,8 @@ def setting_texts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 def setting_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return one_line(", ".join(f"{name} {setting_text(item)}" for name, item in value.items()), _LONGEST) or UNKNOWN
+    if isinstance(value, Said):
+        return value
     return UNKNOWN if value is None else one_line(str(value), _LONGEST)
 
 
@@ -158,45 +191,92 @@ def exact_sentence(report: RunReport) -> str:
     counts = report.exactness
     known = counts.exact_windows + counts.inexact_windows
     if not known:
-        return "No logging window says whether its FLOPs are exact."
+        return Said("No logging window says whether its FLOPs are exact.")
+    windows = counted(known, "{n} logging window", "{n} logging windows")
+    text = Said("The FLOPs are exact in {exact:,} of {windows}", exact=counts.exact_windows, windows=windows)
     if not counts.inexact_windows:
-        text = f"The FLOPs are exact in all {known:,} logging windows" if known > 1 else "The FLOPs are exact"
-    else:
-        text = f"The FLOPs are exact in {counts.exact_windows:,} of {plural(known, 'logging window')}"
-    more = f"; {plural(counts.unknown_windows, 'more window')} without FLOPs" if counts.unknown_windows else ""
-    return f"{text}{more}."
+        text = (
+            Said("The FLOPs are exact in all {windows}", windows=windows) if known > 1 else Said("The FLOPs are exact")
+        )
+    more: str = ""
+    if counts.unknown_windows:
+        more = counted(counts.unknown_windows, "{n} more window without FLOPs", "{n} more windows without FLOPs")
+    return Said("{sentence}.", sentence=semicolons([text, more]))
 
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
     quickest = record.achievable_flops_per_s
     facts = [
-        ("from step", f"{record.step:,}"),
-        ("FLOPs", f"method {record.method or 'not known yet'}, mode {record.mode}, attention {record.attention}"),
-        ("exact", "the FLOPs of counted steps are exact" if record.exact else "no"),
-        ("coverage", f"{percent(record.coverage)} of the matmul-like calls have a formula" if record.coverage else ""),
-        ("peak", peak_text(record)),
-        ("achievable", f"{flop_rate(quickest)}, {_QUICKEST}" if quickest else ""),
-        ("notes", "; ".join(record.notes)),
+        (Said("from step"), f"{record.step:,}"),
+        (
+            "FLOPs",
+            Said(
+                "method {method}, mode {mode}, attention {attention}",
+                method=record.method or Said("not known yet"),
+                mode=record.mode,
+                attention=record.attention,
+            ),
+        ),
+        (Said("exact"), Said("the FLOPs of counted steps are exact") if record.exact else Said("no")),
+        (
+            Said("coverage"),
+            Said("{share} of the matmul-like calls have a formula", share=percent(record.coverage))
+            if record.coverage
+            else "",
+        ),
+        (Said("peak"), peak_text(record)),
+        (
+            Said("achievable"),
+            Said("{rate}, the quickest matmul that was measured on this device", rate=flop_rate(quickest))
+            if quickest
+            else "",
+        ),
+        (Said("notes"), semicolons(record.notes)),
     ]
-    return [(name, one_line(text, 4 * _LONGEST)) for name, text in facts if text]
+    return [(name, shortened(text, 4 * _LONGEST)) for name, text in facts if text]
+
+
+def shortened(text: str, most: int) -> str:
+    """The text; a long one, as in a damaged log, is cut."""
+    return text if len(text) <= most else one_line(text, most)
 
 
 def peak_text(record: Provenance | None) -> str:
     if record is None or record.peak is None:
-        return "not known, so there is no MFU"
+        return Said("not known, so there is no MFU")
     peak = record.peak
     rate = peak.get("flops_per_s")
     value = flop_rate(rate) if isinstance(rate, int | float) else UNKNOWN
-    devices = f" × {record.device_count:,} devices" if record.device_count != 1 else ""
+    if record.device_count != 1:
+        value = Said("{rate} × {devices:,} devices", rate=value, devices=record.device_count)
     named = ", ".join(str(peak[name]) for name in ("device", "dtype") if peak.get(name))
-    source = f"; source: {peak.get('source')} ({peak.get('kind')}, confidence {peak.get('confidence')})"
-    return one_line(f"{value}{devices}, {named}{source}", 2 * _LONGEST)
+    source = Said(
+        "source: {source} ({kind}, confidence {confidence})",
+        source=str(peak.get("source")),
+        kind=in_words(PEAK_WORDS, peak.get("kind")),
+        confidence=in_words(PEAK_WORDS, peak.get("confidence")),
+    )
+    return shortened(semicolons([commas([value, named]), source]), 2 * _LONGEST)
+
+
+def moments_counted(report: RunReport) -> dict[str, str]:
+    """How many evaluations, checkpoints, restarts and notices there were."""
+    amounts = {kind: report.moment_counts.get(kind, 0) for kind in KINDS}
+    said = {
+        "evaluation": counted(amounts["evaluation"], "{n} evaluation", "{n} evaluations"),
+        "checkpoint": counted(amounts["checkpoint"], "{n} checkpoint", "{n} checkpoints"),
+        "restart": counted(amounts["restart"], "{n} restart", "{n} restarts"),
+        "notice": counted(amounts["notice"], "{n} notice", "{n} notices"),
+    }
+    return {kind: text for kind, text in said.items() if amounts[kind]}
 
 
 def moment_words(moment: Moment) -> str:
     """What a restart or a notice says, and where it was."""
+    kind = Said(KINDS[moment.kind])
     if moment.last_step is None:
-        return f"{moment.kind}: {moment.words}"
+        return Said("{what}: {facts}", what=kind, facts=moment.words)
+    where = Said("{kind} at step {step:,}: {words}")
     if moment.first_step is None:
-        return f"{moment.kind} before step {moment.last_step:,}: {moment.words}"
-    return f"{moment.kind} at step {moment.last_step:,}: {moment.words}"
+        where = Said("{kind} before step {step:,}: {words}")
+    return where.filled(kind=kind, step=moment.last_step, words=moment.words)
